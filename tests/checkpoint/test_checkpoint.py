@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from testkit.pool_runs import run_here
 from testkit.programs import KILLED, ended, killed_forked, killed_in
 from testkit.tiny import write_run
 
@@ -25,7 +26,7 @@ from rlhfuse.run.launch import dry_run, start_line, train
 from rlhfuse.run.preflight import check_inputs
 from rlhfuse.run.report.compare import compare_exports, compare_runs
 
-pytestmark = pytest.mark.timeout(1800)  # five trainings are started for the first one
+pytestmark = pytest.mark.timeout(1800)  # for the first one five trainings are started
 
 # the folder -----------------------------------------------------------------------------------------------------
 
@@ -105,12 +106,12 @@ THREE_KILLS = (
 
 
 @pytest.fixture(scope="module")
-def runs(programs, tmp_path_factory):
+def runs(programs, pools, tmp_path_factory):
     """(config, uninterrupted run of 4 iterations, the same killed three times and resumed, its last log)."""
     base = tmp_path_factory.mktemp("runs")
     config = write_run(base, trainer__save_every=2, trainer__iterations=4)
     whole, broken = base / "whole", base / "killed"
-    programs.trained(config, f"trainer.output_dir={whole}")
+    pools.of(2).run(run_here, config, whole)
     settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
     for number, moment in enumerate(THREE_KILLS):
         if " all " in moment:
@@ -192,17 +193,20 @@ def copy(runs, tmp_path):
     return config, tmp_path / "run"
 
 
-def refused(config: Path, run_dir: Path, *overrides: str) -> str:
+def inputs_of(config: Path, run_dir: Path, *overrides: str):
     settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto", "trainer.iterations=6", *overrides]
+    return check_inputs(load_config(config, settings), 2)
+
+
+def refused(config: Path, run_dir: Path, *overrides: str) -> str:
     with pytest.raises(InputError) as caught:
-        check_inputs(load_config(config, settings), 2)
+        inputs_of(config, run_dir, *overrides)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def resumed(config: Path, run_dir: Path, *overrides: str) -> Checkpoint | None:
-    settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto", "trainer.iterations=6", *overrides]
-    return check_inputs(load_config(config, settings), 2).resume
+    return inputs_of(config, run_dir, *overrides).resume
 
 
 def test_auto_takes_the_newest_and_a_path_the_one_it_names(copy):
@@ -262,16 +266,12 @@ def test_another_run_than_the_saved_one(copy, override, words):
 
 
 def test_another_layout_or_world_is_taken_and_told(copy):
-    config, run_dir = copy
-    layouts = {"parallel.actor_train": "d2t1p1", "parallel.critic_train": "d1t1p2", "fusion.actor_microbatches": "4"}
-    settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto", "trainer.iterations=6"]
-    inputs = check_inputs(load_config(config, settings + [f"{k}={v}" for k, v in layouts.items()]), 2)
-    line = start_line(inputs)
+    turned = ["parallel.actor_train=d2t1p1", "parallel.critic_train=d1t1p2", "fusion.actor_microbatches=4"]
+    line = start_line(inputs := inputs_of(*copy, *turned))
     assert "actor_train d1t1p2 -> d2t1p1, " in line and "not bit for bit" in line
-    cut = [*settings, "parallel.actor_train=d1t1p2:1,3"]  # of the same pipeline, where the saved run cut evenly
-    assert "actor_train d1t1p2 -> d1t1p2:1,3: equal to about 1e-5" in start_line(
-        check_inputs(load_config(config, cut), 2)
-    )
+    # of the same pipeline, where the saved run cut evenly
+    line = start_line(inputs_of(*copy, "parallel.actor_train=d1t1p2:1,3"))
+    assert "actor_train d1t1p2 -> d1t1p2:1,3: equal to about 1e-5" in line
     facts = inputs.resume.manifest.facts
     assert replace(facts, world_size=4).layout_diff(facts) == "2 -> 4 ranks"
     assert facts.layout_diff(facts) == ""

@@ -1,58 +1,34 @@
-"""What ranks save comes back bit for bit, in their layout and in any other; a full disk harms nothing."""
+"""What ranks save comes back bit for bit, in their layout and in any other."""
 
 from __future__ import annotations
 
-import resource
-import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from testkit.tiny import write_checkpoint
+from testkit.training_pair import Plan, build_pair, write_pair
+from testkit.writing import STATE, fill_gradients, writer_of
 from torch.optim.adamw import adamw
 
-from rlhfuse.base.errors import InputError, JointError
-from rlhfuse.checkpoint import writer as checkpoint_writer
-from rlhfuse.checkpoint.checkpoint import Checkpoint, RunState
-from rlhfuse.checkpoint.compatibility import RunCompatibility
-from rlhfuse.checkpoint.writer import CheckpointWriter
-from rlhfuse.config.settings import OptimizerConfig, ParallelConfig, RunConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.parallel.fragments import Fragment, Place
-from rlhfuse.schedule.ir.ranks import rank_map
-
-NO_FACTS = RunCompatibility(4, {}, {}, "", {})
-STATE = RunState({"current": 3}, {"kl_coef": 0.05}, {"metrics_bytes": 7})
+from rlhfuse.checkpoint.checkpoint import Checkpoint
+from rlhfuse.parallel.fragments import Place
 
 # state of one rank ----------------------------------------------------------------------------------------------
 
 
 def build(rank: int, folders: dict, actor: str, critic: str, dtype: str) -> dict:
     """role -> ModelOptimizer of freshly loaded models."""
-    from rlhfuse.parallel.device import choose_device
-    from rlhfuse.run.rank_models import ModelFolders, build_models
-
-    tasks = ("generation", "inference", "reference_inference", "reward_inference", "critic_inference")
-    layouts = {"actor_train": actor, "critic_train": critic} | dict.fromkeys(tasks, "d4t1p1")
-    config = RunConfig(parallel=ParallelConfig(**layouts)).with_(
-        trainer={"dtype": dtype}, actor={"optim": OptimizerConfig(lr=1e-3, weight_decay=0.1)}
-    )
-    ranks = rank_map({"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)})
-    specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
-    roles = build_models(config, ModelFolders(folders, specs), ranks, rank, choose_device("cpu", 0, 1))
-    return {role: model.optimizer for role, model in roles.trained.items()}
+    pair = build_pair(rank, folders, Plan(actor, critic), dtype=dtype, optim={"weight_decay": 0.1})
+    return {role: model.optimizer for role, model in pair.models.items()}
 
 
 def one_step(rank: int, models: dict, seed: int, lr: float | None = 1e-3, scale: float = 1.0) -> None:
-    """An optimizer step on made-up gradients; tensor ranks have the same one of what each of them holds whole."""
+    """An optimizer step on made-up gradients."""
     for model in models.values():
         model.zero_grad()
-        for number, parameter in enumerate(model.module.parameters()):
-            own = rank if getattr(parameter, "tensor_model_parallel", False) else 0
-            generator = torch.Generator().manual_seed(10_000 * seed + 100 * own + number)
-            parameter.main_grad.copy_(scale * torch.randn(parameter.shape, generator=generator))
+        fill_gradients(rank, model, seed, scale)
         model.finish_gradients()
         model.step(lr)
 
@@ -64,15 +40,18 @@ def state_of(models: dict) -> dict:
     return {role: {one.name: one.to_host() for one in export_state(model)} for role, model in models.items()}
 
 
-def save(rank: int, out: Path, iteration: int, models: dict) -> None:
+def save(rank: int, out: Path, iteration: int, models: dict, step: bool = True) -> None:
+    """Save, and while that is written `step` on: what is written must be the state at the call."""
     from rlhfuse.parallel.optimizer_state import export_state
 
-    writer = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60)
+    writer = writer_of(rank, out)
     writer.start(iteration, STATE, {role: export_state(model) for role, model in models.items()})
     with writer.joint_failure():
         pass
-    one_step(rank, models, 99)  # what is written must be the state at the call
+    if step:
+        one_step(rank, models, 99)
     writer.finish()
+    torch.distributed.barrier()
 
 
 def load(out: Path, iteration: int, models: dict) -> None:
@@ -95,7 +74,6 @@ def save_and_load(rank: int, folders: dict, out: Path, actor: str, critic: str, 
     one_step(rank, models, 1)
     state, weights = state_of(models), weights_of(models)
     save(rank, out, 7, models)
-    torch.distributed.barrier()
     loaded = build(rank, folders, actor, critic, dtype)
     load(out, 7, loaded)
     found = [f"loaded {line}" for line in differing(state, state_of(loaded))]
@@ -119,16 +97,14 @@ def load_elsewhere(rank: int, folders: dict, out: Path, actor: str, critic: str,
         for one in state_of({role: model})[role].values()
         if one.step != 2
     ]
-    weights = {role: {n: p.detach().clone() for n, p in m.module.named_parameters()} for role, m in models.items()}
+    assert all(sum(1 for _ in model.module.parameters()) > 3 for model in models.values())
     save(rank, out, 8, models)
-    torch.distributed.barrier()
     before, after = (Checkpoint.open(out / "checkpoints" / f"iteration-{n}").open_reader() for n in (7, 8))
     for role in models:
         for name, shape in after.shapes(role).items():
             for kind in ("main", "exp_avg", "exp_avg_sq"):
                 a, b = (reader.read(role, name, kind, Place.whole(shape)) for reader in (before, after))
                 found += [] if torch.equal(a, b) else [f"{role}.{kind}.{name}"]
-    assert all(len(rows) > 3 for rows in weights.values())
     return found
 
 
@@ -146,10 +122,7 @@ def differing(a: dict, b: dict) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    base = tmp_path_factory.mktemp("models")
-    actor = write_checkpoint(base / "actor", seed=1, tie_word_embeddings=True)
-    critic = write_checkpoint(base / "critic", scalar_head=True, seed=2)
-    return {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
+    return write_pair(tmp_path_factory.mktemp("models"), actor={"tie_word_embeddings": True})
 
 
 @pytest.mark.parametrize(
@@ -223,7 +196,6 @@ def from_one_adam_to_the_other(rank: int, folders: dict, out: Path, layout: str,
     found += [f"stepped {line}" for line in differing(wanted, state_of(fused))]
     for number, (models, other) in enumerate(((fused, plain), (plain, fused)), 1):
         save(rank, out, number, models)
-        torch.distributed.barrier()
         load(out, number, other)
         found += [f"loaded {line}" for line in differing(wanted, state_of(other))]
         one_step(rank, other, 99)  # as `save` did
@@ -249,7 +221,7 @@ def rest_between_steps(rank: int, folders: dict, out: Path, layout: str, dtype: 
         device_bytes.append(sum(model.states.host_bytes for model in resting.values()))
         found += [f"at rest {seed} {line}" for line in differing(state_of(awake), state_of(resting))]
         if seed == 2:
-            save_at_rest(rank, out, resting)
+            save(rank, out, 3, resting, step=False)
         for model in resting.values():
             model.states.come_back()
         for models in (awake, resting):
@@ -271,105 +243,7 @@ def rest_between_steps(rank: int, folders: dict, out: Path, layout: str, dtype: 
     return found + [f"host bytes {device_bytes}"] * (sizes != [dtype == "bfloat16", True, True])
 
 
-def save_at_rest(rank: int, out: Path, models: dict) -> None:
-    from rlhfuse.parallel.optimizer_state import export_state
-
-    writer = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60)
-    writer.start(3, STATE, {role: export_state(model) for role, model in models.items()})
-    writer.finish()
-    torch.distributed.barrier()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_that_rest_on_the_host_are_those_that_stay(workers, folders, tmp_path, dtype):
-    """Of float32 weights the moments alone: they are their own main weights."""
+    """Moments alone rest where weights are float32: these are their own main weights."""
     assert workers.run(rest_between_steps, folders, tmp_path, "d2t1p2", dtype) == [[]] * 4
-
-
-def write_with_a_full_disk(rank: int, out: Path) -> str:
-    """Checkpoint 1 is written; of 2 rank 2 may write 50 kB only, then the system refuses. Returns what is raised."""
-    place = Place((400_000,), 0, ((0, 400_000),), 100_000 * rank, 100_000 * (rank + 1))
-    state = {"actor": [Fragment("w", place, 1, {"main": torch.arange(100_000.0)})]}
-    writer = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60)
-    writer.start(1, STATE, state)
-    writer.finish()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 2:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
-    try:
-        writer.start(2, STATE, state)
-        writer.finish()
-        return "nothing was raised"
-    except InputError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def fail_alone(rank: int, out: Path) -> str:
-    """Rank 0 cannot write a line of its own while rank 3 writes checkpoint 2, and is the last to give that up. Returns
-    what this rank says."""
-    place = Place((400,), 0, ((0, 400),), 100 * rank, 100 * (rank + 1))
-    state = {"actor": [Fragment("w", place, 1, {"main": torch.arange(100.0)})]}
-    writer, write = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60), checkpoint_writer.write_rank_file
-    with writer.joint_failure():
-        pass
-    writer.start(1, STATE, state)
-    writer.finish()
-
-    def held(*arguments):
-        assert writer._abandoned.wait(60), "checkpoint 2 is under way until it is given up"
-        return write(*arguments)
-
-    checkpoint_writer.write_rank_file = held if rank == 3 else write
-    give_up = writer._abandoned.set
-    if rank == 0:
-        writer._abandoned.set = lambda: (time.sleep(0.5), give_up())
-    try:
-        writer.start(2, STATE, state)
-        with writer.joint_failure():
-            if rank == 0:
-                raise InputError("cannot write lines")
-        return "nothing was raised"
-    except JointError as error:
-        return str(error)
-    finally:
-        checkpoint_writer.write_rank_file = write
-
-
-def test_what_one_rank_cannot_write_ends_all_ranks(workers, tmp_path):
-    good = tmp_path / "checkpoints" / "iteration-1"
-    words = f"cannot write lines; the last good checkpoint is {good}: start again with trainer.resume=auto"
-    assert workers.run(fail_alone, tmp_path) == [words] * 4
-    assert sorted(one.name for one in good.parent.iterdir()) == ["iteration-1", "latest"]
-
-
-def write_each_to_its_own(rank: int, out: Path) -> str:
-    """Every rank has an `out` that the others do not see. Returns what this rank's error says."""
-    place = Place((400,), 0, ((0, 400),), 100 * rank, 100 * (rank + 1))
-    writer = CheckpointWriter(out / str(rank), rank, 4, NO_FACTS, 2, 0.2)
-    writer.start(1, STATE, {"actor": [Fragment("w", place, 1, {"main": torch.arange(100.0)})]})
-    try:
-        writer.finish()
-        return "nothing was raised"
-    except JointError as error:
-        return str(error)
-
-
-def test_ranks_that_share_no_storage_are_told_so(workers, tmp_path):
-    messages = workers.run(write_each_to_its_own, tmp_path)
-    words = "rank 0: no file of rank 1 after 0 s: output_dir must be storage all nodes share; no checkpoint was saved"
-    assert all(message.startswith(words) for message in messages), messages
-
-
-def test_a_disk_that_is_full_ends_all_ranks_and_leaves_the_last_good_one(workers, tmp_path):
-    messages = workers.run(write_with_a_full_disk, tmp_path)
-    folder = tmp_path / "checkpoints"
-    file = folder / "iteration-2.partial" / "rank-2.safetensors"
-    assert len(set(messages)) == 1 and messages[0].startswith(
-        f"rank 2: cannot write {file}: File too large; free space there; "
-    ), messages
-    assert f"the last good checkpoint is {folder / 'iteration-1'}" in messages[0] and "\n" not in messages[0]
-    assert sorted(f.name for f in folder.iterdir()) == ["iteration-1", "latest"]
-    whole = Checkpoint.open(folder / "latest").open_reader().whole("actor", "w")
-    assert torch.equal(whole, torch.arange(100_000.0).repeat(4))

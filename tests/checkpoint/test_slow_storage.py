@@ -10,16 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from testkit.tiny import write_checkpoint
+from testkit.writing import STATE, part_of, writer_of, writing_by
 
-from rlhfuse.checkpoint import writer as checkpoint_writer
-from rlhfuse.checkpoint.checkpoint import Checkpoint, RunState, checkpoints_in
-from rlhfuse.checkpoint.compatibility import RunCompatibility
+from rlhfuse.checkpoint.checkpoint import Checkpoint, checkpoints_in
 from rlhfuse.checkpoint.shard_files import file_name
-from rlhfuse.checkpoint.writer import CheckpointWriter
 from rlhfuse.models.hf_folder import write_folder
 from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.monitor.watchdog import Watchdog
-from rlhfuse.parallel.fragments import Fragment, Place
 
 
 @pytest.fixture
@@ -29,12 +26,10 @@ def alone():
     dist.destroy_process_group()
 
 
-def start_one(folder, progress=lambda _: None):
+def start_one(folder, **more):
     """A writer that is about to write iteration-1."""
-    facts = RunCompatibility(1, {}, {}, "", {})
-    writer = CheckpointWriter(folder, 0, 1, facts, 2, 60, progress)
-    fragment = Fragment("w", Place((4,), 0, ((0, 4),), 0, 4), 1, {"main": torch.arange(4.0)})
-    writer.start(1, RunState({}, {}, {"metrics_bytes": 0}), {"actor": [fragment]})
+    writer = writer_of(0, folder, 1, **more)
+    writer.start(1, STATE, part_of(0, 1))
     return writer
 
 
@@ -54,36 +49,32 @@ def test_a_checkpoint_is_on_disk_before_it_is_the_latest(alone, tmp_path, monkey
     assert calls.index("checkpoints/latest") > named + 2
 
 
-def test_a_file_that_grows_is_told_of_while_it_is_waited_for(alone, tmp_path, monkeypatch):
+def test_a_file_that_grows_is_told_of_while_it_is_waited_for(alone, tmp_path):
     """The storage takes the next piece once somebody has seen the one before."""
-    heard, missed, write = threading.Event(), [], checkpoint_writer.write_rank_file
+    heard, missed, told = threading.Event(), [], []
 
-    def slow(folder, rank, state):
+    def slow(write, folder, rank, state):
         for _ in range(3):
             heard.clear()
             with open(folder / file_name(rank), "ab") as file:
                 file.write(bytes(1000))
-            missed.append(not heard.wait(30))
+            missed.append(not heard.wait(540))
         return write(folder, rank, state)
 
-    monkeypatch.setattr(checkpoint_writer, "write_rank_file", slow)
-    told = []
-    start_one(tmp_path, lambda text: (told.append(text), heard.set())).finish()
+    with writing_by(slow):
+        start_one(tmp_path, progress=lambda text: (told.append(text), heard.set())).finish()
     assert missed == [False] * 3 and told[0].startswith("saving a checkpoint: ")
     assert [folder.name for folder in checkpoints_in(tmp_path)] == ["iteration-1"]
 
 
-def test_a_checkpoint_that_is_being_written_survives_sigterm(alone, tmp_path, monkeypatch):
+def test_a_checkpoint_that_is_being_written_survives_sigterm(alone, tmp_path):
     """The rank leaves once its part is whole, though its main thread goes on with the run."""
-    begun, release, write = threading.Event(), threading.Event(), checkpoint_writer.write_rank_file
+    begun, asked, release, ended, left = *(threading.Event() for _ in range(4)), []
 
-    def slow(folder, rank, state):
+    def slow(write, *given):
         begun.set()
-        assert release.wait(60)
-        return write(folder, rank, state)
-
-    monkeypatch.setattr(checkpoint_writer, "write_rank_file", slow)
-    left, ended = [], threading.Event()
+        assert release.wait(540)
+        return write(*given)
 
     def leave(code):
         left.append((code, [one.name for one in checkpoints_in(tmp_path)]))
@@ -96,34 +87,29 @@ def test_a_checkpoint_that_is_being_written_survives_sigterm(alone, tmp_path, mo
         def check(self, keys):
             return True
 
-    with Watchdog(Store(), 0, 1, Limits(), leave) as watchdog:
+    with writing_by(slow), Watchdog(Store(), 0, 1, Limits(), leave) as watchdog:
         writer = start_one(tmp_path)
-        watchdog.is_saving = writer.is_saving
-        assert begun.wait(60)
+        watchdog.is_saving = lambda: (asked.set(), writer.is_saving())[1]
+        assert begun.wait(540)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert not ended.wait(1)
+        assert asked.wait(540) and not left
         release.set()
-        assert ended.wait(60)
+        assert ended.wait(540)
         watchdog._stopping.set()
     assert left == [(143, ["iteration-1"])]
     writer.finish()
 
 
-def test_a_checkpoint_learns_what_an_evaluation_after_it_found(alone, tmp_path, monkeypatch):
+def test_a_checkpoint_learns_what_an_evaluation_after_it_found(alone, tmp_path):
     """Before its manifest is written, and after."""
-    release, write = threading.Event(), checkpoint_writer.write_rank_file
-
-    def slow(folder, rank, state):
-        assert release.wait(60)
-        return write(folder, rank, state)
-
-    monkeypatch.setattr(checkpoint_writer, "write_rank_file", slow)
-    writer = start_one(tmp_path)
-    for number in (7, 8):
-        writer.complete(1, {"metrics_bytes": number})
-        release.set()
-        writer.finish()
-        assert Checkpoint.open(tmp_path / "checkpoints" / "iteration-1").metrics_bytes == number
+    release = threading.Event()
+    with writing_by(lambda write, *given: write(*given) if release.wait(540) else None):
+        writer = start_one(tmp_path)
+        for number in (7, 8):
+            writer.complete(1, {"metrics_bytes": number})
+            release.set()
+            writer.finish()
+            assert Checkpoint.open(tmp_path / "checkpoints" / "iteration-1").metrics_bytes == number
 
 
 def test_an_export_tells_of_every_weight_file(tmp_path):

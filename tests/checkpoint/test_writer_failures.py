@@ -5,96 +5,136 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import time
-from contextlib import redirect_stdout
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from testkit.programs import eventually
+from testkit.small_disk import small_files
+from testkit.writing import STATE, part_of, writer_of, writing_by
 
-from rlhfuse.base.errors import JointError
+from rlhfuse.base.errors import InputError, JointError
 from rlhfuse.checkpoint import writer as checkpoint_writer
-from rlhfuse.checkpoint.checkpoint import Checkpoint, RunState, checkpoints_in
-from rlhfuse.checkpoint.compatibility import RunCompatibility
+from rlhfuse.checkpoint.checkpoint import Checkpoint, checkpoints_in
+from rlhfuse.checkpoint.shard_files import file_name
 from rlhfuse.checkpoint.writer import CheckpointWriter
-from rlhfuse.parallel.fragments import Fragment, Place
+from rlhfuse.parallel.fragments import Place
 
-NO_FACTS = RunCompatibility(4, {}, {}, "", {})
-STATE = RunState({}, {}, {"metrics_bytes": 7})
-
-
-def quarter(rank: int) -> dict:
-    """What a rank owns: 100 of the 400 elements of one parameter."""
-    place = Place((400,), 0, ((0, 400),), 100 * rank, 100 * (rank + 1))
-    return {"actor": [Fragment("w", place, 1, {"main": torch.arange(100.0)})]}
+LARGE = 100_000  # elements of a rank
 
 
-def message_of(writer: CheckpointWriter, rank: int) -> str:
-    """What is raised when checkpoint 2 cannot be written, after 1 was."""
+class LeapingClock:
+    """Every time it is asked an hour has passed."""
+
+    def __init__(self) -> None:
+        self.hours, self.leapt = 0, threading.Event()
+
+    def monotonic(self) -> float:
+        self.hours += 1
+        if self.hours > 3:
+            self.leapt.set()
+        return 3600.0 * self.hours
+
+
+def message_of(writer: CheckpointWriter, rank: int, iteration: int, size: int, inside: Callable = lambda: None) -> str:
+    """What is raised as a checkpoint is written; `inside()` is done while it is under way."""
     try:
-        writer.start(2, STATE, quarter(rank))
-        time.sleep(0.6)  # longer than rank 0 waits for files, were it to count from here
+        writer.start(iteration, STATE, part_of(rank, size=size))
+        with writer.joint_failure():
+            inside()
         writer.finish()
         return "nothing was raised"
     except JointError as error:
         return str(error)
 
 
-def fail_to_write(rank: int, out: Path, failing: int, seconds: float) -> str:
-    """The allocator of rank `failing` refuses while it writes its file."""
-    writer, write = CheckpointWriter(out, rank, 4, NO_FACTS, 2, seconds), checkpoint_writer.write_rank_file
-    writer.start(1, STATE, quarter(rank))
-    writer.finish()
+def fail(rank: int, out: Path, how: str, size: int = 100) -> str:
+    """The message of checkpoint 2, after 1 was written, with one fault.
 
-    def refused(*_):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    allocator N  rank N's refuses while it writes its file; "late": when rank 0 would wait for files no longer, were it
+                 to count from the start
+    full         the system refuses rank 2 files of more than 50 kB
+    stale        rank 0's storage fails while it looks for the file of rank 2
+    alone        rank 0 cannot write a line of its own while rank 3 writes, and is the last to give that up
+    """
+    writer, is_file, clock = writer_of(rank, out), Path.is_file, LeapingClock()
+    assert message_of(writer, rank, 1, size) == "nothing was raised"
+    give_up, partial = writer._abandoned.set, out / "checkpoints" / "iteration-2.partial"
 
-    checkpoint_writer.write_rank_file = refused if rank == failing else write
-    try:
-        return message_of(writer, rank)
-    finally:
-        checkpoint_writer.write_rank_file = write
+    def write(real, *given):
+        if how.startswith(f"allocator {rank}"):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        if how == "alone" and rank == 3:
+            assert writer._abandoned.wait(540), "checkpoint 2 is under way until it is given up"
+        return real(*given)
+
+    def stale(file: Path) -> bool:
+        if how == "stale" and rank == 0 and file.name == "rank-2.json":
+            raise OSError(116, os.strerror(116), str(file))
+        return is_file(file)
+
+    def inside() -> None:
+        if rank == 0 and how == "alone":
+            raise InputError("cannot write lines")
+        if rank == 0 and how.endswith("late"):
+            assert clock.leapt.wait(540), "rank 0 looks for the files of others"
+
+    with ExitStack() as stack:
+        stack.enter_context(writing_by(write))
+        stack.enter_context(mock.patch.object(Path, "is_file", stale))
+        if how == "full" and rank == 2:
+            stack.enter_context(small_files(50_000))
+        if how == "alone" and rank == 0:
+            writer._abandoned.set = lambda: (eventually((partial / file_name(3)).exists), give_up())
+        if how.endswith("late") and rank == 0:
+            stack.enter_context(mock.patch.object(checkpoint_writer, "time", clock))
+        return message_of(writer, rank, 2, size, inside)
 
 
-@pytest.mark.parametrize("failing, seconds", [(0, 60.0), (2, 60.0), (2, 0.3)])
-def test_an_error_of_any_kind_in_the_thread_ends_all_ranks_by_its_own_name(workers, tmp_path, failing, seconds):
+ALLOCATOR = "cannot write {partial}/rank-{rank}.safetensors: RuntimeError: DefaultCPUAllocator: can't allocate memory"
+FULL = "rank 2: cannot write {partial}/rank-2.safetensors: File too large; free space there"
+
+
+@pytest.mark.parametrize(
+    "how, size, said",
+    [
+        ("allocator 0", 100, "rank 0: " + ALLOCATOR.replace("{rank}", "0")),
+        ("allocator 2", 100, "rank 2: " + ALLOCATOR.replace("{rank}", "2")),
+        ("allocator 2 late", 100, "rank 2: " + ALLOCATOR.replace("{rank}", "2")),
+        ("full", LARGE, FULL),
+        ("stale", 100, "rank 0: cannot read {partial}/rank-2.json: Stale file handle"),
+        ("alone", 100, "cannot write lines"),
+    ],
+)
+def test_what_one_rank_cannot_write_ends_all_ranks_and_leaves_the_last_good_one(workers, tmp_path, how, size, said):
     folder = tmp_path / "checkpoints"
-    messages = workers.run(fail_to_write, tmp_path, failing, seconds)
-    file = folder / "iteration-2.partial" / f"rank-{failing}.safetensors"
-    cause = "RuntimeError: DefaultCPUAllocator: can't allocate memory"
-    words = f"rank {failing}: cannot write {file}: {cause}; the last good checkpoint is {folder / 'iteration-1'}"
-    assert messages == [f"{words}: start again with trainer.resume=auto"] * 4
+    messages = workers.run(fail, tmp_path, how, size)
+    said = said.replace("{partial}", str(folder / "iteration-2.partial"))
+    good = f"{said}; the last good checkpoint is {folder / 'iteration-1'}: start again with trainer.resume=auto"
+    assert messages == [good] * 4
     assert sorted(one.name for one in folder.iterdir()) == ["iteration-1", "latest"]
+    whole = Checkpoint.open(folder / "latest").open_reader().whole("actor", "w")
+    assert torch.equal(whole, torch.arange(float(size)).repeat(4))
 
 
-def fail_to_gather(rank: int, out: Path) -> str:
-    """Rank 0's storage fails while it looks for the file of rank 2."""
-    is_file = Path.is_file
-
-    def stale(self: Path) -> bool:
-        if rank == 0 and self.name == "rank-2.json":
-            raise OSError(116, os.strerror(116), str(self))
-        return is_file(self)
-
-    writer = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60)
-    Path.is_file = stale
-    try:
-        return message_of(writer, rank)
-    finally:
-        Path.is_file = is_file
+def write_each_to_its_own(rank: int, out: Path) -> str:
+    """Every rank has an `out` that the others do not see. Returns what this rank's error says."""
+    return message_of(writer_of(rank, out / str(rank), seconds=0.2), rank, 1, 100)
 
 
-def test_an_error_of_the_storage_while_files_are_gathered_ends_all_ranks(workers, tmp_path):
-    messages = workers.run(fail_to_gather, tmp_path)
-    note = tmp_path / "checkpoints" / "iteration-2.partial" / "rank-2.json"
-    words = f"rank 0: cannot read {note}: Stale file handle; no checkpoint was saved"
+def test_ranks_that_share_no_storage_are_told_so(workers, tmp_path):
+    messages = workers.run(write_each_to_its_own, tmp_path)
+    words = "rank 0: no file of rank 1 after 0 s: output_dir must be storage all nodes share; no checkpoint was saved"
     assert all(message.startswith(words) for message in messages), messages
 
 
 def last_good_while_rank_0_commits(rank: int, out: Path) -> str:
     """Rank 0 commits when all others have asked for the last good checkpoint."""
-    writer, asked = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60), out / "asked"
+    writer, asked = writer_of(rank, out), out / "asked"
     commit = writer._commit
 
     def late(*arguments):
@@ -102,7 +142,7 @@ def last_good_while_rank_0_commits(rank: int, out: Path) -> str:
         return commit(*arguments)
 
     writer._commit = late
-    writer.start(1, STATE, quarter(rank))
+    writer.start(1, STATE, part_of(rank))
     if rank:
         asked.mkdir(exist_ok=True)
         (asked / str(rank)).touch()
@@ -116,8 +156,8 @@ def test_every_rank_names_the_checkpoint_that_is_being_committed(workers, tmp_pa
 
 
 def prune_in_vain(rank: int, out: Path) -> str:
-    """Three checkpoints, of which two stay; the first cannot be removed when its turn comes, but then it can."""
-    writer, rmtree = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60), shutil.rmtree
+    """Four checkpoints, of which two stay; the first cannot be removed when its turn comes, but then it can."""
+    writer, rmtree = writer_of(rank, out), shutil.rmtree
     said = io.StringIO()
 
     def busy(folder, ignore_errors=False):
@@ -125,13 +165,9 @@ def prune_in_vain(rank: int, out: Path) -> str:
             raise OSError(39, os.strerror(39), str(folder))
 
     for iteration in (1, 2, 3, 4):
-        shutil.rmtree = busy if iteration == 3 else rmtree
-        try:
-            with redirect_stdout(said):
-                writer.start(iteration, STATE, quarter(rank))
-                writer.finish()
-        finally:
-            shutil.rmtree = rmtree
+        with mock.patch.object(shutil, "rmtree", busy if iteration == 3 else rmtree), redirect_stdout(said):
+            writer.start(iteration, STATE, part_of(rank))
+            writer.finish()
         if iteration == 3 and rank == 0:
             left = sorted(one.name for one in (out / "checkpoints").iterdir() if "iteration-4" not in one.name)
             print(*left, file=said)  # the other ranks may have begun the next one
@@ -147,7 +183,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(workers, tmp_path
 
 
 def test_a_checkpoint_that_was_read_is_not_held(workers, tmp_path):
-    workers.run(fail_to_write, tmp_path, 9, 60.0)  # nobody fails
+    assert workers.run(fail, tmp_path, "nothing") == ["nothing was raised"] * 4
     checkpoint = Checkpoint.open(tmp_path / "checkpoints" / "latest")
     reader = checkpoint.open_reader()
     values = reader.read("actor", "w", "main", Place.whole((400,))).clone()

@@ -4,17 +4,17 @@ import gzip
 import itertools
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.paths import shared_data
+from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.data.prompts import load_prompts
 from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id, sample_origin
 
-SHARED = Path(__file__).resolve().parents[2] / "../shared/data"
 TURNS = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
 
 
@@ -156,12 +156,16 @@ def test_verl_rows_keep_all_their_fields(tmp_path):
         assert load(file)[0].row == row and load(file)[0].text == TURNS
 
 
-def test_what_encoding_refuses_is_named_by_its_line(tmp_path):
-    def refuse(text):
-        raise InputError("no template")
+def refuse(text):
+    raise InputError("no template")
 
-    with pytest.raises(InputError, match="p.jsonl:1: no template"):
-        load_prompts([write(tmp_path, "p.jsonl", GOOD)], "prompt", refuse, 10)
+
+@pytest.mark.parametrize(
+    "tokens, message", [(refuse, "no template"), (lambda text: [], "the prompt has no tokens")], ids=str
+)
+def test_what_encoding_refuses_is_named_by_its_line(tmp_path, tokens, message):
+    with pytest.raises(InputError, match=f"p.jsonl:1: {message}"):
+        load_prompts([write(tmp_path, "p.jsonl", GOOD)], "prompt", tokens, 10)
 
 
 def test_missing_file_and_no_file(tmp_path):
@@ -169,11 +173,6 @@ def test_missing_file_and_no_file(tmp_path):
         load(tmp_path / "none.jsonl")
     with pytest.raises(InputError, match="no prompt file was given"):
         load()
-
-
-def test_prompt_that_encodes_to_nothing(tmp_path):
-    with pytest.raises(InputError, match="p.jsonl:1: the prompt has no tokens"):
-        load_prompts([write(tmp_path, "p.jsonl", GOOD)], "prompt", lambda text: [], 10)
 
 
 def test_long_prompts_are_dropped_and_counted_on_request(tmp_path):
@@ -186,16 +185,15 @@ def test_long_prompts_are_dropped_and_counted_on_request(tmp_path):
 
 
 def test_real_files_load():
-    if not SHARED.is_dir():
-        pytest.skip("shared/data is not beside the repository")
-    assert len(load(SHARED / "prompts/gsm8k_train.jsonl", key="question", longest=10**6)) == 7473
-    dialogues = load(SHARED / "prompts/hh_harmless_base_test.jsonl.gz", key="chosen", longest=10**6)
-    assert len(dialogues) == 2312
-    asked = load(SHARED / "prompts/hh_harmless_base_test.jsonl.gz", longest=10**6)
-    assert len(asked) == 2312 and all(prompt.text.endswith("\n\nAssistant:") for prompt in asked.prompts)
+    folder = shared_data("prompts")
+    assert len(load(folder / "gsm8k_train.jsonl", key="question", longest=10**6)) == 7473
+    dialogues = folder / "hh_harmless_base_test.jsonl.gz"
+    asked = load(dialogues, longest=10**6)
+    assert len(load(dialogues, key="chosen", longest=10**6)) == len(asked) == 2312
+    assert all(prompt.text.endswith("\n\nAssistant:") for prompt in asked.prompts)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@examples(60)
 @given(prompts=st.integers(1, 20), count=st.integers(1, 50), seed=st.integers(-5, 5))
 def test_draws_are_shuffled_epochs(prompts, count, seed):
     """The iterations laid end to end are whole permutations; an iteration needs none before it."""
@@ -215,7 +213,7 @@ def test_epochs_and_seeds_differ():
     assert all(a != b for a, b in itertools.combinations(orders, 2)) and orders[0] != list(range(50))
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@examples(100)
 @given(a=st.tuples(*[st.integers(0, 2**bits - 1) for bits in (24, 23, 16)]), b=st.tuples(*[st.integers(0, 3)] * 3))
 def test_sample_ids_are_unique_and_ordered(a, b):
     assert 0 <= sample_id(*a) < 2**63

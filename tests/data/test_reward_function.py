@@ -1,12 +1,15 @@
 """Reward functions: found by name, held against rows before anything runs, called in processes, failing by name."""
 
 import multiprocessing
-import os
+import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import pebble
 import pytest
+from testkit.programs import eventually
 
 from rlhfuse.base.errors import InputError, RewardError
 from rlhfuse.data.gsm8k import answer_match, exact_match, final_answer
@@ -15,6 +18,18 @@ from rlhfuse.data.reward_workers import ASYNC_AT_ONCE, RewardWorkers
 
 SOURCE = """
 import asyncio, multiprocessing, os, time
+from rlhfuse.data import reward_workers
+
+class Clock:  # of a worker: it stands still but for what the functions say, and counts who asks
+    now, asked = 0.0, 0
+
+    def monotonic(self):
+        now, self.asked = self.now, self.asked + 1
+        return now
+
+clock = Clock()
+if multiprocessing.parent_process():
+    reward_workers.time = clock
 
 def length(data_source, solution_str, ground_truth, extra_info=None):
     return len(solution_str) + float(ground_truth)
@@ -36,13 +51,21 @@ async def together(data_source, solution_str, ground_truth, extra_info=None):
         await asyncio.sleep(0.001)
     return float(ground_truth)
 
+returned = []
+
 async def stuck(data_source, solution_str, ground_truth, extra_info=None):
-    if solution_str == "blocks":
-        time.sleep(1e6)
+    asked = clock.asked
     if solution_str == "exits":
         os._exit(7)
-    await asyncio.sleep(0 if solution_str == "returns" else 1e6)
-    return 1.0
+    if solution_str == "returns":
+        returned.append(await asyncio.sleep(0))
+        return 1.0
+    while solution_str == "awaits" and not returned:
+        await asyncio.sleep(0.001)
+    while clock.asked == asked:  # the call's begin is noted
+        time.sleep(0.001) if solution_str == "blocks" else await asyncio.sleep(0.001)
+    clock.now += 1e3
+    time.sleep(1e6) if solution_str == "blocks" else await asyncio.sleep(1e6)
 
 def child(number, answers):
     answers.put(number + 1.0)
@@ -55,12 +78,17 @@ def has_children(data_source, solution_str, ground_truth, extra_info=None):
     process.join()
     return answers.get()
 
-def sleeps(data_source, solution_str, ground_truth, extra_info=None):
-    time.sleep(float(solution_str))
+def takes_long(data_source, solution_str, ground_truth, extra_info=None):
+    clock.now += 0.25
     return 1.0
 
-async def awaits(data_source, solution_str, ground_truth, extra_info=None):
-    await asyncio.sleep(float(solution_str))
+begun = []
+
+async def take_long(data_source, solution_str, ground_truth, extra_info=None):
+    begun.append(clock.asked)
+    while len(begun) < 4 or clock.asked <= max(begun):  # all are under way, and their begin is noted
+        await asyncio.sleep(0.001)
+    clock.now = 0.25
     return 1.0
 
 def has_a_pool(data_source, solution_str, ground_truth, extra_info=None):
@@ -128,7 +156,7 @@ def together(*texts):
 
 
 @pytest.fixture
-def workers(file):
+def calling(file):
     """Makes workers for a function of the file; all are ended."""
     made = []
 
@@ -234,8 +262,8 @@ def test_chat_prompts_make_chat_completions(file):
 # calling --------------------------------------------------------------------------------------------------------
 
 
-def test_scores_come_back_by_sample_id(workers):
-    plain, columns = workers("length", count=2), workers("words", "trl")
+def test_scores_come_back_by_sample_id(calling):
+    plain, columns = calling("length", count=2), calling("words", "trl")
     for first in (0, 10):  # two iterations
         plain.submit([call(first + n, "a" * n) for n in range(5)])
         columns.submit([call(first, "one two")])
@@ -244,27 +272,26 @@ def test_scores_come_back_by_sample_id(workers):
     assert plain.finish() == {}
 
 
-def test_async_functions_wait_together(workers):
+def test_async_functions_wait_together(calling):
     """No call returns before the 20th has begun, so neither submitting nor a call may wait for another."""
-    awaiting = workers("together")
+    awaiting = calling("together")
     awaiting.submit([call(n, "x") for n in range(19)])
     awaiting.submit([call(19, "x")])
     assert awaiting.finish() == dict.fromkeys(range(20), 4.0)
 
 
-def test_calls_are_timed_where_they_run(workers):
+def test_calls_are_timed_where_they_run(calling):
     """Not while they wait for a worker; those of an async function that are under way together each count whole."""
-    one, several = workers("sleeps"), workers("awaits")
+    one, several = calling("takes_long"), calling("take_long")
     for made, at_once in ((one, 1), (several, ASYNC_AT_ONCE)):
-        made.submit([call(n, "0.2") for n in range(4)])
+        made.submit([call(n, "x") for n in range(4)])
         assert len(made.finish()) == 4
-        calls, together, seconds = made.take_calls()
-        assert (calls, together) == (4, at_once) and 0.8 <= seconds < 1.6
+        assert made.take_calls() == (4, at_once, 1.0)
         assert made.take_calls() == (0, at_once, 0.0)
 
 
-def test_an_async_function_that_raises_and_one_that_prints(workers):
-    trips, loud = workers("trips"), workers("loud")
+def test_an_async_function_that_raises_and_one_that_prints(calling):
+    trips, loud = calling("trips"), calling("loud")
     trips.submit([call(17, "here")])
     loud.submit([call(17, "here")])
     with pytest.raises(RewardError, match="mine.py:trips, sample 17 of p.jsonl:18: raised KeyError: 'here', at "):
@@ -280,8 +307,8 @@ def test_an_async_function_that_raises_and_one_that_prints(workers):
         ("exits", "its process ended with exit code 7"),
     ],
 )
-def test_an_async_call_that_never_returns_is_named(workers, text, message):
-    stuck = workers("stuck", timeout=2.0 if text != "exits" else 540.0)
+def test_an_async_call_that_never_returns_is_named(calling, text, message):
+    stuck = calling("stuck", timeout=2.0 if text != "exits" else 540.0)
     if text == "awaits":
         stuck.submit([call(3, "returns")])
     stuck.submit([call(17, text)])
@@ -291,29 +318,32 @@ def test_an_async_call_that_never_returns_is_named(workers, text, message):
     assert not multiprocessing.active_children()
 
 
-def test_a_function_may_have_children(workers):
-    having, pooled = workers("has_children"), workers("has_a_pool")
+def test_a_function_may_have_children(calling):
+    having, pooled = calling("has_children"), calling("has_a_pool")
     having.submit([call(17, "here")])
     pooled.submit([call(17, "here")])
     assert having.finish() == pooled.finish() == {17: 5.0}
 
 
-def test_what_a_late_function_has_started_ends_with_it(workers, tmp_path):
-    running = workers("runs_programs", timeout=5.0)
-    running.submit([call(17, str(tmp_path / "pid"))])
-    with pytest.raises(RewardError, match="no result after 5 s"):
+def test_what_a_late_function_has_started_ends_with_it(calling, tmp_path, monkeypatch):
+    """It is late once it has started a program."""
+    file, running = tmp_path / "pid", calling("runs_programs", timeout=540.0)
+    late = SimpleNamespace(
+        time=lambda: time.time() + 1e3 * (file.exists() and bool(file.read_text())), sleep=time.sleep
+    )
+    monkeypatch.setattr(pebble.pool.process, "time", late)
+    running.submit([call(17, str(file))])
+    with pytest.raises(RewardError, match="no result after 540 s"):
         running.finish()
-    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 60
-    while alive(pid):
-        assert time.monotonic() < deadline, "the program outlived its worker"
-        time.sleep(0.05)
+    pid = int(file.read_text())
+    eventually(lambda: not alive(pid), "the program outlived its worker")
 
 
 @pytest.mark.parametrize("function", ["length", "stuck"])
-def test_calls_that_return_are_told_while_all_are_waited_for(workers, function):
+def test_calls_that_return_are_told_while_all_are_waited_for(calling, function):
     """Plain and async ones: who waits long reports progress, and nothing once all is there."""
     told = []
-    waited = workers(function, progress=told.append)
+    waited = calling(function, progress=told.append)
     waited.submit([call(n, "returns") for n in range(4)])
     waited.finish()
     assert told and all(text.startswith("inference: waiting for the reward function, ") for text in told)
@@ -325,24 +355,25 @@ def test_calls_that_return_are_told_while_all_are_waited_for(workers, function):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("raise", "mine.py:several, sample 17 of p.jsonl:18: raised KeyError: 'no such thing', at "),
-        ("nan", "mine.py:several, sample 17 of p.jsonl:18: returned nan; a score must be finite"),
-        ("none", "mine.py:several, sample 17 of p.jsonl:18: returned None, not a number"),
-        ("text", "mine.py:several, sample 17 of p.jsonl:18: returned 'abc', not a number"),
-        ("list", "mine.py:several, sample 17 of p.jsonl:18: returned [1.0, 2.0], not a number"),
-        ("exit7", "mine.py:several, sample 17 of p.jsonl:18: its process ended with exit code 7"),
-        ("exit0", "mine.py:several, sample 17 of p.jsonl:18: its process ended with exit code 0"),
-        ("forever", "mine.py:several, sample 17 of p.jsonl:18: no result after 0.5 s (reward.timeout_seconds)"),
+        ("raise", "raised KeyError: 'no such thing', at "),
+        ("nan", "returned nan; a score must be finite"),
+        ("none", "returned None, not a number"),
+        ("text", "returned 'abc', not a number"),
+        ("list", "returned [1.0, 2.0], not a number"),
+        ("exit7", "its process ended with exit code 7"),
+        ("exit0", "its process ended with exit code 0"),
+        ("forever", "no result after 0.5 s (reward.timeout_seconds)"),
     ],
 )
-def test_failures_name_function_and_sample(workers, text, message):
-    failing = workers("several", timeout=0.5 if text == "forever" else 540.0)
+def test_failures_name_function_and_sample(calling, text, message):
+    failing = calling("several", timeout=0.5 if text == "forever" else 540.0)
     if text != "forever":
         failing.submit([call(3, "fine")])  # with that time-out it could be late itself, where much else is running
     failing.submit([call(17, text)])
     with pytest.raises(RewardError) as caught:
         failing.finish()
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert f"mine.py:several, sample 17 of p.jsonl:18: {message}" in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert not multiprocessing.active_children()
 
 
@@ -368,9 +399,9 @@ def test_numbers_of_a_call(file):
         assert message in str(caught.value)
 
 
-def test_a_trl_function_has_all_samples_of_a_prompt(workers, file):
+def test_a_trl_function_has_all_samples_of_a_prompt(calling, file):
     """Columns and prompts are repeated for each, as TRL does; what fails names them all, and the line at fault."""
-    ranked, failing = workers("ranks", "trl"), workers("ranks", "trl")
+    ranked, failing = calling("ranks", "trl"), calling("ranks", "trl")
     ranked.submit([together("a", "abc", "ab")])
     assert ranked.finish() == {16: 0.0, 17: 2.0, 18: 1.0}
     calls, at_once, _ = ranked.take_calls()
@@ -383,50 +414,29 @@ def test_a_trl_function_has_all_samples_of_a_prompt(workers, file):
     assert str(caught.value).endswith(f"{message} in checked: 1 / size")
 
 
-def test_workers_end_with_a_killed_parent(tmp_path):
-    """A parent that is killed takes its workers with it, even one that never returns, and what that has started."""
-    import signal
-    import subprocess
-
-    endless = tmp_path / "endless.py"
-    endless.write_text(
-        f"""
-import subprocess
-from pathlib import Path
-
-def never(data_source, solution_str, ground_truth, extra_info=None):
-    Path({str(tmp_path)!r}, "program").write_text(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
-    Path({str(tmp_path)!r}, "begun").touch()
-    while True:
-        pass
-"""
-    )
-    program = tmp_path / "parent.py"
-    program.write_text(
-        f"""
-import multiprocessing, time
-from pathlib import Path
+PARENT = """
+import multiprocessing, sys, time
 from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
 if __name__ == "__main__":
-    row = {{"data_source": "x", "reward_model": {{"ground_truth": 1}}}}
-    workers = RewardWorkers("{endless}:never", "verl", 1, 100.0)
-    workers.submit([RewardCall((1,), row, "p", ("x",), ((),))])
-    while not Path({str(tmp_path)!r}, "begun").exists():
-        time.sleep(0.05)
+    row = {"data_source": "x", "reward_model": {"ground_truth": 1}}
+    workers = RewardWorkers(f"{sys.argv[1]}:runs_programs", "verl", 1, 1e4)
+    workers.submit([RewardCall((1,), row, "p", (sys.argv[2],), ((),))])
     print(multiprocessing.active_children()[0].pid, flush=True)
-    time.sleep(100)
+    time.sleep(1e4)
 """
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    parent = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def test_workers_end_with_a_killed_parent(programs, file, tmp_path):
+    """A parent that is killed takes its workers with it, even one that never returns, and what that has started."""
+    (tmp_path / "parent.py").write_text(PARENT)
+    started = tmp_path / "program"
+    parent = programs.start(sys.executable, tmp_path / "parent.py", file, started)
     child = int(parent.stdout.readline())
+    eventually(lambda: started.exists() and started.read_text())
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    deadline = time.monotonic() + 540
-    while alive(child) or alive(int((tmp_path / "program").read_text())):
-        assert time.monotonic() < deadline, "the worker outlived its parent"
-        time.sleep(0.05)
+    eventually(lambda: not alive(child) and not alive(int(started.read_text())), "the worker outlived its parent")
 
 
 def alive(pid: int) -> bool:

@@ -1,12 +1,9 @@
 """Checkpoints that several tests of fusion/ train."""
 
 import pytest
-from testkit.tiny import write_checkpoint
+from testkit.training_pair import write_pair
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    base = tmp_path_factory.mktemp("models")
-    actor = write_checkpoint(base / "actor", seed=1)
-    critic = write_checkpoint(base / "critic", scalar_head=True, seed=2)
-    return {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
+    return write_pair(tmp_path_factory.mktemp("models"))

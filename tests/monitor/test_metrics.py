@@ -7,8 +7,9 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 from testkit.small_disk import small_files
 
 from rlhfuse.base.errors import InputError
@@ -16,7 +17,7 @@ from rlhfuse.monitor.loggers import ProgressPrinter, progress_parts
 from rlhfuse.monitor.metrics import MetricsWriter, read_metrics
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@examples(60)
 @given(values=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
 def test_floats_keep_every_bit(tmp_path_factory, values):
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"

@@ -4,43 +4,56 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import threading
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from testkit.programs import eventually
 from testkit.small_disk import small_files
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.monitor import run_lock
 from rlhfuse.monitor.heartbeat import ProcessName
-from rlhfuse.monitor.run_lock import RUN_LOCK, RunLock
+from rlhfuse.monitor.run_lock import DEAD_AFTER_SECONDS, RENEW_SECONDS, RUN_LOCK, RunLock
 
 OWNER = """
-import sys
+import signal, sys
 from pathlib import Path
 from rlhfuse.monitor.run_lock import RunLock
 RunLock(Path(sys.argv[1])).__enter__()
 print("owned", flush=True)
-sys.stdin.read()
+signal.pause()
 """
 
 
+class SteppedClock:
+    """Nobody waits: a sleep moves it on, and `slept(number)` says what happens meanwhile."""
+
+    def __init__(self, slept=lambda number: None) -> None:
+        self.now, self.sleeps, self._slept = 0.0, 0, slept
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now, self.sleeps = self.now + seconds, self.sleeps + 1
+        self._slept(self.sleeps)
+
+
 @pytest.fixture
-def owner(tmp_path):
-    """Another process that owns tmp_path."""
-    command = [sys.executable, "-c", OWNER, str(tmp_path)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout and process.stdout.readline() == "owned\n"
-    yield process
-    process.kill()
-    process.wait()
+def stepped(monkeypatch):
+    """Give the lock a clock of its own."""
+
+    def use(*slept) -> SteppedClock:
+        monkeypatch.setattr(run_lock, "time", clock := SteppedClock(*slept))
+        return clock
+
+    return use
 
 
-def take(folder: Path, renew: float = 0.05, dead_after: float = 0.5) -> None:
-    with RunLock(folder, renew, dead_after) as lock:
+def take(folder: Path) -> None:
+    with RunLock(folder) as lock:
         lock.check()
 
 
@@ -50,7 +63,9 @@ def write_lock(folder: Path, **other: object) -> Path:
     return file
 
 
-def test_a_live_owner_is_named_and_a_dead_one_followed(tmp_path, owner, capsys):
+def test_a_live_owner_is_named_and_a_dead_one_followed(tmp_path, programs, capsys):
+    owner = programs.start(sys.executable, "-c", OWNER, tmp_path)
+    assert owner.stdout.readline() == "owned\n"
     for _ in range(2):
         with pytest.raises(InputError) as caught:
             take(tmp_path)
@@ -86,53 +101,41 @@ def test_a_pid_that_was_used_again_is_not_taken_for_the_owner(tmp_path):
 
 
 @pytest.mark.parametrize("text", [None, "", '{"pid'])
-def test_an_owner_elsewhere_is_dead_when_it_renews_no_more(tmp_path, text):
+def test_an_owner_elsewhere_is_dead_when_it_renews_no_more(tmp_path, stepped, text):
     file = write_lock(tmp_path, host="far", machine="far 1")
     if text is not None:  # killed while it wrote
         file.write_text(text)
-    begin = time.monotonic()
+    clock = stepped()
     take(tmp_path)
-    assert time.monotonic() - begin >= 0.5
+    assert DEAD_AFTER_SECONDS <= clock.now < DEAD_AFTER_SECONDS + RENEW_SECONDS
 
 
-def test_an_owner_elsewhere_is_alive_while_it_renews(tmp_path):
+def test_an_owner_elsewhere_is_alive_while_it_renews(tmp_path, stepped):
     file = write_lock(tmp_path, host="far", machine="far 1", pid=7)
-    ended = threading.Event()
-
-    def renew():
-        while not ended.wait(0.05):
-            os.utime(file)
-
-    thread = threading.Thread(target=renew)
-    thread.start()
-    try:
-        with pytest.raises(InputError, match=f"alive, pid 7 on far: .* delete {file}"):
-            take(tmp_path, dead_after=60)
-    finally:
-        ended.set()
-        thread.join()
+    clock = stepped(lambda number: os.utime(file, (number, number)) if number == 5 else None)
+    with pytest.raises(InputError, match=f"alive, pid 7 on far: .* delete {file}"):
+        take(tmp_path)
+    assert clock.sleeps == 5
 
 
 def test_the_owner_renews_and_sees_that_it_has_lost_the_folder(tmp_path):
-    with RunLock(tmp_path, renew_seconds=0.05) as lock:
+    with RunLock(tmp_path, renew_seconds=0.01) as lock:
         file = tmp_path / RUN_LOCK
         first = file.stat().st_mtime_ns
-        until = time.monotonic() + 30
-        while file.stat().st_mtime_ns == first:
-            assert time.monotonic() < until, "never renewed"
-            time.sleep(0.02)
+        eventually(lambda: file.stat().st_mtime_ns != first, "never renewed")
         write_lock(tmp_path, pid=1)
         with pytest.raises(InputError, match="another one has taken"):
             lock.check()
     assert file.exists(), "it is the other one's"
 
 
-def test_two_takers_of_a_dead_lock_are_one_owner(tmp_path):
+def test_two_takers_of_a_dead_lock_are_one_owner(tmp_path, stepped):
     """The second has seen the dead one, too, when the first has its own lock there already."""
+    stepped()
     write_lock(tmp_path, machine="another", host="far")
-    second = RunLock(tmp_path, 0.05, 0.2)
+    second = RunLock(tmp_path)
     dead = second._await_end()
-    with RunLock(tmp_path, 0.05, 0.2) as first:
+    with RunLock(tmp_path) as first:
         second._take_away(dead)
         first.check()
         assert not second._create()

@@ -1,20 +1,24 @@
-"""Which device a run gets where a machine has a GPU that torch cannot use."""
+"""Which device a run gets where torch cannot use the GPU; queues for CUDA streams, of which too few can deadlock."""
+
+import os
+import warnings
 
 import pytest
 import torch
+from testkit.tiny import with_models
 
 from rlhfuse.base import cuda_environment
+from rlhfuse.base.cuda_environment import set_cuda_environment
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.parallel.device import choose_device, device_kind
+from rlhfuse.parallel.device import QUEUES, choose_device, device_kind, give_streams_queues
 from rlhfuse.run.launch import with_device
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12080). Please update your GPU driver by ..."
 
 
 def run(**trainer) -> RunConfig:
-    models = {"actor": {"path": "a"}, "reward": {"path": "r"}, "data": {"train_files": ("prompts",)}}
-    return RunConfig().with_(**models, parallel={"generation": "d4t1p1"}, trainer=trainer)
+    return with_models(parallel={"generation": "d4t1p1"}, trainer=trainer)
 
 
 @pytest.fixture
@@ -64,3 +68,31 @@ def test_without_a_driver_auto_is_the_cpu_and_cuda_is_refused_with_torchs_reason
     assert choose_device("auto", 0, 1).torch_device.type == "cpu"
     with pytest.raises(InputError, match="reaches no GPU: Found no NVIDIA driver on your system; "):
         choose_device("cuda", 0, 1)
+
+
+# hardware queues for streams ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """What a program sets before torch is imported; restored afterwards."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    set_cuda_environment(os.environ)
+
+
+def test_every_stream_gets_a_queue_unless_told_otherwise(environment, monkeypatch):
+    monkeypatch.delenv(QUEUES)
+    with pytest.warns(UserWarning, match=f"{QUEUES}.* set after torch was imported, too late if CUDA has started"):
+        give_streams_queues()
+    assert os.environ[QUEUES] == "32"
+    monkeypatch.setenv(QUEUES, "8")
+    with warnings.catch_warnings(action="error"):  # what was set in time is not spoken of
+        give_streams_queues()
+    assert os.environ[QUEUES] == "8"
+
+
+@pytest.mark.parametrize("value", ["1", "7", "many"])
+def test_too_few_queues_are_refused(environment, monkeypatch, value):
+    monkeypatch.setenv(QUEUES, value)
+    with pytest.raises(InputError, match=f"{QUEUES}={value} .*unset it"):
+        give_streams_queues()

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.stages import build, ranks_of
+from testkit.stages import build_alone
 from testkit.tiny import write_checkpoint
 
 
 def poisoned(rank: int, folder, layout: str, optimizer: str) -> list[dict]:
     """Steps of zero gradients in which one rank alone has seen a fault, each rank in turn."""
-    from rlhfuse.models.build import WHOLE
-    from rlhfuse.parallel.groups import GroupMaker
-
-    ranks, maker = ranks_of(actor=layout), GroupMaker(600)
-    owner = build(rank, maker, ranks, "actor", folder, WHOLE, optimizer).optimizer
+    built, maker = build_alone(rank, layout, folder, name=optimizer, lr=0.0, clip_grad=0.0)
+    owner = built.optimizer
     parameters = [weight for module in owner.modules.values() for weight in module.parameters()]
     before = [weight.detach().clone() for weight in parameters]
     seen = []

@@ -3,61 +3,61 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
-from testkit.workers import host_store
+from testkit.own_ranks import OwnRanks
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-PROGRAM = """
-import os, time
-import rlhfuse.base.errors as errors
-errors.RANK_0_FIRST_SECONDS = 2.0
-from rlhfuse.parallel.first_error import prints_error
+pytestmark = pytest.mark.usefixtures("programs")
 
-def main():
-    if os.environ["RANK"] in os.environ["MEET_IT"]:
-        raise errors.InputError("this rank\\n has no GPU")
-    if "failure" in os.environ["MEET_IT"]:
-        time.sleep(int(os.environ["RANK"]) / 2)
-        raise errors.RewardError(f"sample {os.environ['RANK']} has no score")
 
-errors.run_program(main, tear_down=False, prints=prints_error)
-"""
+def work(rank: int, store, folder, meeting: str) -> None:
+    from rlhfuse.base import errors
+    from rlhfuse.parallel.first_error import prints_error
+
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": str(rank)}
+    os.environ.update(place, TORCHELASTIC_ERROR_FILE=str(folder / f"error{rank}"))
+    errors.RANK_0_FIRST_SECONDS = 0.2
+
+    def main() -> None:
+        if str(rank) in meeting:
+            raise errors.InputError("this rank\n has no GPU")
+        if meeting == "failure":
+            raise errors.RewardError(f"sample {rank} has no score")
+
+    def prints(what: str, seconds: float) -> bool:  # who meets it with rank 0 waits for that, however late it is
+        return prints_error(what, 540.0 if seconds and "0" in meeting else seconds)
+
+    errors.run_program(main, tear_down=False, prints=prints)
+
+
+def errors_of(folder, world: int, meeting: str) -> tuple[list[int | None], list[str]]:
+    """Exit codes, and the lines that begin with "error: "."""
+    with OwnRanks(world, folder, work, meeting) as running:
+        codes = running.exit_codes()
+        text = "\n".join(running.texts)
+    assert "Traceback" not in text
+    return codes, [line for line in text.splitlines() if line.startswith("error: ")]
 
 
 @pytest.mark.parametrize(
     "meeting, said",
-    [("012", ["error: this rank has no GPU"]), ("2", ["error: rank 2: this rank has no GPU"]), ("12", None)],
+    [
+        ("012", ["error: this rank has no GPU"]),
+        ("2", ["error: rank 2: this rank has no GPU"]),
+        ("12", [f"error: rank {rank}: this rank has no GPU" for rank in "12"]),
+    ],
 )
-def test_an_input_error_is_printed_once_by_a_rank_that_met_it(meeting, said):
-    store = host_store()
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "MEET_IT": meeting}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM], stderr=subprocess.PIPE, text=True, env=os.environ | place | {"RANK": rank}
-        )
-        for rank in "012"
-    ]
-    lines = [line for process in ranks for line in process.communicate(timeout=300)[1].splitlines()]
-    assert [process.returncode for process in ranks] == [2 if rank in meeting else 0 for rank in "012"]
-    found = [line for line in lines if line.startswith("error: ")]
-    assert found == said or (said is None and len(found) == 1 and found[0][:12] in ("error: rank ",)), lines
+def test_an_input_error_is_printed_once_by_a_rank_that_met_it(tmp_path, meeting, said):
+    codes, lines = errors_of(tmp_path, 3, meeting)
+    assert codes == [2 if rank in meeting else 0 for rank in "012"]
+    assert len(lines) == 1 and lines[0] in said, lines
 
 
 def test_failures_of_several_ranks_are_one_line_and_all_stand_in_torchruns_files(tmp_path):
-    store = host_store()
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "MEET_IT": "failure"}
-    ranks = []
-    for rank in "01":
-        environment = os.environ | place | {"RANK": rank, "TORCHELASTIC_ERROR_FILE": str(tmp_path / rank)}
-        ranks.append(
-            subprocess.Popen([sys.executable, "-c", PROGRAM], stderr=subprocess.PIPE, text=True, env=environment)
-        )
-    lines = [line for process in ranks for line in process.communicate(timeout=300)[1].splitlines()]
-    assert [process.returncode for process in ranks] == [1, 1] and len(lines) == 1, lines
-    failures = {rank: ProcessFailure(rank, 1, 1, str(tmp_path / str(rank))) for rank in (0, 1)}
+    codes, lines = errors_of(tmp_path, 2, "failure")
+    assert codes == [1, 1] and len(lines) == 1, lines
+    failures = {rank: ProcessFailure(rank, 1, 1, str(tmp_path / f"error{rank}")) for rank in (0, 1)}
     failures[2] = ProcessFailure(2, 1, -9, "")  # killed: torchrun's own words, of the moment when it noticed
     table = ChildFailedError("job", failures).format_msg().splitlines()
     assert table[-2] in [f"  traceback : error: sample {rank} has no score" for rank in (0, 1)], table

@@ -6,15 +6,16 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 
 from rlhfuse.decisions.shards import tensor_segments
 from rlhfuse.parallel.fragments import Place, assemble
 
 
 def places(shape: tuple[int, ...], dim: int, joined: int, tp: int, cuts: list[int]) -> list[Place]:
-    """Of every tensor rank, and of every shard that `cuts` (shares of 1000) make of its part."""
+    """Places of every tensor rank, and of every shard that `cuts` (shares of 1000) make of its part."""
     found = []
     for tp_rank in range(tp):
         whole = Place(shape, dim, tensor_segments(shape[dim], joined, tp_rank, tp), 0, 1)
@@ -35,7 +36,7 @@ layouts = st.tuples(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@examples(150)
 @given(st.booleans(), st.integers(1, 3), st.integers(1, 2), layouts, layouts)
 def test_a_part_of_any_layout_from_any_other(vector, rows, columns, saved, wanted):
     shape = (8 * rows,) if vector else (8 * rows, 8 * columns)

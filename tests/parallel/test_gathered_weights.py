@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import time
+from datetime import timedelta
 
 import pytest
 import torch
-from testkit.stages import load, packed_for, ranks_of
+import torch.distributed as dist
+from testkit.stages import build_alone, packed_for
 from testkit.tiny import write_checkpoint
 
-from rlhfuse.config.settings import OptimizerConfig
-
 POOL_RANKS = 2
-
-SLOW = 1.0  # seconds by which rank 1 is late
 
 
 @pytest.fixture(scope="module")
@@ -22,17 +19,12 @@ def folder(tmp_path_factory):
 
 
 def stepped(rank: int, folder, reader: str) -> tuple:
-    """(seconds of a step, gathers under way before and after the weights were asked for, weights)."""
-    from rlhfuse.models.build import WHOLE
-    from rlhfuse.parallel.device import choose_device
-    from rlhfuse.parallel.groups import GroupMaker, ModelGrid
+    """(gathers under way before and after the weights were asked for, weights).
 
-    ranks, maker = ranks_of(critic="d2t1p1"), GroupMaker(600)
-    grid = ModelGrid(ranks.pipelines("critic"), 1)
-    groups = maker.for_model("critic", grid, rank)
-    config = OptimizerConfig(name="adam", lr=1e-2)
-    built = load(rank, grid, groups, folder, True, WHOLE, config, choose_device("cpu", 0, 1))
-    owner, seen = built.optimizer, []
+    Rank 1 begins its gather when rank 0 has stepped and asks for weights.
+    """
+    built, maker = build_alone(rank, "d2t1p1", folder, head=True, name="adam")
+    owner, seen, store = built.optimizer, [], dist.distributed_c10d._get_default_store()
     (batch,) = packed_for(built, [[[5, 9, 12, 3], [7, 7, 1]]])
     raw = owner._modules[0]
     under_way = lambda: [group.param_gather_handle is not None for group in raw.bucket_groups]  # noqa: E731
@@ -47,13 +39,14 @@ def stepped(rank: int, folder, reader: str) -> tuple:
     learn()
     if reader == "no step":
         owner.step(None)
-        return 0.0, [False], under_way(), {}
-    start_gather = owner._start_gather
+        maker.close()
+        return [False], under_way(), {}
+    start_gather, gone_on = owner._start_gather, f"{reader}: rank 0 has stepped"
     if rank == 1:
-        owner._start_gather = lambda: (time.sleep(SLOW), start_gather())
-    begin = time.perf_counter()
+        owner._start_gather = lambda: (store.wait([gone_on], timedelta(seconds=540)), start_gather())
     owner.step(1e-2)
-    seconds, before = time.perf_counter() - begin, under_way()
+    before = under_way()
+    store.set(gone_on, f"by rank {rank}")
     owner._start_gather = start_gather
     if reader == "forward":
         learn()
@@ -66,16 +59,16 @@ def stepped(rank: int, folder, reader: str) -> tuple:
             owner.finish_gradients()
         weights = {name: weight.detach().clone() for name, weight in owner.module.named_parameters()}
     maker.close()
-    return seconds, before, after, weights
+    return before, after, weights
 
 
 @pytest.mark.parametrize("reader", ["forward", "modules"])
 def test_a_gather_waits_for_nobody_and_its_reader_for_all(workers, folder, reader):
-    (seconds, before, after, weights), (_, _, _, others) = workers.run(stepped, folder, reader)
-    assert all(before) and seconds < SLOW / 2, "the step waited for the other rank's"
-    assert not any(after)
+    """Were the step to wait for the other rank's gather, neither would end."""
+    (before, after, weights), (_, _, others) = workers.run(stepped, folder, reader)
+    assert all(before) and not any(after)
     assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_a_step_that_is_left_out_gathers_nothing(workers, folder):
-    assert all(not any(after) for _, _, after, _ in workers.run(stepped, folder, "no step"))
+    assert all(not any(after) for _, after, _ in workers.run(stepped, folder, "no step"))

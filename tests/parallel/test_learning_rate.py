@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-from transformers.optimization import (
-    get_cosine_with_min_lr_schedule_with_warmup,
-    get_linear_schedule_with_warmup,
-)
+from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.parallel.learning_rate import learning_rate

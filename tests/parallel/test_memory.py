@@ -6,11 +6,9 @@ import ctypes
 
 import pytest
 import torch
-from testkit.stages import build, one_step, random_rows, ranks_of
+from testkit.stages import build, copy_for, one_step, random_rows, ranks_of
 from testkit.tiny import write_checkpoint
-from testkit.workers import Workers
 
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.parallel.device import Device, choose_device
 from rlhfuse.parallel.memory import PhaseMeter, process_line, status_bytes
 
@@ -26,41 +24,36 @@ WIDE = dict(
 BUCKET = 2 << 20
 NOISE = 3 << 20  # bytes that allocator and interpreter come and go with
 LENGTHS = ((40, 20), (30,))
+POOL_RANKS = 2
 BROAD = {**WIDE, "hidden_size": 512, "num_hidden_layers": 4, "intermediate_size": 3072, "vocab_size": 64}
 
 
-@pytest.fixture(scope="module")
-def pair():
-    pool = Workers(2)
-    yield pool
-    pool.close()
+def built_with_copy(rank: int, folder, layout: str, bucket: int):
+    """A model that trains, the memory of its copy for generation, which is released, what moves it, and a meter."""
+    from rlhfuse.models.build import WHOLE
+    from rlhfuse.parallel.groups import GroupMaker
+    from rlhfuse.parallel.offload import WeightMemory
+    from rlhfuse.parallel.reshard import Resharder
+
+    ranks, maker, device = ranks_of(actor=layout), GroupMaker(600), choose_device("cpu", 0, 1)
+    built = build(rank, maker, ranks, "actor", folder, WHOLE)
+    memory = WeightMemory(copy_for(rank, maker, built.spec, "d2t1p1")[0], device)
+    resharder = Resharder(device, bucket_bytes=bucket)
+
+    def move() -> None:
+        resharder.reshard(built.optimizer.modules.values(), memory.module)
+
+    move()  # makes the plan
+    return ranks, maker, built, memory, move, PhaseMeter(device)
 
 
 def switch(rank: int, folder) -> dict:
     """A training step, then the switch to generation: bytes of each part, resident memory, gradients."""
-    from rlhfuse.models.build import WHOLE, build_model
-    from rlhfuse.parallel.groups import GroupMaker, plain_grid
-    from rlhfuse.parallel.offload import WeightMemory
-    from rlhfuse.parallel.reshard import Resharder
-
-    ranks, maker, device = ranks_of(actor="d1t1p2"), GroupMaker(600), choose_device("cpu", 0, 1)
-    built = build(rank, maker, ranks, "actor", folder, WHOLE)
-    grid = plain_grid(ParallelLayout.parse("d2t1p1"))
-    copy = build_model(
-        built.spec,
-        grid,
-        maker.for_model("generation", grid, rank),
-        rank,
-        scalar_head=False,
-        dtype=torch.float32,
-        device=device,
-    )
-    memory, resharder, meter = WeightMemory(copy, device), Resharder(device, bucket_bytes=BUCKET), PhaseMeter(device)
+    ranks, maker, built, memory, move, meter = built_with_copy(rank, folder, "d1t1p2", BUCKET)
     rows = random_rows(LENGTHS, 7)
     one_step(rank, maker, ranks, {"actor": built}, {"actor": [rows]})
     first = built.gradients()
-    resharder.reshard(built.optimizer.modules.values(), copy)  # makes the plan
-    weights = sum(weight.nbytes for weight in copy.parameters())
+    weights = sum(weight.nbytes for weight in memory.module.parameters())
     memory.release()
     meter.switch(None)
     training = status_bytes("VmRSS")
@@ -68,7 +61,7 @@ def switch(rank: int, folder) -> dict:
     meter.switch("moves")
     released = status_bytes("VmRSS")
     memory.allocate()
-    resharder.reshard(built.optimizer.modules.values(), copy)
+    move()
     peak = meter.take()["moves"]
     one_step(rank, maker, ranks, {"actor": built}, {"actor": [rows]})
     again = built.gradients()
@@ -80,14 +73,14 @@ def switch(rank: int, folder) -> dict:
         "released": released,
         "peak": peak,
         "weights": weights,
-        "left": sum(weight.nbytes for weight in copy.parameters()),
+        "left": sum(weight.nbytes for weight in memory.module.parameters()),
         "gradients": sum(g.nbytes for g in first.values()),
         "same": all(torch.equal(first[key], again[key]) for key in first),
     }
 
 
-def test_a_switch_releases_before_it_acquires_and_moves_in_buckets(pair, tmp_path):
-    for result in pair.run(switch, write_checkpoint(tmp_path / "actor", **WIDE)):
+def test_a_switch_releases_before_it_acquires_and_moves_in_buckets(workers, tmp_path):
+    for result in workers.run(switch, write_checkpoint(tmp_path / "actor", **WIDE)):
         assert result["weights"] > 25e6 and result["gradients"] > 12e6
         assert result["same"], "gradients differ after their memory was given back"
         assert result["left"] == 0
@@ -99,42 +92,22 @@ def test_a_switch_releases_before_it_acquires_and_moves_in_buckets(pair, tmp_pat
 
 def move_by_buckets(rank: int, folder, bucket: int) -> dict:
     """One move from two tensor ranks to a whole copy on each: how far resident memory grew, and what came to stay."""
-    from rlhfuse.models.build import WHOLE, build_model
-    from rlhfuse.parallel.device import choose_device
-    from rlhfuse.parallel.groups import GroupMaker, plain_grid
-    from rlhfuse.parallel.memory import PhaseMeter, status_bytes
-    from rlhfuse.parallel.offload import WeightMemory
-    from rlhfuse.parallel.reshard import Resharder
-
-    ranks, maker, device = ranks_of(actor="d1t2p1"), GroupMaker(540), choose_device("cpu", 0, 1)
-    built = build(rank, maker, ranks, "actor", folder, WHOLE)
-    grid = plain_grid(ParallelLayout.parse("d2t1p1"))
-    copy = build_model(
-        built.spec,
-        grid,
-        maker.for_model("generation", grid, rank),
-        rank,
-        scalar_head=False,
-        dtype=torch.float32,
-        device=device,
-    )
-    memory, resharder, meter = WeightMemory(copy, device), Resharder(device, bucket_bytes=bucket), PhaseMeter(device)
-    resharder.reshard(built.optimizer.modules.values(), copy)  # makes the plan
-    weights = sum(weight.nbytes for weight in copy.parameters())
+    _, maker, _, memory, move, meter = built_with_copy(rank, folder, "d1t2p1", bucket)
+    weights = sum(weight.nbytes for weight in memory.module.parameters())
     memory.release()
     meter.switch("moves")
     before = status_bytes("VmRSS")
     memory.allocate()
-    resharder.reshard(built.optimizer.modules.values(), copy)
+    move()
     grown = meter.take()["moves"] - before
     maker.close()
     return {"exact": meter.exact, "grown": grown, "weights": weights}
 
 
-def test_the_bucket_decides_how_far_a_move_grows(pair, tmp_path):
+def test_the_bucket_decides_how_far_a_move_grows(workers, tmp_path):
     """Half of every down projection arrives as columns, which need a buffer: 12.6 MB where one bucket takes all."""
     folder = write_checkpoint(tmp_path / "actor", **BROAD)
-    small, large = (pair.run(move_by_buckets, folder, bucket) for bucket in (BUCKET, 64 << 20))
+    small, large = (workers.run(move_by_buckets, folder, bucket) for bucket in (BUCKET, 64 << 20))
     for kept, exceeding in zip(small, large):
         if kept["exact"]:
             bound = kept["weights"] + BUCKET + NOISE

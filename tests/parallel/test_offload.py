@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.tiny import write_checkpoint
+from testkit.training_pair import Plan, build_roles, write_pair
 
 from rlhfuse.fusion.inter.inference import WeightLoader
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.offload import ALIGNMENT, HostBlock, OffloadedWeights, RestingTensors, WeightMemory
 
+POOL_RANKS = 2
 CPU = choose_device("cpu", 0, 1)
 
 
@@ -132,17 +133,7 @@ WIDE = dict(
 
 def start(rank: int, folders: dict) -> dict[str, int]:
     """Build the models of one rank; bytes by part."""
-    from rlhfuse.config.settings import ParallelConfig, RunConfig
-    from rlhfuse.config.spec import ModelSpec, ParallelLayout
-    from rlhfuse.run.rank_models import ModelFolders, build_models
-    from rlhfuse.schedule.ir.ranks import rank_map
-
-    layouts = dict.fromkeys(("generation", "inference", "reference_inference", "reward_inference"), "d2t1p1")
-    layouts |= {"critic_inference": "d2t1p1", "actor_train": "d1t1p2", "critic_train": "d2t1p1"}
-    config = RunConfig(parallel=ParallelConfig(**layouts)).with_(trainer={"dtype": "float32"})
-    ranks = rank_map({role: ParallelLayout.parse(layouts[f"{role}_train"]) for role in ("actor", "critic")})
-    specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
-    models = build_models(config, ModelFolders(folders, specs), ranks, rank, CPU)
+    models = build_roles(rank, folders, Plan("d1t1p2", "d2t1p1"), "d2t1p1", trainer={"dtype": "float32"})
     optimizers = [model.optimizer for model in models.trained.values()]
     gradients = [buffer.grad_data for optimizer in optimizers for buffer in optimizer._buffers()]
     result = {
@@ -159,17 +150,8 @@ def start(rank: int, folders: dict) -> dict[str, int]:
     return result
 
 
-def test_a_start_takes_what_trains_and_nothing_of_the_copies(tmp_path):
-    from testkit.workers import Workers
-
-    actor = write_checkpoint(tmp_path / "actor", seed=1, **WIDE)
-    critic = write_checkpoint(tmp_path / "critic", seed=2, scalar_head=True, **WIDE)
-    pool = Workers(2)
-    try:
-        results = pool.run(start, {"actor": actor, "reference": actor, "critic": critic, "reward": critic})
-    finally:
-        pool.close()
-    for result in results:
+def test_a_start_takes_what_trains_and_nothing_of_the_copies(workers, tmp_path):
+    for result in workers.run(start, write_pair(tmp_path, WIDE, WIDE)):
         assert result["copies"] == result["scorers"] == result["gradients_held"] == 0
         assert result["gradients_taken"] == result["gradients"] > 5e6
         assert result["host"] > 20e6  # reference and reward; the critic's copy is made with its first move

@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.stages import load, ranks_of
+from testkit.stages import build_alone
 from testkit.tiny import write_checkpoint
-
-from rlhfuse.config.settings import OptimizerConfig
+from testkit.writing import fill_gradients
 
 POOL_RANKS = 2
 
 
 def stepped(rank: int, folder, layout: str, name: str, clip: float, fused: bool, resume: bool) -> tuple:
     """(norms of three steps on made-up gradients, weights), of this rank; not `fused`: Megatron's, with plain Adam."""
-    from rlhfuse.models.build import WHOLE
     from rlhfuse.parallel.device import choose_device, fake_cuda
-    from rlhfuse.parallel.groups import GroupMaker, ModelGrid
     from rlhfuse.parallel.optimizer_state import export_state, import_state
 
-    ranks, maker = ranks_of(actor=layout), GroupMaker(600)
-    grid = ModelGrid(ranks.pipelines("actor"), 1)
-    config = OptimizerConfig(name=name, lr=1e-2, weight_decay=0.1, clip_grad=clip)
-    groups = maker.for_model("actor", grid, rank)
-    device = choose_device("cpu", 0, 1)
-    model = load(rank, grid, groups, folder, False, WHOLE, config, device).optimizer
+    built, maker = build_alone(rank, layout, folder, name=name, weight_decay=0.1, clip_grad=clip)
+    model, device = built.optimizer, choose_device("cpu", 0, 1)
     assert all(group.get("fused") for group in model.optimizer.param_groups) == (name == "adam")
     norms = []
     for seed in range(3):
         model.zero_grad()
-        for number, parameter in enumerate(model.module.parameters()):
-            own = rank if getattr(parameter, "tensor_model_parallel", False) else 0
-            generator = torch.Generator().manual_seed(10_000 * seed + 100 * own + number)
-            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+        fill_gradients(rank, model, seed)
         model.finish_gradients()
         if fused:
             norms.append(model.step(1e-2).grad_norm)
@@ -114,15 +104,8 @@ def test_shards_of_a_weight_step_as_the_whole_bit_for_bit():
 
 def copies(rank: int, folder, layout: str) -> tuple[bool, bool, list[str]]:
     """(Adam's gradients are those of the backward, its weights the model's; collectives of a step) of one rank."""
-    from rlhfuse.models.build import WHOLE
-    from rlhfuse.parallel.device import choose_device
-    from rlhfuse.parallel.groups import GroupMaker, ModelGrid
-
-    ranks, maker = ranks_of(actor=layout), GroupMaker(600)
-    grid = ModelGrid(ranks.pipelines("actor"), 1)
-    groups = maker.for_model("actor", grid, rank)
-    config = OptimizerConfig(name="adam", lr=1e-2)
-    model = load(rank, grid, groups, folder, False, WHOLE, config, choose_device("cpu", 0, 1)).optimizer
+    built, maker = build_alone(rank, layout, folder, name="adam")
+    model = built.optimizer
     model.zero_grad()
     with torch.profiler.profile() as profile:
         model.finish_gradients()

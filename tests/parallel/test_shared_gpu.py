@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime
 import threading
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from testkit.tiny import with_models
 from torch.distributed import PrefixStore, _coalescing_manager
 
 from rlhfuse.base.errors import InputError
@@ -140,11 +140,13 @@ def overtaken(rank: int) -> tuple[list[float], list[int]]:
     group = SharedGpuGroup(
         store, rank, WORLD, datetime.timedelta(seconds=60), starter, stages=lambda tensor: tensor.is_floating_point()
     )
+    overtook = threading.Event()
     if rank == 0:
-        starter.submit(None, lambda: time.sleep(0.5))  # a device that is behind
+        starter.submit(None, lambda: overtook.wait(540))  # a device that is behind
     late, prompt = torch.tensor([1.5 + rank]), torch.tensor([rank])
     work = group.allreduce([late])
     group.allreduce([prompt]).wait()
+    overtook.set()
     work.wait()
     return late.tolist(), prompt.tolist()
 
@@ -154,12 +156,11 @@ def test_a_cpu_tensor_does_not_take_the_turn_of_a_staged_one(workers):
 
 
 def late_receiver(rank: int) -> bool:
-    """Rank 0 sends more than sockets hold and goes on, though rank 1 posts its receive later."""
+    """Rank 0 sends more than sockets hold and goes on, though rank 1 posts its receive later: else it ends never."""
     group, size = staged_group([0, 1]), 8_000_000
     if rank == 0:
-        start = time.monotonic()
         work = dist.isend(torch.ones(size), 1, group=group)
-        went_on = time.monotonic() - start < 1
+        went_on = not work.is_completed()
         dist.barrier()
         work.wait()
         return went_on
@@ -207,8 +208,7 @@ def test_what_a_transfer_raises_is_raised_where_it_is_waited_for():
 
 
 def config(layout: str = "d4t1p1", **trainer) -> RunConfig:
-    models = {"actor": {"path": "a"}, "reward": {"path": "r"}, "data": {"train_files": ("prompts",)}}
-    return RunConfig().with_(**models, parallel={"generation": layout}, trainer=trainer)
+    return with_models(parallel={"generation": layout}, trainer=trainer)
 
 
 def test_a_device_is_shared_only_where_there_is_one(monkeypatch):

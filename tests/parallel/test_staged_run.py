@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-from pathlib import Path
+from functools import partial
 
 import pytest
-import torch
-import torch.distributed as dist
+from testkit.pool_runs import run_here
 from testkit.tiny import write_run
-from torch.distributed import PrefixStore
 
 from rlhfuse.run.report.compare import compare_runs
 
@@ -23,26 +20,6 @@ def config(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("staged"), fusion__threshold=16, rollout__max_response_tokens=16)
 
 
-def run(rank: int, config: Path, out: Path, staged: bool, *overrides: str) -> None:
-    """The program on this rank; the world is made anew, over gloo or over its staging."""
-    from rlhfuse.config.load import load_config
-    from rlhfuse.parallel import shared_gpu
-    from rlhfuse.parallel.device import Device
-    from rlhfuse.run.launch import run_job, with_device
-    from rlhfuse.run.preflight import check_inputs
-
-    device = Device(torch.device("cpu"), shared_gpu.SHARED_GPU if staged else "gloo")
-    if staged and device.backend not in dist.Backend.backend_list:
-        shared_gpu.register(stages=lambda tensor: True)
-    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-    dist.destroy_process_group()
-    timeout = datetime.timedelta(seconds=540)
-    again = PrefixStore(out.name, store)
-    dist.init_process_group(device.process_group, store=again, rank=rank, world_size=world, timeout=timeout)
-    settings = with_device(load_config(config, [*overrides, f"trainer.output_dir={out}"]))
-    run_job(check_inputs(settings, world), out.name, rank, device)
-
-
 @pytest.mark.parametrize("layouts, iterations", [(LAYOUTS, 2), (CUT, 1)], ids=["pipelines", "tensor-and-data-ranks"])
 def test_a_run_through_the_staging_is_the_run_over_gloo(workers, config, layouts, iterations):
     """Four ranks, both fusions, migration and resharding; then sums of tensor ranks and a sharded optimizer."""
@@ -50,7 +27,7 @@ def test_a_run_through_the_staging_is_the_run_over_gloo(workers, config, layouts
     overrides += [f"trainer.iterations={iterations}", "algorithm.minibatches=1"]
     folders = [config.parent / f"{name}_{layouts['generation']}" for name in ("plain", "staged")]
     for folder, staged in zip(folders, (False, True)):
-        workers.run(run, config, folder, staged, *overrides)
+        workers.run(partial(run_here, staged=staged), config, folder, *overrides)
     rows = [json.loads(line) for line in (folders[1] / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == iterations and any(row["fusion/migrated_samples"] > 0 for row in rows)
     compared = compare_runs(*folders)

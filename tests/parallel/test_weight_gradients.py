@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.stages import VOCAB, load, packed_for, ranks_of
+from testkit.stages import VOCAB, build_alone, packed_for
 from testkit.tiny import write_checkpoint
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.parallel.weight_gradients import DeferredProducts, add_product
 
 POOL_RANKS = 2
@@ -36,15 +35,11 @@ def gradients(
     With `late` backwards are split, and the weights' part follows so many micro-batches later.
     """
     from rlhfuse.models.build import Activations
-    from rlhfuse.parallel.device import choose_device, current_device_is_cpu
-    from rlhfuse.parallel.groups import GroupMaker, ModelGrid
+    from rlhfuse.parallel.device import current_device_is_cpu
     from rlhfuse.parallel.weight_gradients import fuse_accumulation
 
-    ranks, maker = ranks_of(critic=layout), GroupMaker(600)
-    grid = ModelGrid(ranks.pipelines("critic"), 1)
-    groups = maker.for_model("critic", grid, rank)
-    kept, device = Activations(parallel, recompute), choose_device("cpu", 0, 1)
-    built = load(rank, grid, groups, folder, True, kept, OptimizerConfig(name="sgd"), device, dtype)
+    kept = Activations(parallel, recompute)
+    built, maker = build_alone(rank, layout, folder, head=True, activations=kept, dtype=dtype, name="sgd")
     if fused:
         fuse_accumulation(built.optimizer.module)
     named = dict(built.optimizer.module.module.named_parameters())

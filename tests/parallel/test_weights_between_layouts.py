@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from testkit.stages import build, ranks_of
+from testkit.stages import build, copy_for, ranks_of
 from testkit.tiny import write_checkpoint
 
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -35,23 +35,19 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
 
     Rank 0 writes the checkpoint `out`, weight by weight from the ranks that train it.
     """
-    from rlhfuse.models.build import Activations, build_model, stage_layers
+    from rlhfuse.models.build import Activations, stage_layers
     from rlhfuse.models.hf import hf_tensors
     from rlhfuse.models.hf_folder import exhaust, export_checkpoint
     from rlhfuse.parallel.device import choose_device
-    from rlhfuse.parallel.groups import GroupMaker, plain_grid
+    from rlhfuse.parallel.groups import GroupMaker
     from rlhfuse.parallel.reshard import Resharder
     from rlhfuse.parallel.whole_weights import WholeWeights
     from rlhfuse.run.rank_models import load_part
 
     ranks, maker, device = ranks_of(**{role: layout}), GroupMaker(600), choose_device("cpu", 0, 1)
     built = build(rank, maker, ranks, role, folder, Activations(sequence_parallel))
-    grid, spec = plain_grid(ParallelLayout.parse(generation)), ModelSpec.from_config(folder)
-    groups = maker.for_model("generation", grid, rank)
-    arrived, wanted = (
-        build_model(spec, grid, groups, rank, scalar_head=built.head, dtype=torch.float32, device=device)
-        for _ in range(2)
-    )
+    spec = built.spec
+    (arrived, grid), (wanted, _) = (copy_for(rank, maker, spec, generation, built.head) for _ in range(2))
     with torch.no_grad():
         for parameter in arrived.parameters():
             parameter.fill_(torch.nan)

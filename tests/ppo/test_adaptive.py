@@ -6,8 +6,9 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 
 from rlhfuse.ppo.adaptive import RunningMoments
 
@@ -20,7 +21,7 @@ def after(batches, spread=RunningMoments()):
     return spread
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@examples(60)
 @given(batches=BATCHES, offset=st.sampled_from([0.0, 1e4]))
 def test_batches_one_after_the_other_are_all_at_once(batches, offset):
     batches = [[float(torch.tensor(x + offset)) for x in batch] for batch in batches]

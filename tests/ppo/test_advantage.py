@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.ppo.advantage import BLOCK, add_advantages, generalized_advantages, whiten
@@ -35,30 +33,10 @@ def check_against_loop(lengths, gamma, lam, seed=0):
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-10)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
-    gamma=st.floats(0, 1),
-    lam=st.floats(0, 1),
-    seed=st.integers(0, 99),
-)
-def test_gae_equals_the_loop(lengths, gamma, lam, seed):
-    check_against_loop(lengths, gamma, lam, seed)
-
-
 @pytest.mark.parametrize("lengths", [[BLOCK], [BLOCK + 1], [BLOCK - 1, 1], [3 * BLOCK + 7, 2, 2 * BLOCK, 1]])
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (1.0, 0.95), (0.99, 0.0), (0.0, 0.5)])
 def test_gae_carries_over_blocks(lengths, gamma, lam):
     check_against_loop(lengths, gamma, lam)
-
-
-def test_gae_closed_forms():
-    rewards, values = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0.5, 0.25, 1.0])
-    lengths = torch.tensor([3])
-    monte_carlo = generalized_advantages(rewards, values, lengths, 1.0, 1.0)
-    assert monte_carlo.tolist() == [6.5, 5.75, 3.0]  # what is still to come, minus the value
-    one_step = generalized_advantages(rewards, values, lengths, 0.5, 0.0)
-    assert one_step.tolist() == [0.625, 2.25, 3.0]  # delta alone
 
 
 def make_batch():
@@ -69,18 +47,6 @@ def make_batch():
         for i, (o, r, reason, score) in enumerate(zip(old, ref, ["stop", "length"], [3.0, -9.0]))
     ]
     return RolloutBatch.from_rollouts(rollouts)
-
-
-def test_token_rewards_put_the_score_on_the_last_token():
-    rewards = add_token_rewards(make_batch(), AlgorithmConfig(kl_coef=0.1), 8).token_rewards
-    # 39 nats are clamped to 20; the truncated sample gets its score where it was cut
-    torch.testing.assert_close(rewards, torch.tensor([-0.05, 3.0 + 0.1, -2.0, 0.0, -9.0 - 0.1]))
-
-
-def test_score_clip_and_missing_eos_penalty():
-    algorithm = AlgorithmConfig(kl_coef=0.0, score_clip=5.0, missing_eos_penalty=1.0)
-    rewards = add_token_rewards(make_batch(), algorithm, 8).token_rewards
-    torch.testing.assert_close(rewards, torch.tensor([0.0, 3.0, 0.0, 0.0, -6.0]))
 
 
 @pytest.mark.parametrize(
@@ -95,6 +61,9 @@ def test_score_clip_and_missing_eos_penalty():
         ("k3", -5.0, 10.0),  # capped
         ("k3", 30.0, 10.0),
         ("k3", 0.0, 0.0),
+        ("k1", -1e300, -20.0),
+        ("k2", 1e300, 200.0),
+        ("k3", -1e300, 10.0),
     ],
 )
 def test_kl_estimators(estimator, x, expected):
@@ -129,7 +98,3 @@ def test_advantages_do_not_depend_on_other_samples_before_whitening():
     whole = add_advantages(batch, algorithm)
     alone = add_advantages(batch.select([1]), algorithm)
     assert torch.equal(whole.select([1]).advantages, alone.advantages)
-
-
-def test_whiten_of_one_token_is_zero():
-    assert whiten(torch.tensor([7.0])).tolist() == [0.0]

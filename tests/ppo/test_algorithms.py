@@ -5,21 +5,14 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.ppo.adaptive import KLController
-from rlhfuse.ppo.advantage import (
-    BLOCK,
-    add_advantages,
-    discounted_returns,
-    generalized_advantages,
-    group_normalised,
-    leave_one_out,
-    whiten,
-)
+from rlhfuse.ppo.advantage import BLOCK, add_advantages, generalized_advantages, group_normalised, leave_one_out
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl, sample_rewards, shaped_scores
 
@@ -40,7 +33,7 @@ def make_batch(scores, lengths, refs=None, reasons=None):
 # groups ---------------------------------------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@examples(40)
 @given(groups=st.lists(SCORES, min_size=1, max_size=4), interleaved=st.booleans())
 def test_group_advantages_equal_the_textbook(groups, interleaved):
     rows = [(g, score) for g, scores in enumerate(groups) for score in scores]
@@ -113,37 +106,7 @@ def test_reinforce_takes_what_is_still_to_come(gamma):
     assert batch.advantages.tolist() == pytest.approx([(r - mean) / spread for r in returns])
 
 
-# gaps and blocks ------------------------------------------------------------------------------------------------
-
-
-def with_gaps(rewards, values, mask, gamma, lam):
-    """The recursion of one sample; a masked token leaves what is carried as it is."""
-    out, carried, following = [0.0] * len(rewards), 0.0, 0.0
-    for t in reversed(range(len(rewards))):
-        if mask[t]:
-            carried = rewards[t] + gamma * following - values[t] + gamma * lam * carried
-            out[t], following = carried, values[t]
-    return out
-
-
-@settings(derandomize=True, deadline=None, max_examples=40)
-@given(data=st.data(), gamma=st.sampled_from([0.0, 0.9, 1.0]), lam=st.sampled_from([0.0, 0.95, 1.0]))
-def test_gaps_are_carried_over_and_never_read(data, gamma, lam):
-    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
-    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))))
-    generator = torch.Generator().manual_seed(sum(lengths))
-    rewards, values = torch.randn(2, sum(lengths), generator=generator, dtype=torch.float64)
-    expected, returns, at = [], [], 0
-    for length in lengths:
-        piece = slice(at, at := at + length)
-        r, v, m = rewards[piece].tolist(), values[piece].tolist(), mask[piece].tolist()
-        expected += with_gaps(r, v, m, gamma, lam)
-        returns += with_gaps(r, [0.0] * length, m, gamma, 1.0)
-    rewards[~mask] = values[~mask] = float("nan")  # garbage where nothing is to be read
-    number = torch.tensor(lengths)
-    got = generalized_advantages(rewards, values, number, gamma, lam, mask)
-    assert got.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
-    assert discounted_returns(rewards, number, gamma, mask).tolist() == pytest.approx(returns, rel=1e-9, abs=1e-9)
+# blocks ---------------------------------------------------------------------------------------------------------
 
 
 def test_bits_do_not_depend_on_the_batch():
@@ -155,17 +118,6 @@ def test_bits_do_not_depend_on_the_batch():
     for place, (r, v) in enumerate(zip(rewards.split(lengths), values.split(lengths))):
         alone = generalized_advantages(r, v, torch.tensor([len(r)]), 1.0, 0.95)
         assert torch.equal(alone, whole[place])
-
-
-def test_nothing_to_do():
-    empty, none = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.bool)
-    assert generalized_advantages(empty, empty, torch.tensor([3]), 1.0, 1.0, none).tolist() == [0, 0, 0]
-    assert whiten(torch.ones(3), mask=none).tolist() == [0, 0, 0]
-
-
-def test_whitening_counts_only_what_the_mask_keeps():
-    values, mask = torch.tensor([1.0, 1e9, 3.0]), torch.tensor([True, False, True])
-    assert whiten(values, mask=mask).tolist() == pytest.approx([-1.0, 0.0, 1.0])
 
 
 # scores and the KL coefficient ----------------------------------------------------------------------------------

@@ -9,20 +9,15 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.ppo.advantage import discounted_returns, generalized_advantages, group_normalised, leave_one_out, whiten
-from rlhfuse.ppo.losses import (
-    actor_metrics,
-    critic_metrics,
-    kl_loss_sum,
-    policy_loss_sum,
-    value_loss_sum,
-)
+from rlhfuse.ppo.losses import actor_metrics, critic_metrics, kl_loss_sum, policy_loss_sum, value_loss_sum
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
-from rlhfuse.ppo.token_rewards import add_token_rewards, kl_estimate, overlong_share, sample_kl, sample_rewards
+from rlhfuse.ppo.token_rewards import add_token_rewards, overlong_share, sample_kl, sample_rewards
 
 GARBAGE = (math.nan, math.inf, -math.inf, 1e308)
 FAR = 485165195.40979  # exp(20), where log-ratios are clamped
@@ -42,23 +37,15 @@ def advantage_sums(rewards, values, gamma, lam):
 # advantages and returns -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
-@pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
-def test_one_token(gamma, lam):
-    rewards, values, lengths = wide(3.0, -1.0, 1e8), wide(0.5, 2.0, -1e8), torch.tensor([1, 1, 1])
-    assert generalized_advantages(rewards, values, lengths, gamma, lam).tolist() == [2.5, -3.0, 2e8]
-    assert discounted_returns(rewards, lengths, gamma).tolist() == [3.0, -1.0, 1e8]
-
-
-@settings(derandomize=True, deadline=None, max_examples=25)
+@examples(25)
 @given(
     data=st.data(),
-    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
-    lam=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]) | st.floats(0, 1),
+    lam=st.sampled_from([0.0, 0.5, 0.95, 1.0]) | st.floats(0, 1),
     garbage=st.sampled_from(GARBAGE),
 )
 def test_gaps_hold_garbage_and_the_sums_run_over_what_is_left(data, gamma, lam, garbage):
-    lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
     total = sum(lengths)
     number = st.floats(-10, 10, width=32)
     rewards, values = (data.draw(st.lists(number, min_size=total, max_size=total)) for _ in "rv")
@@ -94,6 +81,7 @@ def test_all_masked_is_nothing(garbage):
         assert generalized_advantages(spoilt, spoilt, number, 1.0, 0.95, none).tolist() == [0.0] * 4
         assert discounted_returns(spoilt, number, 1.0, none).tolist() == [0.0] * 4
     assert whiten(spoilt, mask=none).tolist() == [0.0] * 4
+    assert whiten(torch.tensor([7.0])).tolist() == [0.0]
 
 
 def test_groups_of_two_and_of_huge_scores():
@@ -126,13 +114,6 @@ def test_policy_loss_far_beyond_the_clamp(x, advantage, dual, loss):
     got.backward()
     assert got.item() == pytest.approx(loss, rel=1e-12) and new.grad.item() == 0.0
     assert stats["ppo_kl"].item() == pytest.approx(-20.0 * (1 if x > 0 else -1))
-
-
-@pytest.mark.parametrize("estimator, low, high", [("k1", -20.0, 20.0), ("k2", 200.0, 200.0), ("k3", 10.0, 10.0)])
-def test_kl_far_beyond_the_clamp(estimator, low, high):
-    x = wide(-1e300, -21.0, 21.0, 1e300)
-    got = kl_estimate(x, torch.zeros(4, dtype=torch.float64), estimator)
-    assert got.tolist() == [low, low, high, high]
 
 
 def test_value_loss_far_from_everything():
@@ -183,7 +164,7 @@ def test_overlong_share(length, limit, late, share):
     assert overlong_share(torch.tensor([length]), limit, late).tolist() == [share]
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@examples(25)
 @given(
     lengths=st.lists(st.integers(1, 8), min_size=1, max_size=4),
     estimator=st.sampled_from(["k1", "k2", "k3"]),

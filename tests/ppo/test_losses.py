@@ -4,17 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 
-from rlhfuse.ppo.losses import (
-    actor_metrics,
-    add_stats,
-    critic_metrics,
-    kl_loss_sum,
-    policy_loss_sum,
-    value_loss_sum,
-)
+from rlhfuse.ppo.losses import actor_metrics, add_stats, critic_metrics, kl_loss_sum, policy_loss_sum, value_loss_sum
 
 
 def numbers(seed, count=30):
@@ -22,30 +16,40 @@ def numbers(seed, count=30):
     return torch.randn(3, count, generator=generator, dtype=torch.float64)
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
-@given(seed=st.integers(0, 1000), eps=st.floats(0.01, 0.9))
-def test_policy_loss_equals_the_loop(seed, eps):
-    new, old, advantages = numbers(seed)
-    loss, stats = policy_loss_sum(new, old, advantages, eps)
-    expected, clips = 0.0, 0
+@examples(50)
+@given(
+    seed=st.integers(0, 1000),
+    low=st.floats(0.01, 0.9),
+    high=st.just(0.0) | st.floats(0.01, 2),
+    dual=st.sampled_from([0.0, 1.5, 3.0]),
+)
+def test_policy_loss_equals_the_loop(seed, low, high, dual):
+    new, old, advantages = (3 * row for row in numbers(seed))
+    loss, stats = policy_loss_sum(new.requires_grad_(), old, advantages, low, high, dual)
+    expected, clips, bounded = 0.0, 0, 0
     for n, o, a in zip(new.tolist(), old.tolist(), advantages.tolist()):
         ratio = math.exp(n - o)
-        plain, clipped = -a * ratio, -a * min(max(ratio, 1 - eps), 1 + eps)
-        expected, clips = expected + max(plain, clipped), clips + (clipped > plain)
+        plain, clipped = -a * ratio, -a * min(max(ratio, 1 - low), 1 + (high or low))
+        worse, clips = max(plain, clipped), clips + (clipped > plain)
+        if dual and a < 0:
+            bounded += worse > -a * dual
+            worse = min(worse, -a * dual)
+        expected += worse
     assert loss.item() == pytest.approx(expected, rel=1e-10)
-    assert stats["pg_clipfrac"].item() == clips
+    assert (stats["pg_clipfrac"], stats.get("pg_clipfrac_lower", 0)) == (clips, bounded)
     assert stats["ppo_kl"].item() == pytest.approx((old - new).sum().item())
     assert stats["logprob_abs_diff"].item() == pytest.approx((old - new).abs().sum().item())
+    assert loss.requires_grad and not any(value.requires_grad for value in stats.values())
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
-@given(seed=st.integers(0, 1000), eps=st.floats(0.01, 2))
+@examples(25)
+@given(seed=st.integers(0, 1000), eps=st.just(0.0) | st.floats(0.01, 2))
 def test_value_loss_equals_the_loop(seed, eps):
     values, old, returns = numbers(seed)
     loss, stats = value_loss_sum(values, old, returns, eps)
     expected, clips = 0.0, 0
     for v, o, r in zip(values.tolist(), old.tolist(), returns.tolist()):
-        plain, clipped = (v - r) ** 2, (min(max(v, o - eps), o + eps) - r) ** 2
+        plain, clipped = (v - r) ** 2, ((min(max(v, o - eps), o + eps) if eps else v) - r) ** 2
         expected, clips = expected + 0.5 * max(plain, clipped), clips + (clipped > plain)
     assert loss.item() == pytest.approx(expected, rel=1e-10)
     assert stats["vf_clipfrac"].item() == clips
@@ -69,13 +73,6 @@ def test_clip_stops_the_gradient_only_when_it_would_go_too_far():
     loss.backward()
     assert (new.grad != 0).tolist() == [False, True, True, False]
     assert stats["pg_clipfrac"].item() == 2
-
-
-def test_an_absurd_ratio_stays_finite():
-    new = torch.tensor([500.0, -500.0], requires_grad=True)
-    loss, stats = policy_loss_sum(new, torch.zeros(2), torch.tensor([-1.0, -1.0]), 0.2)
-    loss.backward()
-    assert torch.isfinite(loss) and torch.isfinite(new.grad).all()
 
 
 def test_sums_of_microbatches_are_the_sum_of_the_minibatch():
@@ -103,31 +100,6 @@ def test_explained_variance():
     assert metrics["critic/vpred_mean"] == pytest.approx(values.mean().item())
     _, perfect = value_loss_sum(returns, returns, returns, 0.2)
     assert critic_metrics(perfect, 30)["critic/vf_explained_var"] == 1.0
-
-
-def test_stats_hold_no_graph():
-    new = torch.zeros(2, requires_grad=True)
-    _, stats = policy_loss_sum(new, torch.zeros(2), torch.ones(2), 0.2)
-    assert not any(value.requires_grad for value in stats.values())
-
-
-@settings(derandomize=True, deadline=None, max_examples=25)
-@given(
-    seed=st.integers(0, 1000), low=st.floats(0.01, 0.9), high=st.floats(0.01, 2), dual=st.sampled_from([0.0, 1.5, 3.0])
-)
-def test_clip_higher_and_dual_clip_equal_the_loop(seed, low, high, dual):
-    new, old, advantages = (3 * row for row in numbers(seed))
-    loss, stats = policy_loss_sum(new, old, advantages, low, high, dual)
-    expected, bounded = 0.0, 0
-    for n, o, a in zip(new.tolist(), old.tolist(), advantages.tolist()):
-        ratio = math.exp(n - o)
-        worse = max(-a * ratio, -a * min(max(ratio, 1 - low), 1 + high))
-        if dual and a < 0:
-            bounded += worse > -a * dual
-            worse = min(worse, -a * dual)
-        expected += worse
-    assert loss.item() == pytest.approx(expected, rel=1e-10)
-    assert stats.get("pg_clipfrac_lower", 0) == bounded
 
 
 def test_dual_clip_stops_the_gradient_of_an_absurd_ratio():
@@ -158,16 +130,3 @@ def test_kl_loss_of_an_absurd_ratio_is_bounded_and_has_no_gradient():
     loss, _ = kl_loss_sum(new, torch.zeros(2), "k3")
     loss.backward()
     assert loss.item() == 20.0 and new.grad.tolist() == [0.0, 0.0]
-
-
-def test_values_without_a_clip():
-    values, old, returns = numbers(3)
-    loss, stats = value_loss_sum(values, old, returns, 0.0)
-    assert loss.item() == pytest.approx(0.5 * (values - returns).square().sum().item())
-    assert stats["vf_clipfrac"].item() == 0
-
-
-def test_one_token_is_enough():
-    one = torch.tensor([-1.0])
-    assert policy_loss_sum(one, one, torch.tensor([2.0]), 0.2)[0].item() == -2.0
-    assert value_loss_sum(one, one, torch.tensor([1.0]), 0.2)[0].item() == 2.0

@@ -6,8 +6,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError, NotFiniteError
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
@@ -33,7 +34,7 @@ def make_batch(shapes, **kwargs):
 shapes = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=8)
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@examples(50)
 @given(
     sample_id=st.integers(0, 2**63 - 1),
     logprobs=st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=20),
@@ -70,7 +71,7 @@ def test_alignment_of_prediction_and_response():
     assert batch.response_lengths.tolist() == [2, 3] and batch.response_tokens == 5
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@examples(60)
 @given(shapes=shapes, data=st.data())
 def test_select_equals_packing_the_chosen_samples(shapes, data):
     batch = make_batch(shapes)

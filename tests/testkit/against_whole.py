@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from testkit.training_case import Case, Recording, make_batch, predicted_peaks, scalar_head, write_model
+from testkit.training_case import Case, Recording, predicted_peaks, scalar_head, write_model
+from testkit.training_pair import make_batch
 from testkit.whole_model import ReferenceStep, train_whole
 
 GRADIENTS = 1e-6  # of each tensor's largest
@@ -20,12 +21,14 @@ LATER = {"sgd": 1e-6, "adam": 5e-6}  # losses and norms of the steps that begin 
 
 
 def write_models(base: Path) -> dict[str, Path]:
-    """The models of these tests. "five" has five layers and "tied" also one weight for embedding and output."""
+    """The models of these tests. "five" has five layers, "tied" and "qwen3" also one weight for embedding and
+    output, and "qwen3" norms of queries and keys."""
     return {
         "actor": write_model(base / "actor", seed=3),
         "critic": write_model(base / "critic", scalar_head=True, seed=13),
         "second": write_model(base / "second", seed=4),
         "tied": write_model(base / "tied", seed=8, num_hidden_layers=5, tie_word_embeddings=True),
+        "qwen3": write_model(base / "qwen3", seed=9, model_type="qwen3", num_hidden_layers=5, tie_word_embeddings=True),
         "five": write_model(base / "five", scalar_head=True, seed=8, num_hidden_layers=5),
     }
 
@@ -36,12 +39,12 @@ class References:
     def __init__(self) -> None:
         self._known: dict[tuple, list[ReferenceStep]] = {}
 
-    def steps(self, case: Case, model: str, dtype: torch.dtype = torch.float64) -> list[ReferenceStep]:
-        key = case.folders[model], case.recipe, case.steps, case.samples, dtype
+    def steps(self, case: Case, model: str) -> list[ReferenceStep]:
+        key = case.folders[model], case.recipe, case.steps, case.samples
         if key not in self._known:
             batches = [make_batch(number, case.samples) for number in range(case.steps)]
             folder, recipe, *_ = key
-            self._known[key] = train_whole(folder, batches, recipe, scalar_head=scalar_head(model), dtype=dtype)
+            self._known[key] = train_whole(folder, batches, recipe, scalar_head=scalar_head(model))
         return self._known[key]
 
     def check(self, run: Recording) -> dict[str, float]:

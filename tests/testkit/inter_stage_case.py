@@ -1,14 +1,13 @@
 """Generation with inference on one rank of a test: models built once for each layout, then iteration after iteration.
 
-`iterate` runs in a worker process of `gloo.Workers` and returns the digest of all that came out, and what happened.
+`iterate` runs on a rank of `Workers` and returns the digest of all that came out, and what happened.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
-import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,8 +22,8 @@ from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.decisions.migration import FusionLimits, SampleMoveCost
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.gen.core.sequence import SamplingParams
+from testkit.programs import eventually
 from testkit.tiny import write_checkpoint
-from testkit.workers import forkserver, host_store
 
 BY_KV = SampleMoveCost(1, 0.0, 0.0, 1.0, 1.0)
 BY_TOKENS = SampleMoveCost(1, 1.0, 1.0, 0.0, 0.0)
@@ -56,7 +55,8 @@ class Case:
     blocks: int = 80
     bucket_bytes: int = 64 << 20
     one_prompt: bool = False
-    step_seconds: tuple[float, ...] = ()  # least time of a decode step on each instance; the last is for the rest
+    pauses: tuple[float, ...] = ()  # before a decode step on each instance; the last is for the rest
+    in_step: bool = False  # instances decode step by step together, and nobody misses the trigger
     bs_max: int = 8
     score_tokens: int = 64
     early_models: int = 0
@@ -219,17 +219,63 @@ def inter_stage(rank, folders, case, number, progress=lambda _: None, rewarder=N
     return stage, scorer, made
 
 
+class InStep:
+    """The engine's steps, each begun when all ranks have come to it that decode so long, and know who has finished.
+
+    So all see the trigger at the same step, or some at the next one, when the first have left for the barrier.
+    """
+
+    def __init__(self, rank: int, made: Built, case: Case, store: dist.Store) -> None:
+        from rlhfuse.decisions.packing import split_samples
+
+        instances = made.placement.instances
+        parts = split_samples(len(case.lengths), len(instances))
+        self._decoding = sum(len(ranks) for ranks, part in zip(instances, parts) if part)
+        self._leads = rank == instances[made.placement.instance_of(rank)][0]
+        self._engine, self._step, self._store, self._number = made.engine, made.engine.step, store, 0
+
+    def step(self) -> list:
+        here = f"step {self._number}"
+        self._number += 1
+        self._store.add(here, 1)
+        eventually(lambda: self._count("left") or self._count(here) + self._count("idle") >= self._decoding)
+        if self._leads:
+            eventually(lambda: reporter().finished >= self._count("ended"))
+        results = self._step()
+        self._store.add("ended", len(results) if self._leads else 0)
+        self._store.add("idle", int(not self._engine.has_unfinished()))
+        return results
+
+    def _count(self, key: str) -> int:
+        return self._store.add(key, 0)
+
+
+def reporter() -> Any:
+    """The StoreReporter that is at work on this rank."""
+    (running,) = (thread for thread in threading.enumerate() if thread.name == "store-reporter")
+    return running._target.__self__
+
+
 def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, disturb: Callable | None = None) -> dict:
     """One iteration; `disturb(stage, scorer, built, case, store)` may get in the way before it begins."""
+    from rlhfuse.fusion.inter import inter_stage as inter_stage_module
+    from rlhfuse.fusion.inter.migration import execute_migration
+
     rewarder = MeanTokenReward() if case.function_reward else None
     store = dist.PrefixStore(f"test{number}", dist.distributed_c10d._get_default_store())
-    stage, scorer, made = inter_stage(rank, folders, case, number, rewarder=rewarder, store=store)
+
+    def progress(text: str) -> None:
+        if text.startswith("inter-stage: barrier"):
+            store.add("left", 1)
+
+    stage, scorer, made = inter_stage(rank, folders, case, number, progress, rewarder, store)
     engine, own_step, drafter = made.engine, made.engine.step, made.engine.drafter
     engine.drafter = drafter if case.guesses else None
-    if case.step_seconds:
-        instance = made.placement.instance_of(rank)
-        pause = case.step_seconds[min(instance, len(case.step_seconds) - 1)]
+    if case.pauses:
+        pause = case.pauses[min(made.placement.instance_of(rank), len(case.pauses) - 1)]
         engine.step = lambda: (time.sleep(pause), own_step())[1]
+    if case.in_step:
+        engine.step = InStep(rank, made, case, store).step
     try:
         if disturb:
             disturb(stage, scorer, made, case, store)
@@ -237,7 +283,9 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
         report = stage.run(0, case.requests(), case.threshold, case.limits())
     finally:
         engine.__dict__.pop("step", None)
-        engine.drafter = drafter
+        engine.drafter, inter_stage_module.execute_migration = drafter, execute_migration
+        for model in made.frozen.values():
+            model.offloaded.__dict__.pop("load", None)
     assert engine._cache is None and not any(model.offloaded.loaded for model in made.frozen.values())
     assert not engine.has_unfinished()
     engine.check_integrity()
@@ -254,31 +302,3 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
         "block_bytes": engine.spec.kv_bytes_per_token(4) * BLOCK_TOKENS,
         "submitted": rewarder.calls if rewarder else 0,
     }
-
-
-def run_ranks(
-    work: Callable[..., None], world: int, folder: Path, *arguments: Any
-) -> tuple[list[int | None], list[str]]:
-    """`work(rank, port, models, *arguments)` in processes of their own: exit codes, and what each wrote to stderr."""
-    models, store = write_models(folder / "models"), host_store()
-    context = forkserver()
-    shared = store.port, models, *arguments
-    ranks = [context.Process(target=_work, args=(work, folder, rank, *shared)) for rank in range(world)]
-    deadline = time.monotonic() + 540
-    try:
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(max(0.0, deadline - time.monotonic()))
-        codes = [process.exitcode for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    return codes, [(folder / f"stderr{rank}").read_text() for rank in range(world)]
-
-
-def _work(work: Callable[..., None], folder: Path, rank: int, *arguments: Any) -> None:
-    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    sys.stderr = os.fdopen(2, "w", buffering=1)
-    work(rank, *arguments)

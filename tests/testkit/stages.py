@@ -18,10 +18,10 @@ import torch
 
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.rules.builders import serial_1f1b
+from testkit.training_pair import unit_problem
 
 LENGTHS = ((7, 12, 3), (40,), (2, 2, 5), (19, 30))  # of the sequences of each micro-batch
 VOCAB = 200
@@ -130,15 +130,7 @@ def load(rank: int, grid, groups, folder: Path, head: bool, activations, config,
     spec, chunks = ModelSpec.from_config(folder), {}
     for stage in grid.stages_of(rank):
         chunks[stage] = build_model(
-            spec,
-            grid,
-            groups,
-            rank,
-            scalar_head=head,
-            dtype=dtype,
-            device=device,
-            stage=stage,
-            activations=activations,
+            spec, grid, groups, rank, scalar_head=head, dtype=dtype, device=device, stage=stage, activations=activations
         )
         load_part(chunks[stage], folder, spec, grid, rank, head, stage)
     owner = ModelOptimizer(chunks, config, groups, device)
@@ -147,6 +139,31 @@ def load(rank: int, grid, groups, folder: Path, head: bool, activations, config,
         for stage, module in owner.modules.items()
     }
     return Built(spec, grid, groups, stages, owner, head)
+
+
+def build_alone(rank: int, layout: str, folder: Path, *, head=False, activations=None, dtype=torch.float32, **optim):
+    """(a model that trains by itself in `layout`, the maker of its groups); `optim`: settings of its optimizer."""
+    from rlhfuse.models.build import WHOLE
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.parallel.groups import GroupMaker, trained_grid
+
+    name, maker = "critic" if head else "actor", GroupMaker(600)
+    grid = trained_grid(ranks_of(**{name: layout}), name)
+    groups, config = maker.for_model(name, grid, rank), OptimizerConfig(**{"lr": 1e-2, **optim})
+    return load(
+        rank, grid, groups, folder, head, activations or WHOLE, config, choose_device("cpu", 0, 1), dtype
+    ), maker
+
+
+def copy_for(rank: int, maker, spec: ModelSpec, layout: str, head: bool = False):
+    """(an empty copy of a model in a `layout` of generation, that layout's grid)."""
+    from rlhfuse.models.build import build_model
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.parallel.groups import plain_grid
+
+    grid, device = plain_grid(ParallelLayout.parse(layout)), choose_device("cpu", 0, 1)
+    groups = maker.for_model("generation", grid, rank)
+    return build_model(spec, grid, groups, rank, scalar_head=head, dtype=torch.float32, device=device), grid
 
 
 def packed_for(built: Built, rows):
@@ -166,13 +183,8 @@ def one_step(rank: int, maker, ranks: FusedRanks, models: Mapping[str, Built], r
     from rlhfuse.fusion.intra.p2p import Channels
     from rlhfuse.run.rank_models import neighbour_pairs
 
-    layouts = ranks.shape.layouts
-    costs = {
-        model: StageCosts((1,) * layout.stages, (2,) * layout.stages, (1,) * layout.stages)
-        for model, layout in layouts.items()
-    }
-    first = next(iter(layouts))
-    schedule = builder(fused_problem(layouts, len(rows[first][0]), costs))
+    first = next(iter(rows.values()))
+    schedule = builder(unit_problem(ranks.shape.layouts, len(first[0])))
     tied = frozenset(name for name, built in models.items() if built.spec.tied_embeddings and not built.head)
     program = lower(schedule, ranks, tied=tied)[rank]
     pairs = [pair for built in models.values() for pair in neighbour_pairs(built.grid)]

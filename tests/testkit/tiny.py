@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ARCHITECTURES, ModelSpec
 from rlhfuse.models.hf_names import expected_tensors
 
@@ -50,6 +51,12 @@ def write_checkpoint(
             tensors[key] = torch.randn(size, generator=generator) * size_of_one
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
+
+
+def with_models(**groups) -> RunConfig:
+    """The settings of a run whose files are named, and not there."""
+    models = {"actor": {"path": "a"}, "reward": {"path": "r"}, "data": {"train_files": ("prompts",)}}
+    return RunConfig().with_(**models, **groups)
 
 
 def write_tokenizer(folder: Path, words: int = 197) -> Path:

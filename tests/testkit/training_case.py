@@ -8,6 +8,7 @@ weights as whole tensors under Hugging Face names, gradient norms, digests of al
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,30 +23,18 @@ from torch import Tensor
 from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.decisions.balance import cut_microbatches
-from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.schedule.ir.evaluate import evaluate
-from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
+from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
-from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
-from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
-from rlhfuse.schedule.rules.time_sharing import time_sharing
 from testkit.program_cases import random_schedule
-from testkit.schedule_cases import capped_greedy
 from testkit.stages import load
 from testkit.tiny import write_checkpoint
+from testkit.training_pair import BUILDERS, VOCAB, make_batch, unit_problem
 from testkit.whole_model import BETAS, EPS, SGD, Recipe
 
-BUILDERS = {
-    "fused": greedy,
-    "capped": capped_greedy,
-    "eager": lambda problem: capped_greedy(problem, 99),  # forwards before all else
-    "serial": serial_1f1b,
-    "time-shared": time_sharing,
-    "interleaved": interleaved_1f1b,
-}
-SAMPLES, VOCAB = 24, 56
+SAMPLES = 24
 
 
 @dataclass(frozen=True)
@@ -93,13 +82,7 @@ class Case:
 
     @cached_property
     def problem(self) -> FusionProblem:
-        costs = {model: self._costs(model, layout.stages) for model, layout in self.parsed.items()}
-        return fused_problem(self.parsed, self.microbatches, costs, alternate=self.alternate)
-
-    def _costs(self, model: str, stages: int) -> StageCosts:
-        split = model in self.split
-        weight_gradient = (1,) * stages if split else None
-        return StageCosts((1,) * stages, (1 if split else 2,) * stages, (1,) * stages, weight_gradient)
+        return unit_problem(self.parsed, self.microbatches, self.split, self.alternate)
 
     @cached_property
     def planned(self) -> Schedule:
@@ -138,22 +121,6 @@ def write_model(folder: Path, *, scalar_head: bool = False, seed: int, **shape: 
     return folder
 
 
-def make_batch(seed: int, samples: int = SAMPLES) -> RolloutBatch:
-    """A mini-batch of random samples of unequal lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    rollouts = []
-    for i in range(samples):
-        prompt, length = (int(torch.randint(low, high, (1,), generator=generator)) for low, high in ((2, 9), (1, 30)))
-        tokens = torch.randint(3, VOCAB, (prompt + length,), generator=generator).tolist()
-        noise = 0.3 * torch.randn(2, length, generator=generator)
-        rollouts.append(
-            Rollout(i, tuple(tokens[:prompt]), tuple(tokens[prompt:]), -4 + noise[0], "stop", None, noise[1], 0.5)
-        )
-    batch = RolloutBatch.from_rollouts(rollouts)
-    advantages, returns = torch.randn(2, batch.response_tokens, generator=generator)
-    return batch.with_fields(advantages=advantages, returns=returns)
-
-
 # on a rank ------------------------------------------------------------------------------------------------------
 
 
@@ -177,16 +144,7 @@ def train_rank(rank: int, case: Case) -> RankRecord:
     device = choose_device("cpu", 0, 1)
     models, channels, maker = build_models(rank, case, device)
     programs = lower(case.planned, case.ranks, tied=case.tied, reduce=case.reduce)
-    step = TrainingStep(
-        rank,
-        case.ranks,
-        case.planned,
-        programs,
-        models,
-        channels,
-        1.0,
-        lambda _: None,
-    )
+    step = TrainingStep(rank, case.ranks, case.planned, programs, models, channels, 1.0, lambda _: None)
     record, hashes = RankRecord(), {name: hashlib.sha256() for name in models}
     for name, model in models.items():
         watch_gradients(model.optimizer, hashes[name], record.gradients.setdefault(name, {}))
@@ -200,6 +158,10 @@ def train_rank(rank: int, case: Case) -> RankRecord:
             first = models[name].grid.position(rank)[0] * case.counts[name]
             record.losses[name, number, first + action.microbatch] = loss
             hashes[name].update(f"{action} {loss.hex()}".encode())
+        for name, sums in result.stats.items():
+            of_name = [loss for key, loss in record.losses.items() if key[:2] == (name, number)]
+            told = float(sums["vf_loss" if scalar_head(name) else "pg_loss"]) / result.tokens
+            assert math.isclose(told, math.fsum(of_name), rel_tol=1e-5, abs_tol=1e-7), (name, told, of_name)
     for name, model in models.items():
         record.weights[name] = {key: p.detach().clone().numpy() for key, p in parameters(model.optimizer)}
         for array in [*record.weights[name].values(), *state_arrays(model.optimizer)]:

@@ -1,9 +1,9 @@
-"""The single-process reference: whole models in plain torch, whole mini-batches, in float64 or float32.
+"""The single-process reference: whole models in plain torch, whole mini-batches, in float64.
 
 Written from the definition of the models and losses and sharing nothing with the package but its file reader's
 shapes (`ModelSpec`) and its batches: a Llama-like forward over named tensors, the two PPO losses, clipping by the
 norm, torch's SGD and AdamW. Angles of the rotary embedding are float32 numbers in every dtype, because that is how
-models define them; everything else is computed in `dtype`.
+models define them.
 
 Letters: T tokens, H heads, G key/value heads, D head dimension.
 """
@@ -51,17 +51,17 @@ class ReferenceStep:
 
 
 def train_whole(
-    folder: Path, batches: Sequence[RolloutBatch], recipe: Recipe, *, scalar_head: bool, dtype: torch.dtype
+    folder: Path, batches: Sequence[RolloutBatch], recipe: Recipe, *, scalar_head: bool
 ) -> list[ReferenceStep]:
     """One step on each of `batches` with the model of `folder`."""
     spec = ModelSpec.from_config(folder)
     stored = load_file(folder / "model.safetensors")
-    weights = {name: tensor.to(dtype).requires_grad_() for name, tensor in stored.items()}
+    weights = {name: tensor.double().requires_grad_() for name, tensor in stored.items()}
     optimizer = make_optimizer(list(weights.values()), recipe)
     steps = []
     for batch in batches:
         optimizer.zero_grad()
-        losses = sample_losses(weights, spec, batch, scalar_head, dtype)
+        losses = sample_losses(weights, spec, batch, scalar_head)
         losses.sum().backward()
         norm = float(torch.stack([w.grad.double().pow(2).sum() for w in weights.values()]).sum().sqrt())
         scale = min(1.0, recipe.clip_grad / (norm + 1e-6))
@@ -83,9 +83,7 @@ def make_optimizer(weights: list[Tensor], recipe: Recipe) -> torch.optim.Optimiz
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=BETAS, eps=EPS)
 
 
-def sample_losses(
-    weights: dict[str, Tensor], spec: ModelSpec, batch: RolloutBatch, scalar_head: bool, dtype: torch.dtype
-) -> Tensor:
+def sample_losses(weights: dict[str, Tensor], spec: ModelSpec, batch: RolloutBatch, scalar_head: bool) -> Tensor:
     """Each sample's loss divided by the response tokens of the whole batch: [samples]."""
     borders, tokens = batch.cu_seqlens.tolist(), batch.tokens
     responses = [0, *batch.response_lengths.cumsum(0).tolist()]
@@ -97,11 +95,11 @@ def sample_losses(
         x = hidden_states(weights, spec, row)[prompt - 1 : -1]  # what predicts the response tokens
         if scalar_head:
             values = (x @ weights["score.weight"].T)[:, 0]
-            losses.append(value_loss(values, batch.values[mine].to(dtype), batch.returns[mine].to(dtype)))
+            losses.append(value_loss(values, batch.values[mine].double(), batch.returns[mine].double()))
         else:
             head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
             logprobs = (x @ head.T).log_softmax(-1).gather(1, row[prompt:, None])[:, 0]
-            old, advantages = batch.old_logprobs[mine].to(dtype), batch.advantages[mine].to(dtype)
+            old, advantages = batch.old_logprobs[mine].double(), batch.advantages[mine].double()
             losses.append(policy_loss(logprobs, old, advantages))
     return torch.stack(losses) / batch.response_tokens
 
@@ -119,11 +117,14 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor) -> Tensor:
 def hidden_states(weights: dict[str, Tensor], spec: ModelSpec, tokens: Tensor) -> Tensor:
     """Final hidden states [T, hidden] of one sequence."""
     x = weights["model.embed_tokens.weight"][tokens]
-    cos, sin = rotary_table(spec, len(tokens), x.dtype)
+    cos, sin = rotary_table(spec, len(tokens))
     for layer in range(spec.layers):
         w = {name: weights[f"model.layers.{layer}.{name}.weight"] for name in LAYER}
         y = rms_norm(x, w["input_layernorm"], spec.norm_eps)
         q, k, v = ((y @ w[f"self_attn.{n}_proj"].T).view(len(tokens), -1, spec.head_dim).transpose(0, 1) for n in "qkv")
+        if spec.qk_norm:
+            own = (weights[f"model.layers.{layer}.self_attn.{n}_norm.weight"] for n in "qk")
+            q, k = (rms_norm(x, weight, spec.norm_eps) for x, weight in zip((q, k), own))
         out = attention(rotate(q, cos, sin), rotate(k, cos, sin), v).transpose(0, 1).flatten(1)
         x = x + out @ w["self_attn.o_proj"].T
         y = rms_norm(x, w["post_attention_layernorm"], spec.norm_eps)
@@ -156,10 +157,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def rotary_table(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_table(spec: ModelSpec, tokens: int) -> tuple[Tensor, Tensor]:
     """cos and sin [T, D] of the float32 angles."""
     frequencies = 1.0 / spec.rope_theta ** (torch.arange(0, spec.head_dim, 2).float() / spec.head_dim)
-    angles = torch.outer(torch.arange(tokens).float(), frequencies).repeat(1, 2).to(dtype)
+    angles = torch.outer(torch.arange(tokens).float(), frequencies).repeat(1, 2).double()
     return angles.cos(), angles.sin()
 
 

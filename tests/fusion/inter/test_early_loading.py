@@ -11,7 +11,6 @@ import pytest
 from testkit.inter_stage_case import Case, clean_up, inter_stage, iterate, write_models
 
 LENGTHS = (3, 5, 2, 4, 6, 3, 60, 4, 5, 2, 3, 7, 4, 44, 3, 5)
-SLOW = (0.012,)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def watched(rank, folders, case, number):
 
 @pytest.mark.parametrize("early", [1, 2, 3])
 def test_serial_instances_load_once_nothing_waits(run, early):
-    case = Case(LENGTHS, step_seconds=SLOW, guesses=False)
+    case = Case(LENGTHS, in_step=True, guesses=False)
     digest = {one[0] for one in run(watched, case)}
     results = run(watched, replace(case, early_models=early))
     assert {one[0] for one in results} == digest and len(digest) == 1
@@ -58,7 +57,7 @@ def test_without_room_they_come_when_the_cache_has_gone(run):
 
 
 def test_who_decodes_the_tail_loads_meanwhile(run):
-    case = Case(LENGTHS, 2, step_seconds=SLOW, guesses=False)
+    case = Case(LENGTHS, 2, in_step=True, guesses=False)
     (digest,) = {one[0] for one in run(watched, replace(case, threshold=0))}
     results = run(watched, replace(case, early_models=3))
     plan = results[0][2]
@@ -68,9 +67,8 @@ def test_who_decodes_the_tail_loads_meanwhile(run):
         assert models == 3 and in_cache == (left > 0) == (rank in plan.destinations)
 
 
-@pytest.mark.parametrize("layout", ["d2t2p1"])
-def test_tensor_parallel_instances(run, layout):
-    case = Case(LENGTHS, 2, layout=layout, inference=layout, step_seconds=SLOW, guesses=False)
+def test_tensor_parallel_instances(run):
+    case = Case(LENGTHS, 2, layout="d2t2p1", inference="d2t2p1", in_step=True, guesses=False)
     (digest,) = {one[0] for one in run(watched, case)}
     results = run(watched, replace(case, early_models=2))
     assert {one[0] for one in results} == {digest}

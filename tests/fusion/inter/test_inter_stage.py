@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-import time
 import weakref
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from testkit.inter_stage_case import Case, clean_up, iterate, write_models
-from testkit.sim_helpers import limits, linear_cost  # noqa: E402
+from testkit.profiles import examples
+from testkit.programs import eventually
+from testkit.sim_helpers import limits, linear_cost
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.fits import Line
@@ -29,14 +30,13 @@ LENGTHS = {
     "two samples on four instances": (12, 31),
 }
 STAIRS = (20, 15, 25, 10, 30, 17, 22, 12, 50, 5, 60, 6, 7, 55, 45, 65)
-SLOWER = (0.06,)  # the tail takes longer than scoring on a busy machine
-SLOW = (0.012,)  # seconds of a step: nobody misses a trigger though the machine keeps it waiting for a moment
+IN_STEP = dict(in_step=True, guesses=False)
 
 
 @pytest.fixture(scope="module")
 def run(workers, tmp_path_factory):
     folders = write_models(tmp_path_factory.mktemp("models"))
-    numbers, serial = iter(range(10_000)), {}
+    numbers, serial = count(), {}
 
     def call(case, disturb=None, all_ranks=False):
         results = workers.run(partial(iterate, disturb=disturb), folders, case, next(numbers))
@@ -44,7 +44,7 @@ def run(workers, tmp_path_factory):
         return results if all_ranks else results[0]
 
     def serial_result(case):
-        case = replace(case, threshold=0, by="kv", step_seconds=(), blocks=80, bs_max=8, bucket_bytes=64 << 20)
+        case = replace(case, threshold=0, by="kv", pauses=(), in_step=False, blocks=80, bs_max=8, bucket_bytes=64 << 20)
         if case not in serial:
             result = call(case)
             assert result["lengths"] == list(case.lengths) and result["plan"] == "None"
@@ -60,18 +60,17 @@ def run(workers, tmp_path_factory):
 @pytest.mark.parametrize("name", LENGTHS)
 def test_every_threshold_gives_the_bits_of_the_serial_run(run, name):
     lengths = LENGTHS[name]
-    count = len(lengths)
-    for trigger in sorted({1, -(-count // 2), count}):
-        case = Case(lengths, trigger, by="tokens" if trigger == 1 else "kv")
+    all_of_them = len(lengths)
+    moved_by_cache = {-(-all_of_them // 2), all_of_them} - {1}
+    for trigger, by in sorted({(1, "tokens"), (all_of_them, "tokens"), *((some, "kv") for some in moved_by_cache)}):
+        case = Case(lengths, trigger, by=by)
         assert run(case)["digest"] == run.serial_digest(case), trigger
-    case = Case(lengths, count, by="tokens")
-    assert run(case)["digest"] == run.serial_digest(case)
 
 
 @pytest.mark.parametrize("by", ["kv", "tokens"])
 def test_what_a_migration_reports(run, by):
-    case = Case(STAIRS, 6, by=by, bs_max=4, step_seconds=SLOW, guesses=False)
-    result = run(case)
+    case = Case(STAIRS, 6, by=by, bs_max=4, **IN_STEP)
+    result = run(case, disturb=stand_still)
     report = result["report"]
     assert result["digest"] == run.serial_digest(case) and len(report.plan.destinations) == 2
     assert report.scored_before_generation_end >= 1
@@ -86,16 +85,30 @@ def test_what_a_migration_reports(run, by):
     slow=st.sampled_from([(), (0.004, 0.0), (0.0, 0.004, 0.0)]),
     bs_max=st.integers(1, 6),
 )
-@settings(max_examples=10, derandomize=True, deadline=None)
+@examples(10)
 def test_any_lengths_thresholds_and_paces(run, lengths, share, by, slow, bs_max):
-    case = Case(tuple(lengths), max(1, round(share * len(lengths))), by=by, step_seconds=slow, bs_max=bs_max)
+    case = Case(tuple(lengths), max(1, round(share * len(lengths))), by=by, pauses=slow, bs_max=bs_max)
     assert run(case)["digest"] == run.serial_digest(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("instances", [2, 3])
+def test_any_number_of_instances_gives_the_same_bits(pools, tmp_path, instances):
+    pool, folders, layout = pools.of(instances), write_models(tmp_path), f"d{instances}t1p1"
+    cases = [(0, "kv"), (1, "kv"), (6, "kv"), (6, "tokens"), (12, "kv"), (12, "tokens")]
+    digests, number = set(), count()
+    for threshold, by in cases:
+        for slow in ((), (0.005, 0.0), (0.0, 0.005)):  # who finishes first
+            case = Case(STAIRS[:12], threshold, by=by, layout=layout, inference=layout, pauses=slow, bs_max=4)
+            digests |= {one["digest"] for one in pool.run(iterate, folders, case, next(number))}
+    assert len(digests) == 1
+    pool.run(clean_up)
 
 
 @pytest.mark.parametrize("inference", ["d4t1p1", "d2t2p1"])
 def test_tensor_parallel_instances_act_on_the_trigger_together(run, inference):
     for threshold, by in ((6, "kv"), (16, "tokens")):
-        case = Case(STAIRS, threshold, by=by, layout="d2t2p1", inference=inference, step_seconds=SLOW, bs_max=16)
+        case = Case(STAIRS, threshold, by=by, layout="d2t2p1", inference=inference, in_step=True, bs_max=16)
         result = run(case)
         assert result["digest"] == run.serial_digest(case)
         assert result["report"].migrated_samples >= 1
@@ -125,15 +138,12 @@ def test_a_run_scores_with_what_it_has(run, scorers, function):
 
 
 def test_the_tail_moves_the_quicker_way_and_others_score_meanwhile(run):
-    try:
-        by_kv = run(Case(STAIRS, 4, step_seconds=SLOW, guesses=False), disturb=stand_still)["report"]
-    finally:
-        run(Case((1,)), disturb=back_to_normal)
+    by_kv = run(Case(STAIRS, 4, **IN_STEP), disturb=stand_still)["report"]
     assert by_kv.migrated_samples >= 1 and by_kv.migrated_bytes == by_kv.bytes_needed > 0
     assert by_kv.recomputed_samples == 0 and by_kv.scored_before_generation_end >= len(STAIRS) - 4
-    by_tokens = run(Case(STAIRS, 4, by="tokens", step_seconds=SLOW, guesses=False))["report"]
+    by_tokens = run(Case(STAIRS, 4, by="tokens", **IN_STEP))["report"]
     assert by_tokens.recomputed_samples == by_tokens.migrated_samples >= 1 and by_tokens.migrated_bytes == 0
-    moved = run(Case((2,) * 12 + (40,) * 4, 3, step_seconds=SLOW, guesses=False))["report"]
+    moved = run(Case((2,) * 12 + (40,) * 4, 3, **IN_STEP))["report"]
     assert moved.migrated_samples == 0  # the instance that holds the tail keeps it
 
 
@@ -153,8 +163,7 @@ def test_samples_of_one_prompt_move_in_small_buckets_and_send_it_once(run):
 
 
 def test_observations_are_of_all_that_was_done(run):
-    case = Case(AT_ONCE, 20, bs_max=7)
-    fused = run(case, disturb=together_from_the_third_step)["report"].observations
+    fused = run(Case(AT_ONCE, 20, bs_max=7, **IN_STEP))["report"].observations
     assert fused["prefill"] and fused["decode"] and fused["migration"]
     assert sum(samples for _, samples, _ in fused["score"]) == 32
     assert all(kv_bytes > 0 < seconds for kv_bytes, seconds in fused["migration"])
@@ -167,55 +176,11 @@ def test_observations_are_of_all_that_was_done(run):
 
 def test_several_waiting_samples_of_the_tail_are_scored_together(run):
     lengths = (2,) * 8 + (30,) * 16  # six of each of the last two instances end in one step, for four workers
-    report = run(Case(lengths, 16, score_tokens=512, step_seconds=SLOWER, bs_max=16, guesses=False))["report"]
+    report = run(Case(lengths, 16, score_tokens=512, bs_max=16, **IN_STEP))["report"]
     assert report.plan and any(row[1] > 1 and row[0] > 30 * row[1] for row in report.observations["score"])
 
 
 # as simulated ---------------------------------------------------------------------------------------------
-
-
-def together_from_the_third_step(stage, scorer, made, case, store):
-    """All meet behind their third step; from there on a step takes a while.
-
-    The samples of two tokens end in the second step, but no leader reports them before all are in their third (who
-    has one), and nobody takes that one before it knows of all of them.
-    """
-    short, step, steps = sum(n <= 2 for n in case.lengths), made.engine.step, iter(range(10_000))
-    share = len(case.lengths) // len(made.placement.instances)
-    ranks = sum(max(case.lengths[first : first + share]) > 2 for first in range(0, len(case.lengths), share))
-
-    def until(count, enough):
-        deadline = time.monotonic() + 500
-        while count() < enough:
-            assert time.monotonic() < deadline, f"{enough} were not reached"
-            time.sleep(0.002)
-
-    def reporter():
-        (running,) = (thread for thread in threading.enumerate() if thread.name == "store-reporter")
-        return running._target.__self__
-
-    def hold(iteration_store):
-        add_finished = iteration_store.add_finished
-
-        def held(count):
-            if count:
-                until(lambda: iteration_store._store.add("third", 0), ranks)
-            return add_finished(count)
-
-        iteration_store.add_finished = held
-
-    def patient():
-        number = next(steps)
-        if number == 0:
-            hold(reporter()._store)
-        elif number == 2:
-            store.add("third", 1)
-        if number >= 2:
-            until(lambda: reporter().finished, short)
-            time.sleep(0.01)
-        return step()
-
-    made.engine.step = patient
 
 
 SHORT, LONG = 2, 80
@@ -230,8 +195,8 @@ def facts_of(plan):
 
 def test_the_migration_is_that_of_the_simulation(run):
     """Twelve long samples are left at once."""
-    case = Case(AT_ONCE, 20, bs_max=7)
-    report = run(case, disturb=together_from_the_third_step)["report"]
+    case = Case(AT_ONCE, 20, bs_max=7, **IN_STEP)
+    report = run(case)["report"]
     prompts = tuple(len(request.prompt) for request in case.requests())
     lim = limits(bs_max=7, block_tokens=8, kv_capacity_bytes=640 * 100.0, max_prompt_tokens=9, max_output_tokens=LONG)
     costs = replace(linear_cost(), migration=Line(0.0, (1e-12,)))  # a cache is always quicker than a prefill
@@ -251,7 +216,7 @@ def moved_ids(plan):
 @pytest.mark.parametrize("blocks", [9, 16])
 def test_a_destination_without_room_loses_nothing(run, blocks):
     """A sequence at full length takes up to 9 blocks: then one runs at a time, and all the others wait."""
-    case = Case(STAIRS, 8, blocks=blocks, step_seconds=SLOW, guesses=False)
+    case = Case(STAIRS, 8, blocks=blocks, **IN_STEP)
     result = run(case)
     assert result["digest"] == run.serial_digest(case)
     report = result["report"]
@@ -277,10 +242,7 @@ def stand_still(stage, scorer, made, case, store):
         return done
 
     def standing():
-        deadline = time.monotonic() + 540
-        while known and store.add("scored", 0) < known[0] * share:
-            assert time.monotonic() < deadline, f"{store.add('scored', 0)} of {known[0]} samples scored"
-            time.sleep(0.005)
+        eventually(lambda: not known or store.add("scored", 0) >= known[0] * share)
         return step()
 
     def counting(rollouts):
@@ -291,20 +253,11 @@ def stand_still(stage, scorer, made, case, store):
     inter_stage.execute_migration, scorer.score, made.engine.step = moving, counting, standing
 
 
-def back_to_normal(stage, scorer, made, case, store):
-    from rlhfuse.fusion.inter import inter_stage, migration
-
-    inter_stage.execute_migration = migration.execute_migration
-
-
 @pytest.mark.parametrize("layout, inference", [("d4t1p1", "d4t1p1"), ("d2t2p1", "d4t1p1"), ("d2t2p1", "d2t2p1")])
 def test_freed_instances_score_while_destinations_stand_still(run, layout, inference):
     lengths = (3, 5, 2, 4, 6, 3, 60, 4, 5, 2, 3, 7, 4, 44, 3, 50)
-    case = Case(lengths, 4, layout=layout, inference=inference, guesses=False)
-    try:
-        result = run(case, disturb=stand_still)
-    finally:
-        run(Case((1,)), disturb=back_to_normal)
+    case = Case(lengths, 4, layout=layout, inference=inference, **IN_STEP)
+    result = run(case, disturb=stand_still)
     report = result["report"]
     left = len(report.plan.moves) + len(report.plan.stays)
     assert report.scored_before_generation_end >= len(lengths) - left > 0
@@ -326,16 +279,11 @@ def refuse_weights_beside_a_cache(stage, scorer, made, case, store):
         model.offloaded.load = partial(loading, model.offloaded.load)
 
 
-def load_as_before(stage, scorer, made, case, store):
-    for model in made.frozen.values():
-        del model.offloaded.load
-
-
 @pytest.mark.parametrize("threshold", [0, 8])
 def test_a_freed_instance_has_given_its_cache_back_before_weights_come_in(run, threshold):
     case = Case(LENGTHS["long tail"], threshold)
     result = run(case, disturb=refuse_weights_beside_a_cache)
-    assert run(case, disturb=load_as_before)["digest"] == result["digest"]
+    assert run(case)["digest"] == result["digest"]
 
 
 def test_a_threshold_lies_within_the_batch():

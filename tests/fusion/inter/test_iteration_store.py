@@ -47,12 +47,7 @@ def test_what_never_comes_is_named(store):
 
 
 def test_an_iteration_leaves_no_key(store):
-    (
-        store.add_finished(2),
-        store.publish([b"x"]),
-        store.next_ticket(),
-        store.try_take(0, 1, 5),
-    )
+    (store.add_finished(2), store.publish([b"x"]), store.next_ticket(), store.try_take(0, 1, 5))
     store.add_scoring(1), store.add_waiting(1)
     store.clear()
     assert store.add_finished(0) == store.published() == store.taken() == store.add_scoring(0) == 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from testkit.tiny import write_checkpoint
-from testkit.training_pair import build_pair
+from testkit.training_pair import Plan, build_pair, write_pair
 
 KINDS = {
     "allreduce": "all_reduce",
@@ -18,10 +17,7 @@ POINTS = {"send": "send", "recv": "receive"}
 
 @pytest.fixture(scope="module")
 def tied_folders(tmp_path_factory):
-    base = tmp_path_factory.mktemp("tied")
-    actor = write_checkpoint(base / "actor", seed=1, tie_word_embeddings=True)
-    critic = write_checkpoint(base / "critic", scalar_head=True, seed=2)
-    return {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
+    return write_pair(tmp_path_factory.mktemp("tied"), actor={"tie_word_embeddings": True})
 
 
 def watch(used: set):
@@ -38,17 +34,23 @@ def watch(used: set):
 
         return call
 
+    own = {name: vars(dist.ProcessGroup).get(name) for name in names}  # getattr would give them unbound for ever
     for name in names:
         setattr(dist.ProcessGroup, name, noted(name))
-    return lambda: [setattr(dist.ProcessGroup, name, original) for name, original in originals.items()]
+
+    def undo() -> None:
+        for name, value in own.items():
+            setattr(dist.ProcessGroup, name, value) if value else delattr(dist.ProcessGroup, name)
+
+    return undo
 
 
-def uses(rank: int, folders: dict, layouts, options: dict) -> dict:
+def uses(rank: int, folders: dict, plan: Plan, options: dict) -> dict:
     """What was used at start, and what in a training step only."""
     start, step = set(), set()
     undo = watch(start)
     try:
-        pair = build_pair(rank, folders, *layouts, **options)
+        pair = build_pair(rank, folders, plan, **options)
     finally:
         undo()
     undo = watch(step)
@@ -62,14 +64,14 @@ def uses(rank: int, folders: dict, layouts, options: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    "layouts, options, kinds",
+    "plan, options, kinds",
     [
-        (("d1t1p4", "d2t1p2"), {}, {"all_reduce", "reduce_scatter", "all_gather", "send", "receive"}),
-        (("d1t2p2", "d2t2p1"), {"sequence_parallel": True}, set(KINDS.values())),
-        (("d2t1p2", "d2t1p2"), {"optimizer": "sgd"}, {"all_reduce"}),
+        (Plan(), {}, {"all_reduce", "reduce_scatter", "all_gather", "send", "receive"}),
+        (Plan("d1t2p2", "d2t2p1"), {"sequence_parallel": True}, set(KINDS.values())),
+        (Plan("d2t1p2", "d2t1p2"), {"optim": {"name": "sgd"}}, {"all_reduce"}),
     ],
 )
-def test_nothing_is_first_used_inside_a_step(workers, tied_folders, layouts, options, kinds):
-    for seen in workers.run(uses, tied_folders, layouts, options):
+def test_nothing_is_first_used_inside_a_step(workers, tied_folders, plan, options, kinds):
+    for seen in workers.run(uses, tied_folders, plan, options):
         assert kinds <= {kind for _, kind in seen["step"]}, "the step is watched"
         assert seen["late"] == set()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from testkit.training_pair import build_pair
+from testkit.training_pair import Plan, build_pair
 
 
-def stepped(rank: int, folders: dict, layouts, options: dict) -> dict:
+def stepped(rank: int, folders: dict, plan: Plan, options: dict) -> dict:
     """Digests of a pair that trains, and of one that is dry-run first and again between its steps."""
-    plain = build_pair(rank, folders, *layouts, **options)
+    plain = build_pair(rank, folders, plan, **options)
     expected = [(plain.train(seed), plain.digest())[1] for seed in range(2)]
     losses = plain.train(2)
     plain.close()
-    pair = build_pair(rank, folders, *layouts, **options)
+    pair = build_pair(rank, folders, plan, **options)
     before, seen, calls = pair.digest(), [], []
     for model in pair.models.values():
         model.optimizer.dry_step = counted(model.optimizer.dry_step, calls, model.role)
@@ -50,15 +50,15 @@ def counted(dry_step, calls: list, role: str):
 
 
 @pytest.mark.parametrize(
-    "layouts, options",
+    "plan, options",
     [
-        (("d1t1p4", "d2t1p2"), {}),
-        (("d2t1p2v2", "d2t1p2v2"), {"dtype": "bfloat16"}),
-        (("d1t2p2", "d2t2p1"), {"sequence_parallel": True, "recompute": "full"}),
-        (("d2t1p2", "d4t1p1"), {"optimizer": "sgd"}),
-        (("d1t2p2", "d1t1p4"), {"split": ("actor", "critic"), "sequence_parallel": True}),
+        (Plan(), {}),
+        (Plan("d2t1p2v2", "d2t1p2v2"), {"dtype": "bfloat16"}),
+        (Plan("d1t2p2", "d2t2p1"), {"sequence_parallel": True, "recompute": "full"}),
+        (Plan("d2t1p2", "d4t1p1"), {"optim": {"name": "sgd"}}),
+        (Plan("d1t2p2", "d1t1p4", split=("actor", "critic")), {"sequence_parallel": True}),
     ],
 )
-def test_no_bit_is_changed(workers, folders, layouts, options):
-    for seen in workers.run(stepped, folders, layouts, options):
+def test_no_bit_is_changed(workers, folders, plan, options):
+    for seen in workers.run(stepped, folders, plan, options):
         assert seen == {"dry": True, "steps": True, "stats": True, "calls": ["actor", "critic"] * 2}

@@ -1,21 +1,18 @@
-"""The executor's manners: no model waits for another, refusals, reports; what it does with chunks and SGD."""
+"""The executor's manners: no model waits for another, what it says, and what is refused before anything is sent."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
 
-import pytest
 import torch.distributed as dist
-from testkit.training_pair import LR, build_pair, make_batch, make_schedule, weights
+from testkit.training_pair import Plan, build_pair
 
 from rlhfuse.base.errors import InputError, ScheduleError
-from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.schedule.ir.action import Action, Kind
-from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Programs
 
-CHUNKED = ("d2t1p2v2", "d2t1p2v2")
+REPLICAS = Plan("d2t1p2", "d2t1p2")
 
 
 def model_of(pair, action: Action) -> str:
@@ -38,7 +35,7 @@ def first_step_late(programs: Programs) -> Programs:
 
 def held_back(rank: int, folders: dict) -> dict:
     """Rank 3 begins its reduction of the model that steps last only when all ranks have stepped the other model."""
-    pair = build_pair(rank, folders, "d2t1p2", "d2t1p2", edit=first_step_late)
+    pair = build_pair(rank, folders, REPLICAS, edit=first_step_late)
     order = [i.action for i in pair.programs[rank].instructions if i.action.kind is Kind.ST]
     first, last = (pair.models[model_of(pair, action)].optimizer for action in order)
     (stage,) = last.modules
@@ -73,7 +70,7 @@ def test_one_model_steps_while_the_reduction_of_the_other_stands_still(workers, 
 
 def stopped_backward(rank: int, folders: dict) -> bool:
     """The last backward of the model that steps last begins, on rank 3, when all ranks have stepped the other model."""
-    pair = build_pair(rank, folders, "d2t1p2", "d2t1p2")
+    pair = build_pair(rank, folders, REPLICAS)
     order = [i.action for i in pair.programs[rank].instructions if i.action.kind is Kind.ST]
     first, last = (pair.models[model_of(pair, action)] for action in order)
     stage, store = last.stages[order[1].stage], dist.distributed_c10d._get_default_store()
@@ -105,7 +102,7 @@ def under_way(rank: int, folders: dict) -> bool | None:
 
     gloo does not say when a reduction is done before it is waited for, so this shows that it began and held up nobody.
     """
-    pair = build_pair(rank, folders, "d2t1p2", "d2t1p2")
+    pair = build_pair(rank, folders, REPLICAS)
     actions = [i.action for i in pair.programs[rank].instructions]
     actor, critic = pair.models["actor"], pair.models["critic"]
     store, begun = dist.distributed_c10d._get_default_store(), []
@@ -145,132 +142,86 @@ def test_a_reduction_begins_inside_the_bubble_and_holds_up_nobody(workers, folde
 # what is said -----------------------------------------------------------------------------------------------------
 
 
-def watched(rank: int, folders: dict) -> dict:
-    texts: list[str] = []
-    pair = build_pair(rank, folders, "d1t1p4", "d2t1p2", progress=texts.append)
-    reports = [pair.train(seed).report for seed in range(2)]
-    program = pair.programs[rank]
+def watched(rank: int, folders: dict) -> tuple[list[str], list[str], int, float]:
+    """What a rank says in a step, and its report: actions, the number of instructions, the least overhead."""
+    said: list[str] = []
+    pair = build_pair(rank, folders, progress=said.append)
+    report = pair.train(0).report
     pair.close()
-    return {
-        "texts": texts[: len(texts) // 2],
-        "program": [str(i) for i in program.instructions],
-        "spans": [str(span.action) for span in reports[0].spans],
-        "counts": {str(kind): times.count for kind, times in reports[0].times.items()},
-        "negative": [t for r in reports for t in r.times.values() if t.overhead_seconds < 0],
+    spans, times = [str(span.action) for span in report.spans], report.times.values()
+    return said, spans, sum(one.count for one in times), min(one.overhead_seconds for one in times)
+
+
+def computed_from(instructions) -> list[str]:
+    """The receives of a program in the order in which their tensors are used."""
+    receives = {
+        (i.action.pipeline, i.action.stage, i.action.kind.value[1], i.action.microbatch): str(i)
+        for i in instructions
+        if "<" in str(i)
     }
+    used = [(i.action.pipeline, i.action.stage, i.action.kind.value, i.action.microbatch) for i in instructions]
+    return [receives[key] for key in used if key in receives]
 
 
-def test_progress_names_instruction_peer_and_microbatch_and_the_report_adds_up(workers, folders):
-    runs = workers.run(watched, folders)
-    for run in runs:
-        program = run["program"]
-        begun = [text for text in run["texts"] if "waits" not in text]
-        distinct = [text for n, text in enumerate(begun) if n == 0 or begun[n - 1] != text]
-        assert distinct == [f"training instruction {n}: {text}" for n, text in enumerate(program)]
-        received = [text for text in program if "RF" in text or "RB" in text]
-        waited = [text.partition(" waits for ")[2] for text in run["texts"] if "waits for" in text]
-        assert set(received) <= set(waited)
-        place = next(n for n, text in enumerate(program) if "RB" in text)
-        compute = program[place].split("<")[0].replace("RB", "B")
-        assert f"training instruction {program.index(compute)}: {compute} waits for {program[place]}" in run["texts"]
-        computing = [text for text in program if "<" not in text and ">" not in text]
-        assert run["spans"] == computing
-        assert sum(run["counts"].values()) == len(program)
-        assert not run["negative"]
+def test_a_rank_names_every_instruction_and_what_it_waits_for_and_the_report_adds_up(workers, folders):
+    programs = Plan().programs
+    for rank, (said, spans, count, overhead) in enumerate(workers.run(watched, folders)):
+        instructions = programs[rank].instructions
+        texts = [f"training instruction {n}: {i}" for n, i in enumerate(instructions)]
+        assert list(dict.fromkeys(text.partition(" waits")[0] for text in said)) == texts
+        waits = [text for text in said if " waits for " in text and "<" in text]
+        assert [text.rpartition(" waits for ")[2] for text in waits] == computed_from(instructions)
+        for text in waits:  # where it computes with what it received
+            here, _, received = text.partition(" waits for ")
+            assert here.rpartition(" ")[2] == received.partition("<")[0].replace("R", "", 1)
+        sends = [text for text, i in zip(texts, instructions) if ">" in str(i)]
+        assert [text.partition(" waits until")[0] for text in said if " waits until" in text] == sends
+        assert spans == [str(i) for i in instructions if "<" not in str(i) and ">" not in str(i)]
+        assert count == len(instructions) and overhead >= 0
 
 
 # refusals ---------------------------------------------------------------------------------------------------------
 
+SERIAL, TURNED = Plan(kind="serial").programs, Plan("d2t1p2", "d1t1p4").programs
+OURS = Plan().programs
+REFUSED = {
+    "programs of another schedule": (SERIAL, ["of another schedule", OURS.fingerprint[:12]]),
+    "programs for another layout": (TURNED, ["the programs are for actor d2t1p2 with critic d1t1p4", "actor d1t1p4"]),
+    "programs that miss a rank": (
+        replace(OURS, by_rank={rank: OURS[rank] for rank in (0, 1, 3)}),
+        ["programs are for ranks [0, 1, 3], the layout has ranks 0-3"],
+    ),
+    "programs of other ranks": (
+        replace(OURS, by_rank={rank: replace(OURS[(rank + 1) % 4], rank=rank) for rank in range(4)}),
+        ["but this rank holds"],
+    ),
+    "a model that is not there": (OURS, ["critic is not built"]),
+}
 
-def refusals(rank: int, folders: dict) -> dict:
-    from rlhfuse.fusion.intra.training_step import TrainingStep
 
-    pair = build_pair(rank, folders, "d1t1p4", "d2t1p2")
-    sent: list[int] = []
-    channels = pair.roles.channels
-    channels.send = lambda tensor, to: sent.append(to)
-    channels.post_receive = lambda shape, dtype, source: sent.append(source)
-    layouts = pair.ranks.shape.layouts
-    good = lower(pair.schedule, pair.ranks)
-    said = []
-
-    def attempt(programs, models=pair.models) -> None:
+def refuse(rank: int, folders: dict) -> dict[str, str]:
+    """What every attempt says; asserts that nothing was posted and no bit changed."""
+    pair, said, posted = build_pair(rank, folders), {}, []
+    channels, before = pair.roles.channels, pair.digest()
+    channels.send = channels.post_receive = lambda *given: posted.append(given)
+    for name, (programs, _) in REFUSED.items():
+        models = {"actor": pair.models["actor"]} if name == "a model that is not there" else None
         try:
-            step = TrainingStep(
-                rank,
-                pair.ranks,
-                pair.schedule,
-                programs,
-                models,
-                channels,
-                1.0,
-                lambda _: None,
-            )
-            step.run(make_batch(0), pair.counts, LR, AlgorithmConfig())
-            said.append("nothing")
+            pair.set_step(programs=programs, models=models)
+            pair.train(0)
         except (InputError, ScheduleError) as error:
-            said.append(str(error).splitlines()[0])
-
-    attempt(lower(make_schedule(layouts, "serial"), pair.ranks))
-    attempt(replace(good, layouts={"actor": "d2t1p2", "critic": "d1t1p4"}))
-    attempt(good, {"actor": pair.models["actor"]})
-    attempt(replace(good, by_rank={r: replace(good[(r + 1) % 4], rank=r) for r in range(4)}))
+            said[name] = str(error)
     del channels.send, channels.post_receive
+    assert not posted and pair.digest() == before
     pair.close()
-    return {"said": said, "sent": len(sent)}
+    return said
 
 
 def test_what_cannot_work_is_refused_before_anything_is_sent(workers, folders):
-    for run in workers.run(refusals, folders):
-        assert run["sent"] == 0
-        schedule, layout, model, program = run["said"]
-        assert "another schedule" in schedule and "actor d2t1p2" in layout
-        assert "critic is not built" in model
-        assert "but this rank holds" in program
-
-
-# chunks and sgd ---------------------------------------------------------------------------------------------------
-
-
-def losses_and_weights(rank: int, folders: dict, layouts: tuple[str, str], kind: str, optimizer: str = "adam") -> dict:
-    pair = build_pair(rank, folders, *layouts, kind, optimizer=optimizer)
-    results = [pair.train(seed) for seed in range(2)]
-    out = {
-        "losses": [loss for result in results for _, loss in sorted(result.report.losses.items())],
-        "norms": [step.grad_norm for result in results for step in result.steps.values()],
-        "weights": weights(pair),
-        "instructions": sum(times.count for times in results[0].report.times.values()),
-    }
-    pair.close()
-    return out
-
-
-def test_chunks_give_the_same_bits_in_any_schedule_and_the_losses_of_one_stage_each(workers, folders):
-    kinds = ("fused", "serial", "interleaved")
-    runs = {kind: workers.run(losses_and_weights, folders, CHUNKED, kind) for kind in kinds}
-    plain = workers.run(losses_and_weights, folders, ("d2t1p2", "d2t1p2"), "serial")
-    for rank in range(4):
-        assert runs["fused"][rank] == runs["serial"][rank] == runs["interleaved"][rank]
-        assert runs["fused"][rank]["instructions"] > plain[rank]["instructions"]
-        assert runs["fused"][rank]["norms"] == pytest.approx(plain[rank]["norms"], rel=1e-5)
-    total = [sum(sum(run["losses"]) for run in some) for some in (runs["fused"], plain)]
-    assert total[0] == pytest.approx(total[1], rel=1e-5)
-
-
-def plain_sgd(rank: int, folders: dict) -> float:
-    """Largest difference between the weights after a step and weights - lr * clipped gradient."""
-    pair = build_pair(rank, folders, "d2t1p2", "d1t1p4", optimizer="sgd")
-    before = {p: p.detach().clone() for m in pair.models.values() for p in m.optimizer.module.parameters()}
-    pair.train(0)
-    worst = 0.0
-    for role, model in pair.models.items():
-        for parameter in model.optimizer.module.parameters():
-            # main_grad holds the summed gradient, clipped in place
-            wanted = before[parameter] - LR[role] * parameter.main_grad
-            worst = max(worst, float((parameter - wanted).detach().abs().max()))
-    pair.close()
-    return worst
-
-
-def test_sgd_subtracts_the_clipped_gradient(workers, folders):
-    assert max(workers.run(plain_sgd, folders)) < 3e-8  # a rounding or two of weights below 0.25
+    runs = workers.run(refuse, folders)
+    for name, (_, words) in REFUSED.items():
+        for said in runs:
+            line = said[name].splitlines()[0]
+            assert all(part in line for part in words), line
+        if name != "programs of other ranks":  # which says what each rank holds
+            assert len({said[name] for said in runs}) == 1 and "\n" not in runs[0][name]

@@ -9,21 +9,22 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from testkit.disturbed_pair import Plan, disturbed, plan, write_models
-from testkit.workers import forkserver, host_store, join
+from testkit.own_ranks import OwnRanks, StoodClock
+from testkit.training_pair import Plan, build_pair, write_pair
 
 from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.schedule.ir.action import Action, Kind
 
+pytestmark = pytest.mark.usefixtures("programs")
 WORLD = 4
-HANG_SECONDS = 20.0
 STEP = 1  # the fault comes in the second step
+PLAN = Plan(microbatches=2, split=("actor",), tied=True)
+PROGRAMS = {rank: PLAN.programs[rank].instructions for rank in range(WORLD)}
 _PLACE = re.compile(r"training instruction (\d+): (\S+)(?: waits (?:for|until) (.+))?")
 
 
@@ -38,18 +39,12 @@ class Fault:
     hangs: bool = False
 
 
-def work(rank: int, port: int, folder: Path, models: dict, what: Plan, fault: Fault) -> None:
-    sys.stderr.flush()
-    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    import torch
+def work(rank: int, store, folder: Path, models: dict, fault: Fault) -> None:
     import torch.distributed as dist
 
-    from rlhfuse.monitor.watchdog import Watchdog
+    from rlhfuse.monitor import watchdog as module
 
-    torch.set_num_threads(1)
-    join(port, rank, WORLD)
-    store = dist.TCPStore("127.0.0.1", port)
-    number = 0
+    number, struck = 0, folder / "struck"
 
     def progress(text: str) -> None:
         watchdog.progress(text)
@@ -60,60 +55,37 @@ def work(rank: int, port: int, folder: Path, models: dict, what: Plan, fault: Fa
             if bool(seen[3]) == fault.waiting:
                 while len(list(folder.glob("begun*"))) < WORLD:  # who has not would tell of the step before
                     time.sleep(0.01)
-                (folder / "struck").write_text(str(time.time()))
+                struck.touch()
                 if fault.raises:
                     raise ValueError("a made-up failure")
                 while fault.hangs:
                     time.sleep(1)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    pair = disturbed(rank, models, what, progress=progress)
-    dist.barrier()  # to build takes long where much else is running
-    with Watchdog(store, rank, WORLD, Limits(hang_seconds=HANG_SECONDS if fault.hangs else 3600)) as watchdog:
+    pair = build_pair(rank, models, PLAN, progress=progress)
+    module.time = StoodClock(struck.exists)  # silence before the fault is a busy machine's
+    limits = Limits(hang_seconds=3 if fault.hangs else 3600, interval_seconds=0.2)
+    with module.Watchdog(store, rank, WORLD, limits) as watchdog:
         for number in range(STEP + 2):
             dist.barrier()  # so that nobody is still in the step before
             pair.train(number)
         dist.barrier()
 
 
-class Run:
-    """Four ranks that train until the fault; ended and read when `wait` returns."""
-
-    def __init__(self, folder: Path, models: dict, what: Plan, fault: Fault) -> None:
-        self.store = host_store()
-        self.folder = folder
-        context = forkserver()
-        arguments = (self.store.port, folder, models, what, fault)
-        self.ranks = [context.Process(target=work, args=(rank, *arguments)) for rank in range(WORLD)]
-        for process in self.ranks:
-            process.start()
-
-    def wait(self) -> float:
-        """Seconds from the fault to the end of the last rank; kills what is left after a while."""
-        try:
-            deadline = time.monotonic() + 540
-            while any(process.is_alive() for process in self.ranks):
-                assert time.monotonic() < deadline, [self.stderr(rank)[-2000:] for rank in range(WORLD)]
-                time.sleep(0.05)
-            struck = self.folder / "struck"
-            assert struck.exists(), "the fault was never reached:\n" + self.stderr(0)
-            return time.time() - float(struck.read_text())
-        finally:
-            for process in self.ranks:
-                process.kill()
-                process.join()
-
-    def stderr(self, rank: int) -> str:
-        file = self.folder / f"stderr{rank}"
-        return file.read_text() if file.exists() else ""
+def run(folder: Path, models: dict, fault: Fault) -> tuple[list[int | None], list[str], int | None]:
+    """Exit codes of four ranks that train until the fault, what they wrote, and the pid of the one at fault."""
+    with OwnRanks(WORLD, folder, work, models, fault) as running:
+        codes = running.exit_codes()
+        assert (folder / "struck").exists(), "the fault was never reached:\n" + running.texts[0]
+        return codes, running.texts, running.ranks[fault.rank].pid
 
 
-def places_reached(what: Plan, fault: Fault) -> dict[int, int]:
+def places_reached(fault: Fault) -> dict[int, int]:
     """How far every other rank can get when `fault.rank` does nothing from `fault.place` on.
 
     A rank waits where it computes with what was not sent, and where others are missing in a collective.
     """
-    programs = {rank: what.programs[rank].instructions for rank in range(WORLD)}
+    programs = PROGRAMS
     at = {rank: 0 for rank in programs} | {fault.rank: fault.place}
     index = {rank: {i.action: n for n, i in enumerate(program)} for rank, program in programs.items()}
 
@@ -153,37 +125,30 @@ def _members(action: Action) -> str:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    return write_models(tmp_path_factory.mktemp("models"), tied=True)
-
-
-PLAN = plan(microbatches=2, tied=True, split=("actor",))
+    return write_pair(tmp_path_factory.mktemp("models"), actor={"tie_word_embeddings": True})
 
 
 def find(kind: Kind, rank: int, nth: int = 0) -> int:
-    return [n for n, i in enumerate(PLAN.programs[rank].instructions) if i.action.kind is kind][nth]
+    return [n for n, i in enumerate(PROGRAMS[rank]) if i.action.kind is kind][nth]
 
 
-def check_killed(folder: Path, models: dict, fault: Fault) -> float:
-    """Seconds from the fault to the end of the last rank."""
-    run = Run(folder, models, PLAN, fault)
-    pid = run.ranks[fault.rank].pid
-    seconds = run.wait()
-    reached = places_reached(PLAN, fault)
-    assert run.ranks[fault.rank].exitcode == -signal.SIGKILL
+def check_killed(folder: Path, models: dict, fault: Fault) -> None:
+    codes, texts, pid = run(folder, models, fault)
+    reached = places_reached(fault)
+    assert codes[fault.rank] == -signal.SIGKILL
     for rank, place in reached.items():
-        text = run.stderr(rank)
-        assert run.ranks[rank].exitcode == 1, text
-        line = next(line for line in text.splitlines() if line.startswith("watchdog: "))
-        assert line.startswith(f"watchdog: rank {fault.rank} (pid {pid} on ") and " died; last seen in: " in line, text
+        assert codes[rank] == 1, texts[rank]
+        line = next(line for line in texts[rank].splitlines() if line.startswith("watchdog: "))
+        dead = f"watchdog: rank {fault.rank} (pid {pid} on "
+        assert line.startswith(dead) and " died; last seen in: " in line, texts[rank]
         check_place(line.partition(f"this is rank {rank}, which was in: ")[2], rank, place)
-    report = run.stderr(min(reached))
+    report = texts[min(reached)]
     for rank in reached:
         if rank != min(reached):
             place = re.search(rf"  rank {rank} \(pid \d+ on \S+\) was in: (.*)", report)
             assert place, report
             check_place(place[1], rank, reached[rank])
-            assert "the other ranks:" not in run.stderr(rank)
-    return seconds
+            assert "the other ranks:" not in texts[rank]
 
 
 def check_place(doing: str, rank: int, place: int) -> None:
@@ -193,7 +158,7 @@ def check_place(doing: str, rank: int, place: int) -> None:
     """
     seen = _PLACE.fullmatch(doing)
     assert seen, doing
-    instructions = PLAN.programs[rank].instructions
+    instructions = PROGRAMS[rank]
     assert str(instructions[int(seen[1])]) == seen[2]
     assert int(seen[1]) <= place, (doing, place)
     receives = [str(i) for i in instructions if i.action.kind in (Kind.RF, Kind.RB)]
@@ -218,26 +183,25 @@ def test_every_other_rank_ends_and_says_where_it_waited(tmp_path, models, case):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("rank", range(WORLD))
 def test_a_rank_killed_in_any_instruction(tmp_path, models, rank):
-    for place, instruction in enumerate(PLAN.programs[rank].instructions):
+    for place in range(len(PROGRAMS[rank])):
         folder = tmp_path / str(place)
         folder.mkdir()
-        assert check_killed(folder, models, Fault(rank, place)) < 30
+        check_killed(folder, models, Fault(rank, place))
 
 
 def test_all_kinds_are_among_the_instructions_killed_in():
-    kinds = {i.action.kind for program in PLAN.programs.values() for i in program.instructions}
+    kinds = {i.action.kind for program in PROGRAMS.values() for i in program}
     assert kinds == {Kind.F, Kind.B, Kind.W, Kind.SF, Kind.RF, Kind.SB, Kind.RB, Kind.TE, Kind.RG, Kind.ST}
 
 
 def test_a_rank_that_raises_is_named_with_its_instruction(tmp_path, models):
     fault = Fault(1, find(Kind.SB, 1), raises=True)
-    run = Run(tmp_path, models, PLAN, fault)
-    run.wait()
-    assert [process.exitcode for process in run.ranks] == [1, 1, 1, 1]
-    instruction = PLAN.programs[1].instructions[fault.place]
-    assert f"  {fault.place} {instruction}   <-- here" in run.stderr(1) and "watchdog:" not in run.stderr(1)
+    codes, texts, _ = run(tmp_path, models, fault)
+    assert codes == [1, 1, 1, 1]
+    instruction = PROGRAMS[1][fault.place]
+    assert f"  {fault.place} {instruction}   <-- here" in texts[1] and "watchdog:" not in texts[1]
     for rank in (0, 2, 3):
-        text = run.stderr(rank)
+        text = texts[rank]
         assert "watchdog: rank 1 (pid" in text, text
         assert f"failed with RuntimeError: ValueError: a made-up failure rank 1, instruction {fault.place}:" in text
         assert f"{fault.place} {instruction} <-- here" in text  # the line of the grid, in one line here
@@ -245,12 +209,10 @@ def test_a_rank_that_raises_is_named_with_its_instruction(tmp_path, models):
 
 
 def test_a_rank_that_hangs_is_named_by_those_that_wait_for_it(tmp_path, models):
-    run = Run(tmp_path, models, PLAN, Fault(2, find(Kind.F, 2, 1), hangs=True))
-    pid = run.ranks[2].pid
-    assert HANG_SECONDS <= run.wait() < 540
-    place = f"rank 2 (pid {pid} on "
-    for rank in range(WORLD):
-        assert run.ranks[rank].exitcode == 1
-        line = next(line for line in run.stderr(rank).splitlines() if line.startswith("watchdog: "))
-        assert "no rank made progress for" in line and place in line.partition("; this is rank")[0], line
-    assert "waits for" not in line.partition("; this is rank")[0], line
+    codes, texts, pid = run(tmp_path, models, Fault(2, find(Kind.F, 2, 1), hangs=True))
+    assert codes == [1, 1, 1, 1]
+    for text in texts:
+        line = next(line for line in text.splitlines() if line.startswith("watchdog: "))
+        named = line.partition("; this is rank")[0]
+        assert "no rank made progress for" in line and f"rank 2 (pid {pid} on " in named, line
+    assert "waits for" not in named, line

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from testkit.training_pair import LR, build_pair, make_batch, weights
+from testkit.training_pair import LR, Plan, build_pair, make_batch
 
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.decisions.balance import cut_microbatches
@@ -91,11 +89,10 @@ def faults(rank: int, folders: dict, kinds: list[str], dtype: str, optimizer: st
         out["changed"].append([role for role, now in state(pair).items() if now != before[role]])
 
     def state(pair) -> dict:
-        one = {role: replace(pair, roles=replace(pair.roles, trained={role: m})) for role, m in pair.models.items()}
-        return {role: alone.digest() if optimizer == "adam" else weights(alone) for role, alone in one.items()}
+        return {role: pair.digest(role) for role in pair.models}
 
     split = ("actor", "critic") if dtype == "bfloat16" else ()
-    pair = build_pair(rank, folders, "d1t1p4", "d2t1p2", dtype=dtype, optimizer=optimizer, split=split)
+    pair = build_pair(rank, folders, Plan(split=split), dtype=dtype, optim={"name": optimizer})
     for kind in kinds:
         fail(pair, kind)
     pair.train(0)

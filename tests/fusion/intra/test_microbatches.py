@@ -44,9 +44,8 @@ def test_a_micro_batch_is_cut_when_the_program_comes_to_it(tmp_path, monkeypatch
         for model in models.trained.values():
             for weight in model.optimizer.module.parameters():
                 torch.nn.init.normal_(weight, 0.0, 0.02)
-        step = TrainingStep(
-            0, ranks, schedule, lower(schedule, ranks), models.trained, models.channels, 1.0, log.append
-        )
+        programs = lower(schedule, ranks)
+        step = TrainingStep(0, ranks, schedule, programs, models.trained, models.channels, 1.0, log.append)
         step.run(make_batch(5), dict.fromkeys(layouts, 4), dict.fromkeys(layouts, 1e-3), AlgorithmConfig())
     finally:
         dist.destroy_process_group()

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from testkit.program_cases import random_schedule
-from testkit.training_pair import build_pair, make_schedule
+from testkit.training_pair import Plan, build_pair
 
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.receive_slots import receive_slots
 
 SAMPLES = (24, 16, 28)  # of each step, so that micro-batches grow and shrink
 
 
-def programs_for(actor: str, critic: str, seed: int):
+def programs_for(plan: Plan, seed: int):
     """A random legal schedule, and its programs with reductions of either kind."""
-    layouts = {"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)}
     split = ((), ("actor", "critic"), ("critic",))[seed % 3]
-    schedule = random_schedule(make_schedule(layouts, "serial", split=split).problem, random.Random(seed))
+    schedule = random_schedule(replace(plan, split=split).problem, random.Random(seed))
     return schedule, ("early", "joint")[seed % 2]
 
 
-def train(rank: int, folders: dict, actor: str, critic: str, seeds, how: str, options: dict) -> list[str]:
+def train(rank: int, folders: dict, plan: Plan, seeds, how: str, options: dict) -> list[str]:
     """A digest of the pair after each step; every step runs another random program. With `how`:
 
     ahead     receives posted ahead, as on CPU
@@ -32,7 +31,6 @@ def train(rank: int, folders: dict, actor: str, critic: str, seeds, how: str, op
     blocking  the same, and the rank stands at each receive until it is satisfied
     """
     from rlhfuse.fusion.intra.p2p import Channels
-    from rlhfuse.fusion.intra.training_step import TrainingStep
 
     class Blocking(Channels):
         def post_in_ring(self, *arguments):
@@ -47,18 +45,16 @@ def train(rank: int, folders: dict, actor: str, critic: str, seeds, how: str, op
         def wait(self):
             pass
 
-    pair, digests = build_pair(rank, folders, actor, critic, **options), []
+    pair, digests = build_pair(rank, folders, plan, **options), []
     groups = pair.roles.channels._groups
     kind = Blocking if how == "blocking" else Channels
     channels = kind(rank, groups, torch.device("cpu"), ahead=3 if how == "ahead" else 0)
     if how == "ahead":
         assert pair.roles.channels.ahead == 3
     for seed, samples in zip(seeds, SAMPLES):
-        schedule, reduce = programs_for(actor, critic, seed)
+        schedule, reduce = programs_for(plan, seed)
         programs = lower(schedule, pair.ranks, reduce=reduce)
-        pair.step = TrainingStep(
-            rank, pair.ranks, schedule, programs, pair.models, channels, 1.0, progress=lambda _: None
-        )
+        pair.set_step(schedule=schedule, programs=programs, channels=channels)
         for ring in channels.rings.values():
             spoil(ring)
         pair.train(seed, samples)
@@ -81,31 +77,27 @@ def spoil(ring) -> None:
 
 
 @pytest.mark.parametrize(
-    "actor, critic, options",
+    "plan, options",
     [
-        ("d1t1p4", "d2t1p2", {}),
-        pytest.param("d2t1p2v2", "d2t1p2v2", {}, marks=pytest.mark.slow),
-        ("d1t2p2", "d1t1p4", {"sequence_parallel": True}),
-        ("d1t1p4", "d1t1p4", {"dtype": "bfloat16", "recompute": "full"}),
+        (Plan(), {}),
+        pytest.param(Plan("d2t1p2v2", "d2t1p2v2"), {}, marks=pytest.mark.slow),
+        (Plan("d1t2p2", "d1t1p4"), {"sequence_parallel": True}),
+        (Plan("d1t1p4", "d1t1p4"), {"dtype": "bfloat16", "recompute": "full"}),
     ],
 )
-def test_random_programs_have_the_same_bits(workers, folders, actor, critic, options):
+def test_random_programs_have_the_same_bits(workers, folders, plan, options):
     seeds = range(len(SAMPLES))
-    ahead = workers.run(train, folders, actor, critic, seeds, "ahead", options)
-    assert workers.run(train, folders, actor, critic, seeds, "rings", options) == ahead
-    assert workers.run(train, folders, actor, critic, seeds, "blocking", options) == ahead
+    ahead, *others = (workers.run(train, folders, plan, seeds, how, options) for how in ("ahead", "rings", "blocking"))
+    assert others == [ahead, ahead]
 
 
 def lifetimes(rank: int, folders: dict) -> dict:
     """Addresses of the rings' buffers over steps of equal micro-batches, and whether a gradient is in one of them."""
     from rlhfuse.fusion.intra.p2p import Channels
-    from rlhfuse.fusion.intra.training_step import TrainingStep
 
-    pair = build_pair(rank, folders, "d1t1p4", "d2t1p2")
+    pair = build_pair(rank, folders)
     channels = Channels(rank, pair.roles.channels._groups, torch.device("cpu"), ahead=0)
-    pair.step = TrainingStep(
-        rank, pair.ranks, pair.schedule, pair.programs, pair.models, channels, 1.0, progress=lambda _: None
-    )
+    pair.set_step(channels=channels)
     inside = []
     for model in pair.models.values():
         for stage in model.stages.values():

@@ -1,0 +1,160 @@
+"""Every pair of layouts trains as one process would, and every schedule of it gives the same bits.
+
+A row is trained once and held against the whole models: losses, gradients, weights. Trained again by another schedule,
+or with backwards that are split, all that was recorded is equal: losses, gradients, norms, weights, optimizer state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from testkit.against_whole import GRADIENTS, References, distance, write_models
+from testkit.training_case import Case, predicted_peaks, run_case
+from testkit.whole_model import ADAM
+
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.schedule.ir.action import Kind
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.rules.builders import serial_1f1b
+
+SLOW = pytest.mark.slow
+BOTH = ("actor", "critic")
+FUSED, SERIAL, EAGER, CAPPED, SHARED, INTERLEAVED = (
+    {"schedule": name} for name in ("fused", "serial", "eager", "capped", "time-shared", "interleaved")
+)
+RANDOM_SPLIT, CRITIC_SPLIT = {"schedule": "random", "split": BOTH}, {"split": ("critic",)}
+PARALLEL = {"sequence_parallel": True}
+TIED = {"actor": "tied", "critic": "five"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def references():
+    return References()
+
+
+def case_of(models, layouts: str, *, actor="actor", critic="critic", **changes) -> Case:
+    """`layouts` of actor, critic and perhaps a second actor, trained from these of `models`."""
+    named = dict(zip((*BOTH, "second"), layouts.split()))
+    folders = {"actor": models[actor], "critic": models[critic], "second": models["second"]}
+    return Case(named, {model: folders[model] for model in named}, **changes)
+
+
+def check_equal_bits(base, run) -> None:
+    """Everything that was recorded of both runs, and live activations as each schedule predicts."""
+    case = run.case
+    assert run.digests == base.digests and run.losses == base.losses and run.norms == base.norms, case
+    assert run.peak_live == predicted_peaks(case), case
+    kinds = {(action.pipeline, action.kind) for order in case.planned.orders for action in order}
+    assert {p for p, kind in kinds if kind is Kind.W} == {p.name for p in case.problem.pipelines if p.split}
+    changed = (case.schedule, case.split) != (base.case.schedule, base.case.split)
+    assert (case.planned.text() != base.case.planned.text()) == changed, "two schedules are the same"
+
+
+ROWS = [
+    ("d1t1p4 d2t1p2", {}, [SERIAL, EAGER, CAPPED]),
+    ("d2t1p2 d1t1p4", {}, [SERIAL, EAGER]),
+    ("d4t1p1 d2t1p2", {}, [SERIAL, EAGER]),
+    ("d1t2p2 d2t1p2", {}, [SERIAL, EAGER]),  # the critic's two stages are merged on one node
+    ("d1t1p4 d1t2p2", {}, [SERIAL]),
+    ("d2t1p2 d2t1p2", {}, [SERIAL]),  # two replicas of one fused group
+    ("d2t2p1 d1t2p2", {}, []),
+    ("d1t1p4 d2t1p2", {"recipe": ADAM}, [SERIAL]),
+    ("d1t1p4 d2t1p2", TIED, []),
+    ("d1t2p2 d1t1p4", TIED, []),
+    ("d1t2p2 d2t1p2", {"recipe": ADAM, "actor": "tied"}, [{"reduce": "joint"}, {"recompute": True}]),
+    ("d1t1p4:1,1,2,1 d2t1p2:4,1", {"recipe": ADAM, **TIED}, [SERIAL]),
+    ("d2t1p2v2:1,2,1,1 d1t2p2:1,4", {"recipe": ADAM, **TIED}, [SERIAL]),
+    ("d2t1p2v2 d2t1p2v2", {"recipe": ADAM, **TIED}, [SERIAL, INTERLEAVED]),
+    ("d1t1p4 d1t1p4", {"recipe": ADAM, "alternate": False}, [SERIAL, SHARED]),  # stage by stage on the same ranks
+    ("d2t2p1 d1t2p2", {"recipe": ADAM, "steps": 2, **PARALLEL}, [RANDOM_SPLIT, CRITIC_SPLIT]),
+    ("d1t2p2 d1t1p4", {"actor": "qwen3", "critic": "five", "steps": 2, **PARALLEL}, [{**SERIAL, "recompute": True}]),
+    ("d2t1p2v2:1,2,1,1 d1t1p4:2,1,1,1", {"recipe": ADAM, "steps": 2, **TIED}, [RANDOM_SPLIT, CRITIC_SPLIT]),
+    ("d1t2p2 d2t1p2", {"recipe": ADAM, "steps": 2, "recompute": True, **PARALLEL}, [RANDOM_SPLIT, CRITIC_SPLIT]),
+    ("d2t2p1 d2t2p1", {"recipe": ADAM, "steps": 2, "actor": "tied"}, [RANDOM_SPLIT, CRITIC_SPLIT]),
+    ("d1t1p4 d2t1p2 d1t2p2", {}, [SERIAL, {"schedule": "random", "split": ("actor", "second")}]),
+    pytest.param("d1t1p4 d2t1p2", {"recipe": ADAM, "steps": 2}, [RANDOM_SPLIT, CRITIC_SPLIT], marks=SLOW),
+    pytest.param("d1t2p2 d1t1p4", {"actor": "tied", "steps": 2}, [RANDOM_SPLIT, CRITIC_SPLIT], marks=SLOW),
+    pytest.param("d4t1p1 d1t1p4", {"recipe": ADAM}, [SERIAL, EAGER, CAPPED], marks=SLOW),
+    pytest.param("d2t1p2 d2t1p2", {"recipe": ADAM, "alternate": False}, [SERIAL, SHARED], marks=SLOW),
+    pytest.param("d1t2p2v2 d2t1p2v2", {"recipe": ADAM}, [SERIAL, INTERLEAVED], marks=SLOW),
+    pytest.param("d2t2p1 d1t2p2", {"recipe": ADAM, **PARALLEL}, [SERIAL], marks=SLOW),
+    pytest.param("d1t2p2 d1t2p2", PARALLEL, [], marks=SLOW),
+]
+
+
+@pytest.mark.parametrize("layouts, changes, variants", ROWS)
+def test_a_row_trains_as_whole_models_and_in_any_order_alike(workers, models, references, layouts, changes, variants):
+    base = run_case(workers, case_of(models, layouts, **changes))
+    references.check(base)
+    for variant in variants:
+        check_equal_bits(base, run_case(workers, base.case.but(**variant)))
+
+
+def test_coprime_pipelines_on_six_ranks(pools, models, references):
+    """The actor's two of three stages against the critic's three of two."""
+    six, case = pools.of(6), case_of(models, "d2t1p3 d3t1p2", critic="five", microbatches=3)
+    assert [share.pipelines for share in case.ranks.shape.shares] == [2, 3]
+    fused, serial = (run_case(six, case.but(**schedule)) for schedule in (FUSED, SERIAL))
+    check_equal_bits(fused, serial)
+    references.check(fused)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_random_programs(workers, models, seed):
+    layouts = ("d1t1p4 d2t1p2", "d2t1p2v2 d1t2p2")[seed % 2]
+    whole = run_case(workers, case_of(models, layouts, recipe=ADAM, steps=2, microbatches=6))
+    split = (BOTH, ("actor",), ("critic",))[seed % 3]
+    check_equal_bits(whole, run_case(workers, whole.case.but(split=split, seed=seed, schedule="random")))
+
+
+@pytest.mark.parametrize("layout", ["d1t1p4", pytest.param("d2t1p2", marks=pytest.mark.slow)])
+def test_one_direction_and_opposite_directions_differ_in_the_gradient_norm_alone(workers, models, layout):
+    """The norm is summed over ranks in their order; with the stages on other ranks its last bits differ."""
+    case = case_of(models, f"{layout} {layout}", recipe=replace(ADAM, clip_grad=0.0))
+    opposed = run_case(workers, case)
+    shared = run_case(workers, case.but(alternate=False, **SHARED))
+    assert opposed.losses == shared.losses
+    for model in case.layouts:
+        for name, gradient in opposed.gradients[model].items():
+            assert torch.equal(gradient, shared.gradients[model][name]), (model, name)
+            assert torch.equal(opposed.weights[model][name], shared.weights[model][name]), (model, name)
+        for ours, theirs in zip(opposed.norms, shared.norms):
+            assert ours[model] == pytest.approx(theirs[model], rel=1e-6)
+
+
+def test_pipelines_of_half_the_depth_and_twice_the_replicas(workers, models, references):
+    """1F1B+ is serial 1F1B on the halved layouts: shorter bubbles, and the results of the reference."""
+    deep = case_of(models, "d1t1p4 d1t1p4", recipe=ADAM)
+    halves = " ".join(str(ParallelLayout.parse(layout).halved()) for layout in deep.layouts.values())
+    case = case_of(models, halves, recipe=ADAM, microbatches=deep.microbatches // 2, **SERIAL)
+    # a stage of the halved layout is two of the deep one's, and takes one unit like one of them
+    assert 2 * evaluate(case.planned).makespan < evaluate(serial_1f1b(deep.problem)).makespan
+    references.check(run_case(workers, case))
+
+
+VARIANTS = {
+    "8 micro-batches": dict(microbatches=8),
+    "2 micro-batches": dict(microbatches=2),
+    "one sample each": dict(microbatches=24),
+    "dp 4": dict(layouts={"actor": "d4t1p1", "critic": "d4t1p1"}, microbatches=1),
+    "tp 2, dp 2": dict(layouts={"actor": "d2t2p1", "critic": "d2t2p1"}),
+    "pp 2, tp 2": dict(layouts={"actor": "d1t2p2", "critic": "d1t2p2"}),
+    "pp 2, dp 2": dict(layouts={"actor": "d2t1p2", "critic": "d2t1p2"}),
+}
+
+
+def test_gradients_do_not_depend_on_microbatches_packing_or_layout(workers, models, references):
+    base = run_case(workers, case_of(models, "d1t1p4 d1t1p4", steps=1))
+    for name, changes in VARIANTS.items():
+        other = run_case(workers, base.case.but(**changes))
+        for model in base.gradients:
+            assert distance(other.gradients[model], base.gradients[model], relative=True) <= GRADIENTS, (name, model)
+        references.check(other)
