@@ -1,31 +1,22 @@
 """The embedded tiny models as committed, and the two programs that make them."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from testkit.paths import ROOT
+from testkit.programs import call_tool
 from tiny_models import stories
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.models.reward_training import encode_pairs, score_pairs
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "examples" / "tiny"
 PROMPTS = ROOT / "examples" / "prompts" / "quickstart.jsonl"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=540)
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +123,10 @@ def test_sampled_texts_end_by_themselves_with_a_long_tail(actor):
 
 
 @pytest.mark.slow
-def test_a_short_run_makes_loadable_models(tmp_path):
+def test_a_short_run_makes_loadable_models(programs, tmp_path):
     out, prompts = tmp_path / "tiny", tmp_path / "prompts.jsonl"
     sizes = ("--steps", 3, "--stories", 300, "--pairs", 20, "--samples", 2, "--threads", 1)
-    done = run_tool("make_tiny_models.py", "--out", out, "--prompts", prompts, *sizes)
+    done = programs.tool("make_tiny_models", "--out", out, "--prompts", prompts, *sizes)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in out.iterdir()) == ["README.md", "actor", "reward"]
     AutoTokenizer.from_pretrained(out / "actor")
@@ -145,7 +136,10 @@ def test_a_short_run_makes_loadable_models(tmp_path):
     assert all("prompt" in json.loads(line) for line in prompts.read_text().splitlines())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "tiny"]  # nothing left beside
 
-    again = run_tool("make_tiny_models.py", "--out", out, *sizes)
-    assert again.returncode == 2 and "--force" in again.stderr
-    few = run_tool("make_tiny_models.py", "--out", tmp_path / "x", "--steps", 0)
+
+def test_what_is_there_and_no_steps_are_refused(tmp_path):
+    (tmp_path / "mine").touch()
+    there = call_tool("make_tiny_models", "--out", tmp_path)
+    assert there.returncode == 2 and "--force" in there.stderr
+    few = call_tool("make_tiny_models", "--out", tmp_path / "x", "--steps", 0)
     assert few.returncode == 2 and "--steps 0" in few.stderr
