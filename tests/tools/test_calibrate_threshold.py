@@ -60,15 +60,18 @@ def test_options(run_yaml, lengths_csv, tmp_path):
         ("fusion.threshold=65", "fusion.threshold=65 > 64 samples of one iteration"),
         ("--world-size 0", "--world-size 0"),
         ("parallel=auto", "parallel.actor_train=auto: the number of ranks is not known; start under torchrun"),
-        ("--out FILE", "exists"),
+        ("--out THERE", "exists"),
+        ("--lengths THERE:output_tokens", ":2: output_tokens is 'nan'"),
+        ("--lengths none.txt", "none.txt is of no known kind"),
+        ("--lengths .", "metrics.jsonl does not exist"),  # a folder that holds no run
     ],
 )
 def test_bad_input_exits_2_and_leaves_no_file(run_yaml, lengths_csv, tmp_path, words, message):
-    there, out = tmp_path / "there.json", tmp_path / "threshold.json"
-    there.write_text("mine")
-    done = calibrate(run_yaml, lengths_csv, out, *words.replace("FILE", str(there)).split())
+    there, out = tmp_path / "there.csv", tmp_path / "threshold.json"
+    there.write_text("output_tokens\nnan\n")
+    done = calibrate(run_yaml, lengths_csv, out, *words.replace("THERE", str(there)).split())
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
-    assert not out.exists() and not list(tmp_path.glob("*.tmp")) and there.read_text() == "mine"
+    assert not out.exists() and not list(tmp_path.glob("*.tmp")) and there.read_text() == "output_tokens\nnan\n"
 
 
 def test_a_file_is_replaced_by_force(run_yaml, lengths_csv, tmp_path):
@@ -81,55 +84,6 @@ def test_layouts_that_are_auto_are_those_that_the_run_would_choose(run_yaml, len
     chosen = next(line for line in told.splitlines() if line.startswith("layouts of the search: "))
     layouts = [f"parallel.{word}" for word in chosen.split(": ")[1].split() if not word.startswith("actor_micro")]
     assert calibrated(run_yaml, lengths_csv, tmp_path / "given.json", *layouts)[0] == found
-
-
-@pytest.mark.parametrize(
-    "name, text, message",
-    [
-        ("a.csv", "prompt_tokens,output_tokens\n5,7\n5,-3\n", ":3: output_tokens is -3; at least 1"),
-        ("a.csv", "prompt_tokens,output_tokens\n-5,7\n", ":2: prompt_tokens is -5; at least 0"),
-        ("a.csv", "prompt_tokens,output_tokens\n5,many\n", ":2: output_tokens is 'many'"),
-        ("a.csv", "prompt_tokens,output_tokens\n5,nan\n", ":2: output_tokens is 'nan'"),
-        ("a.csv", "a,b\n1,2\n", "no known column of output lengths; name it as FILE:COLUMN; found: a, b"),
-        ("a.csv", "", "holds no row of lengths"),
-        ("a.jsonl", '{"output_length": 3}\n{"output_length": 1.5}\n', ":2: output_length is 1.5"),
-        ("a.jsonl", '{"output_length": 3}\n{"output_len\n', ":2: not valid JSON"),
-        ("a.jsonl", "[" * 100_000, "a.jsonl:1: JSON nested more than"),
-        ("a.jsonl", '{"output_length": ' + "9" * 5001 + "}", "a.jsonl:1: not valid JSON"),
-        ("a.parquet", "PAR1", "is not a readable parquet file"),
-        ("a.txt", "1 2 3", "of no known kind; use one of .jsonl"),
-        ("a", None, "metrics.jsonl does not exist"),
-    ],
-)
-def test_bad_lengths_are_named(run_yaml, tmp_path, name, text, message):
-    if text is None:
-        (tmp_path / name).mkdir()  # a folder that holds no run
-    else:
-        (tmp_path / name).write_text(text)
-    done = calibrate(run_yaml, tmp_path / name, tmp_path / "t.json")
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_every_kind_of_file_gives_the_same(run_yaml, tmp_path):
-    """csv, jsonl, parquet and a run's metrics (a list of lengths for each iteration)."""
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [(10 + i % 7, 3 + (i * i) % 41) for i in range(60)]
-    (tmp_path / "a.csv").write_text("input_length,output_length\n" + "".join(f"{p},{o}\n" for p, o in rows))
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"input_length": {p}, "output_length": {o}}}\n' for p, o in rows))
-    columns = {"input_length": [p for p, _ in rows], "output_length": [o for _, o in rows]}
-    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-    (tmp_path / "run").mkdir()
-    with open(tmp_path / "run/metrics.jsonl", "w") as file:
-        for part in (rows[:30], rows[30:]):
-            line = {"lengths/prompt": [p for p, _ in part], "lengths/output": [o for _, o in part]}
-            file.write(json.dumps(line) + "\n")
-    names = ("a.csv", "a.jsonl", "a.parquet", "run")
-    first, *others = (
-        calibrated(run_yaml, tmp_path / name, tmp_path / f"{name}.json", "--draws", "1")[0] for name in names
-    )
-    assert all(one == first for one in others)
 
 
 def test_one_instance_says_once_that_fusion_is_off(run_yaml, lengths_csv, tmp_path):

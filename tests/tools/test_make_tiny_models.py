@@ -90,6 +90,7 @@ def test_quickstart_prompts_are_short_openings_of_untrained_heroes(tokenizer):
     assert not training & set(prompts)
 
 
+@pytest.mark.ci
 def test_reward_model_orders_fresh_pairs():
     tokenizer = AutoTokenizer.from_pretrained(TINY / "reward")
     model = AutoModelForSequenceClassification.from_pretrained(TINY / "reward", dtype=torch.float32).eval()
@@ -102,6 +103,7 @@ def test_reward_model_orders_fresh_pairs():
     assert abs(scores.mean()) < 0.4 and 0.6 < scores.std() < 1.6
 
 
+@pytest.mark.ci
 def test_sampled_texts_end_by_themselves_with_a_long_tail(actor):
     tokenizer = AutoTokenizer.from_pretrained(TINY / "actor", padding_side="left")
     prompts = tokenizer(held_out_prompts(128), return_tensors="pt", padding=True)

@@ -1,14 +1,20 @@
-"""tools/plan.py: exit codes, its two forms, and nothing on the way but one line of error."""
+"""tools/plan.py: its two forms, its search, placements after the plan, and nothing on the way but a line of error."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from testkit.finished_run import MODEL
+from testkit.paths import ROOT
 from testkit.programs import call_tool
 from testkit.tiny import write_tokenizer
 
+from rlhfuse.config.load import load_config
+from rlhfuse.planning.price import CAPTURE, OFFLOAD
+from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.ir.problem import load_problem
+from tools.try_plans import by_phase, read_search
 
 
 def plan(run_yaml, *words: object, **variables: str):
@@ -113,3 +119,152 @@ def test_kernels_are_compiled_before_the_search_begins(programs, run_yaml, tmp_p
     begin, end = done.stderr.splitlines()
     assert begin.startswith("compiling kernels, once on this machine") and end.startswith("compiled ")
     assert again.returncode == 0 and not again.stderr
+
+
+# --search
+
+
+def test_the_best_tables_are_shown_with_the_proof_and_the_same_bytes_every_time(programs, run_yaml):
+    words = ("plan", "--config", run_yaml, "--search", "--top", 3)
+    first, again = (programs.tool(*words, PYTHONHASHSEED=seed) for seed in "12")
+    assert first.returncode == 0, first.stderr
+    *lines, elapsed = first.stdout.splitlines()
+    assert lines == again.stdout.splitlines()[:-1] and elapsed.startswith("CPU time: ")
+    assert lines[0].startswith("searched ") and " on 4 cpu" in lines[0]
+    assert "lengths are assumed" in lines[1]
+    assert "no table of this space is predicted to be faster" in lines[3]
+    head = next(number for number, line in enumerate(lines) if line.split()[:2] == ["seconds", "gen+inf"])
+    rows = [line.split() for line in lines[head + 1 : head + 4]]
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    assert sorted(float(row[1]) for row in rows) == [float(row[1]) for row in rows]
+
+
+def test_wishes_memory_and_doubts_are_told_and_drawn(run_yaml, tmp_path):
+    small = ("rollout.prompts_per_iteration=4", "rollout.samples_per_prompt=1", "--world-size", "2", "--thorough")
+    done = plan(run_yaml, "--search", *small, "--draw", tmp_path / "curve.png")
+    told = ("if you insist on", "serial (no fusion)", "trainer.memory_limit_gb=", "memory against time, ", "sure of")
+    assert [words for words in told if words not in done.stdout] == []
+    assert "each constant of the machine 20% down or up" in done.stdout and "tools/try_plans.py" in done.stdout
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    raw = json.loads(plan(run_yaml, "--search", *small, "--json").stdout)
+    assert {wish["wanted"].split("=")[0] for wish in raw["wishes"]} > {"serial (no fusion)", "trainer.memory_limit_gb"}
+    assert raw["sensitivity"] and raw["memory"][0]["seconds"] == raw["tables"][0]["seconds"]
+
+
+def test_what_is_printed_as_json_can_be_tried(run_yaml, tmp_path):
+    file = tmp_path / "search.json"
+    file.write_text(plan(run_yaml, "--search", "--json").stdout)
+    raw = json.loads(file.read_text())
+    world, tables = read_search(str(file))
+    assert world == raw["world_size"] == 4 and len(tables) == 5
+    predicted, _ = by_phase(tables[0]["parts"], [json.dumps({"timing_s/gen": 1.0})])
+    rest = sum(tables[0]["parts"][name] for name in (OFFLOAD, CAPTURE))
+    assert sum(predicted.values()) + rest == pytest.approx(tables[0]["seconds"])
+    config = load_config(run_yaml, ["parallel.reward_inference=d1t4p1", *tables[0]["overrides"]])
+    assert Table.parse(tables[0]["overrides"]).of(config) == config, "whatever layouts the file has"
+
+
+def test_numbers_of_ranks_are_compared(run_yaml):
+    done = plan(run_yaml, "--search", "--world-sizes", "2,4", "rollout.prompts_per_iteration=4")
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:3]] == ["2", "4"], done.stderr
+    assert "cheapest of a sample: " in done.stdout and "fastest: " in done.stdout
+    raw = plan(run_yaml, "--search", "--world-sizes", "2", "--json", "trainer.memory_limit_gb=0.01")
+    assert raw.returncode == 2 and "lacks" in json.loads(raw.stdout)["sizes"][0]["why_not"]
+
+
+def test_what_an_argument_gives_stays(run_yaml):
+    done = plan(run_yaml, "--search", "--json", "parallel.generation=d2t2p1", "trainer.recompute=full")
+    tables = [Table.parse(table["overrides"]) for table in json.loads(done.stdout)["tables"]]
+    assert {(str(table.generation), table.recompute) for table in tables} == {("d2t2p1", "full")}
+    assert len({table.text for table in tables}) == 5
+
+
+def test_the_best_is_written_as_a_run_that_is_planned_with_that_table(run_yaml, tmp_path):
+    file = tmp_path / "best.yaml"
+    best = json.loads(plan(run_yaml, "--search", "--json", "--best", file, "parallel.headroom=0.2").stdout)["tables"][0]
+    config, table = load_config(file), Table.parse(best["overrides"])
+    assert table.of(config) == config and config.parallel.headroom == 0.2
+    assert config == load_config(run_yaml, ["parallel.headroom=0.2", *best["overrides"]])
+    found = json.loads(plan(file, "--json", "--world-size", "4").stdout)
+    layouts = {task["name"]: task["layout"] for task in found["tasks"]}
+    assert layouts["generation"] == str(table.generation) and layouts["actor_train"].startswith(str(table.actor_train))
+    assert found["batch"]["actor_microbatches"] == table.microbatches
+
+
+def test_the_command_that_is_named_prints_the_plan_of_the_best(run_yaml):
+    told = plan(run_yaml, "--search").stdout.splitlines()
+    line = next(line for line in told if line.startswith("plan of the best: "))
+    option, file, *words = line.split("tools/plan.py ")[1].split()
+    assert option == "--config" and "plan for 4 ranks" in plan(file, *words, "fusion.search_seconds=0.2").stdout
+
+
+# --what-if
+
+LLAMA3 = MODEL | dict(
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    num_hidden_layers=32,
+    intermediate_size=14336,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+)
+EIGHT = ROOT / "examples/llama3_8b_8gpus.yaml"
+SMALL = ("rollout.prompts_per_iteration=64", "fusion.actor_microbatches=8", "fusion.intra_stage=serial")
+
+
+@pytest.fixture
+def on_eight(tmp_path):
+    """A caller of the tool with models of a config.json alone, in an order that is not searched."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3))
+    return lambda *words: plan(EIGHT, f"actor.path={tmp_path}", f"reward.path={tmp_path}", *SMALL, *words)
+
+
+def test_placements_follow_the_plan(on_eight):
+    done = on_eight("--what-if")
+    plan_alone, _, told = done.stdout.partition("\nwhat if: ")
+    assert plan_alone == on_eight().stdout.rstrip("\n") and "what if" not in done.stderr
+    rows = [line.split("  ")[1] for line in told.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert rows[:4] == ["placement", "colocated, fused", "colocated, serial", "split training"]
+    fused, serial = (line for line in told.splitlines() if line.startswith("  colocated, "))
+    assert float(fused.split()[2]) == pytest.approx(seconds_of(plan_alone), rel=1e-3) and " 1.00 " in fused
+    assert "@0-7 generation d" in serial
+    assert told == on_eight("--what-if").stdout.partition("\nwhat if: ")[2]  # nothing is random
+
+
+def seconds_of(told: str) -> float:
+    """Fused, of an iteration, without what is said of CUDA graphs."""
+    lines = {line[2:26].strip(): line.split() for line in told.splitlines()}
+    graphs = float(lines["CUDA graphs recorded"][-1]) if "CUDA graphs recorded" in lines else 0.0
+    return float(lines["iteration"][2]) - graphs
+
+
+def test_as_json_beside_the_plan(on_eight):
+    raw = json.loads(on_eight("--what-if", "--json").stdout)
+    found = {row["name"]: row for row in raw["what_if"]["placements"]}
+    assert raw["world_size"] == 8 and "free" in found
+    assert "what_if" not in json.loads(on_eight("--json").stdout)
+    calls = found["critic across iterations"]["calls"]
+    assert calls["generation"]["ranks"] == calls["actor_train"]["ranks"] != calls["critic_train"]["ranks"]
+    assert calls["critic_train"]["ranks"] in ([0, 3], [4, 7])
+    assert found["free"]["seconds"] <= found["split training"]["seconds"]
+
+
+def test_machines_of_two_kinds(on_eight):
+    over = ["trainer.hardware=a100:8,h100:8", "rollout.prompts_per_iteration=64", "algorithm.minibatches=2"]
+    over += [f"parallel.{task}_train=d4t1p4" for task in ("actor", "critic")]
+    over += ["parallel.generation=d8t2p1", "parallel.inference=d8t2p1", "fusion.actor_microbatches=8"]
+    raw = json.loads(on_eight(*over, "--what-if", "--json").stdout)
+    assert raw["hardware"] == "a100:8,h100:8" and raw["world_size"] == 16 and raw["efficiency"] is None
+    assert raw["memory_limit_source"] == "of the smallest of a100:8,h100:8"
+    split = next(row for row in raw["what_if"]["placements"] if row["name"] == "split training")
+    assert {tuple(split["calls"][name]["ranks"]) for name in ("actor_train", "critic_train")} == {(0, 7), (8, 15)}
+    refused = on_eight("trainer.hardware=a100:4,h100:4")
+    assert refused.returncode == 2 and not refused.stdout
+    assert refused.stderr.startswith("error: trainer.hardware: a100:4,h100:4: 4 of a100 are no whole machines of 8")
+    assert "!= world_size(8)" in on_eight("trainer.hardware=a100:8,h100:8").stderr
+
+
+def test_on_a_cpu(run_yaml):
+    done = plan(run_yaml, "--what-if", "fusion.intra_stage=serial")
+    assert "critic across iterations" in done.stdout and "@2-3 " in done.stdout

@@ -110,7 +110,7 @@ def test_a_short_run_makes_a_loadable_model(programs, tmp_path):
 
 def test_what_is_there_and_no_steps_are_refused(tmp_path):
     (tmp_path / "mine").touch()
-    there = call_tool("make_sums", "--out", tmp_path)
+    there = call_tool("make_sums", "--prompts", tmp_path, "--out", tmp_path)
     assert there.returncode == 2 and "--force" in there.stderr
-    few = call_tool("make_sums", "--out", tmp_path / "x", "--steps", 0)
+    few = call_tool("make_sums", "--prompts", tmp_path, "--out", tmp_path / "x", "--steps", 0)
     assert few.returncode == 2 and "--steps 0" in few.stderr
