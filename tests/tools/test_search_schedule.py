@@ -213,9 +213,7 @@ def started(programs, folder):
     def start(*launcher):
         write(folder, ENDLESS)
         # a shell's background job is started with Ctrl-C ignored, and its children inherit that: undo it
-        heed = (
-            "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
-        )
+        heed = "import os, sys, signal as s; s.signal(s.SIGINT, s.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
         words = [sys.executable, "-c", heed, *launcher, *options(folder, "--time-limit", 3600)]
         beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
         process = programs.start(*words, PATH=beside)
