@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+import time
+from types import SimpleNamespace
 
 import harness
 import processes
@@ -81,11 +83,9 @@ def test_a_quick_run_has_no_goals_and_no_place_among_the_results(tmp_path, capsy
 def test_other_programs_are_seen(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "machine_cpu_seconds", iter((100.0, 110.0)).__next__)
     monkeypatch.setattr(harness, "own_cpu_seconds", iter((0.0, 4.0)).__next__)
-    monkeypatch.setattr(harness.time, "monotonic", iter((50.0, 56.0)).__next__)
-    measurement = measured(tmp_path)
-    finished = measurement.finish()
-    monkeypatch.undo()
-    assert finished["other_cores"] == pytest.approx(1.0)
+    clock = SimpleNamespace(monotonic=iter((50.0, 56.0)).__next__, strftime=time.strftime)
+    monkeypatch.setattr(harness, "time", clock)
+    assert measured(tmp_path).finish()["other_cores"] == pytest.approx(1.0)
     assert "other programs took" in capsys.readouterr().err
 
 
