@@ -37,7 +37,7 @@ from gpu_checks import (
 )
 from gpu_checks import programs as whole_programs
 from gpu_checks.bench import TINY, Bench, write_model
-from gpu_checks.isolation import Check, Result
+from gpu_checks.isolation import Check
 from gpu_checks.luggage import write_references
 from gpu_checks.references import References
 from gpu_checks.result import CheckFailed, require
@@ -543,7 +543,6 @@ def test_a_graph_that_sums_nothing_is_found(bench, monkeypatch):
 def test_a_model_is_the_same_everywhere(tmp_path):
     first, second = (write_model(tmp_path / name, TINY) / "model.safetensors" for name in ("a", "b"))
     assert first.read_bytes() == second.read_bytes()
-    assert Result("a", True, 0.0, None).ok
 
 
 @pytest.mark.parametrize(

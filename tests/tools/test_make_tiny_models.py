@@ -108,14 +108,9 @@ def test_sampled_texts_end_by_themselves_with_a_long_tail(actor):
     tokenizer = AutoTokenizer.from_pretrained(TINY / "actor", padding_side="left")
     prompts = tokenizer(held_out_prompts(128), return_tensors="pt", padding=True)
     torch.manual_seed(0)
-    output = actor.generate(
-        input_ids=prompts["input_ids"],
-        attention_mask=prompts["attention_mask"],
-        do_sample=True,
-        top_k=0,
-        max_new_tokens=384,
-    )
-    responses = output[:, prompts["input_ids"].shape[1] :]
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+    output = actor.generate(input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=384)
+    responses = output[:, ids.shape[1] :]
     ended = (responses == tokenizer.eos_token_id).any(dim=1)
     lengths = torch.where(ended, (responses == tokenizer.eos_token_id).int().argmax(dim=1) + 1, responses.shape[1])
     p50, p99 = np.percentile(lengths.numpy(), [50, 99])
@@ -139,9 +134,10 @@ def test_a_short_run_makes_loadable_models(programs, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "tiny"]  # nothing left beside
 
 
-def test_what_is_there_and_no_steps_are_refused(tmp_path):
+@pytest.mark.parametrize("tool", ["make_tiny_models", "make_sums"])
+def test_what_is_there_and_no_steps_are_refused(tmp_path, tool):
     (tmp_path / "mine").touch()
-    there = call_tool("make_tiny_models", "--out", tmp_path)
-    assert there.returncode == 2 and "--force" in there.stderr
-    few = call_tool("make_tiny_models", "--out", tmp_path / "x", "--steps", 0)
-    assert few.returncode == 2 and "--steps 0" in few.stderr
+    for words, message in (((tmp_path,), "--force"), ((tmp_path / "x", "--steps", 0), "--steps 0")):
+        refused = call_tool(tool, "--prompts", tmp_path / "prompts", "--out", *words)
+        assert refused.returncode == 2 and message in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

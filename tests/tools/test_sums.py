@@ -8,7 +8,6 @@ import torch
 from make_sums import MAX_RESPONSE_TOKENS, Recipe, draw_files, rows, taught
 from safetensors import safe_open
 from testkit.paths import ROOT
-from testkit.programs import call_tool
 from tiny_models import sums
 from tiny_models.stories import generator
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -106,11 +105,3 @@ def test_a_short_run_makes_a_loadable_model(programs, tmp_path):
     AutoModelForCausalLM.from_pretrained(out)
     assert "held-out sums right" in (out / "README.md").read_text()
     assert [(tmp_path / f"sums_{name}.jsonl").read_text() for name in NAMES] == [committed(name) for name in NAMES]
-
-
-def test_what_is_there_and_no_steps_are_refused(tmp_path):
-    (tmp_path / "mine").touch()
-    there = call_tool("make_sums", "--prompts", tmp_path, "--out", tmp_path)
-    assert there.returncode == 2 and "--force" in there.stderr
-    few = call_tool("make_sums", "--prompts", tmp_path, "--out", tmp_path / "x", "--steps", 0)
-    assert few.returncode == 2 and "--steps 0" in few.stderr
