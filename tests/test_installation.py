@@ -8,8 +8,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from testkit.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.usefixtures("programs")
 NAMES = ("python3.12", "python3.13", "python3.10")  # rather than the one that runs the tests
 
 

@@ -9,13 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from testkit.paths import ROOT
 
 from rlhfuse.config.load import load_config
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.layouts import TASK_ROLES
 
-ROOT = Path(__file__).resolve().parents[1]
 SBATCH = "scripts/slurm/train.sbatch"
 RANKS = re.compile(r"(?:--nproc-per-node|--ranks|--world-size|train_torchrun\.sh)[ =](\d+)\b")
 STUBS = {
@@ -27,7 +27,7 @@ STUBS = {
 
 
 @pytest.fixture
-def stubs(tmp_path) -> Path:
+def stubs(programs, tmp_path) -> Path:
     """A folder with all that the scripts call: torchrun prints what it is asked for."""
     folder = tmp_path / "bin"
     folder.mkdir()

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from testkit.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 WHEELS = Path(__file__).with_name("wheels")
 TORCH = [file.stem for file in sorted(WHEELS.glob("torch-*.txt"))]
 PROGRAMS = ("train", "plan", "search", "calibrate", "report", "check", "compare")
@@ -35,7 +35,7 @@ def build(kind: str, source: Path, out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def wheel(programs, tmp_path_factory):
     """The project's wheel, built from its sdist."""
     folder = tmp_path_factory.mktemp("build")
     (folder / "checkout").mkdir()
@@ -82,15 +82,24 @@ def test_the_packages_that_the_project_is_built_on_are_declared_once(metadata, p
     assert markers == [f"extra == '{extra}'" if extra else ""]
 
 
-def test_every_package_is_installed_and_nothing_else(wheel):
+@pytest.fixture(scope="module")
+def examples():
+    """What is in the repository's folder."""
+    told = subprocess.run(["git", "ls-files", "examples"], cwd=ROOT, capture_output=True, text=True)
+    return told.stdout.split()
+
+
+def test_every_package_is_declared_and_nothing_else(examples):
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     declared = settings["options"]["packages"].split()
-    examples = subprocess.run(["git", "ls-files", "examples"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     there = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "rlhfuse").rglob("__init__.py")}
     there |= {"rlhfuse.tools", "rlhfuse.tools.gpu_checks"}
     there |= {".".join(("rlhfuse", *Path(name).parent.parts)) for name in examples}
     assert sorted(declared) == sorted(there)
+
+
+def test_every_file_is_installed(wheel, examples):
     with zipfile.ZipFile(wheel) as file:
         built = set(file.namelist())
     files = [str(file.relative_to(ROOT)) for file in (ROOT / "rlhfuse").rglob("*.py")]
@@ -235,7 +244,7 @@ def test_the_quickstart_trains_from_the_wheel_alone(installed):
     assert len((empty / "run" / "metrics.jsonl").read_text().splitlines()) == 2 and (empty / "run" / "export").is_dir()
 
 
-def test_no_folder_of_a_user_changes_how_imports_are_sorted(tmp_path):
+def test_no_folder_of_a_user_changes_how_imports_are_sorted(programs, tmp_path):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/sample.py").write_text(

@@ -1,29 +1,26 @@
 """Every command of README, tutorial and how-to pages, run as printed in a fresh folder; or why it is not.
 
-
 Commands of a page are its fenced and indented blocks of shell, and inline code that begins with a program. Programs of
 the project run in this process; what a command needs (a run.yaml, a finished run in runs/mine, ...) is there.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from testkit.paths import ROOT
+from testkit.programs import MPIRUN, call_tool
 from testkit.tiny import write_run
-from testkit.workers import Workers
 
 from rlhfuse.monitor.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/tutorial.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/howto/*.md")))
 PROGRAMS = r"(?:python3?|bash|sh|torchrun|mpirun|srun|sbatch|pip|git|tensorboard|rlhfuse-\w+|\.)"
 SHELL = re.compile(rf"""(?:[A-Z_]+=(?:"[^"]*"|\S)+ )*{PROGRAMS} \S""")
@@ -122,7 +119,7 @@ def test_commands_are_read_as_one_types_them():
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def world(tmp_path_factory, pools):
     """The folder of this process: examples, the tutorial's files as printed, its run and the serial one, a run.yaml."""
     folder, before = tmp_path_factory.mktemp("a folder"), os.getcwd()
     for name in ("examples", "tools", "scripts"):
@@ -134,10 +131,10 @@ def world(tmp_path_factory):
         (folder / name).write_text(text)
     (folder / "lengths.csv").write_text("prompt,output\n" + "".join(f"5,{3 + n % 5}\n" for n in range(64)))
     os.chdir(folder)
-    pool = Workers(2)
+    pool = pools.of(2)
     for run, more in (("mine", ("trainer.save_every=1",)), ("serial", SERIAL)):
         pool.run(train, folder, (*SHORT, f"trainer.output_dir=runs/{run}", *more))
-    pool.close()
+    pool.kill()  # its ranks have another folder, and children
     yield folder
     os.chdir(before)
 
@@ -175,7 +172,7 @@ for page, command in ALL:
 
 
 @pytest.mark.parametrize("command, page", TRIED.items())
-def test_a_command_runs_as_it_is_printed(world, command, page):
+def test_a_command_runs_as_it_is_printed(programs, world, command, page):
     """In the pages' order, for one may need what those before it wrote; what stands twice once."""
     words = shlex.split(command)
     if way(command) == DRY:
@@ -183,20 +180,21 @@ def test_a_command_runs_as_it_is_printed(world, command, page):
     if "--out" in words:
         remove(world / words[words.index("--out") + 1])
     if words[0] == "bash":
-        run_outside(words)
-        return
-    tool = importlib.import_module(words[0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [f"{words[0]}.py", *words[1:]])
-        assert not tool.main()
+        if not MPIRUN.exists():
+            pytest.skip("no mpirun beside this Python: pip install rlhfuse[mpi]")
+        beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        done = programs.run(*words, cwd=world, PATH=beside)
+    else:
+        done = call_tool(*words)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-def test_the_tutorials_run_learns(world):
+def test_the_tutorials_run_learns(world, pools):
     """Its score rises by more than three standard errors of the first and the last iteration's samples."""
-    pool = Workers(2)
+    pool = pools.of(2)
     pool.run(train, world, ("trainer.output_dir=runs/whole",))
-    pool.close()
+    pool.kill()
     first, *_, last = read_metrics(world / "runs/whole/metrics.jsonl")
     samples = len(first["lengths/output"])
     error = math.hypot(*(row["critic/score/std"] for row in (first, last))) / samples**0.5
@@ -215,12 +213,3 @@ def remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
-
-
-def run_outside(words: list[str]) -> None:
-    if not (Path(sys.executable).parent / "mpirun").exists():
-        pytest.skip("no mpirun beside this Python: pip install rlhfuse[mpi]")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    unset = {name: value for name, value in os.environ.items() if not name.startswith("OMPI_")}
-    done = subprocess.run(words, capture_output=True, text=True, env=unset | {"PATH": path})
-    assert done.returncode == 0, done.stderr

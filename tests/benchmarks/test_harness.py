@@ -3,12 +3,16 @@
 import json
 import os
 import sys
+import time
+from types import SimpleNamespace
 
 import harness
 import processes
+import psutil
 import pytest
 from harness import Figure, Measurement, options, take_turns
 from processes import Ranks, Worker, environment
+from testkit.programs import eventually
 
 from rlhfuse.base.errors import InputError
 
@@ -79,9 +83,9 @@ def test_a_quick_run_has_no_goals_and_no_place_among_the_results(tmp_path, capsy
 def test_other_programs_are_seen(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "machine_cpu_seconds", iter((100.0, 110.0)).__next__)
     monkeypatch.setattr(harness, "own_cpu_seconds", iter((0.0, 4.0)).__next__)
-    measurement = measured(tmp_path)
-    measurement._begun -= 6
-    assert measurement.finish()["other_cores"] == pytest.approx(1.0, abs=0.1)
+    clock = SimpleNamespace(monotonic=iter((50.0, 56.0)).__next__, strftime=time.strftime)
+    monkeypatch.setattr(harness, "time", clock)
+    assert measured(tmp_path).finish()["other_cores"] == pytest.approx(1.0)
     assert "other programs took" in capsys.readouterr().err
 
 
@@ -94,20 +98,21 @@ def test_what_is_missing_is_refused(tmp_path):
         measured(tmp_path / "nowhere")
 
 
-def test_a_program_that_fails_or_takes_too_long_is_heard():
+def test_a_program_that_fails_or_takes_too_long_is_heard(programs):
     with pytest.raises(RuntimeError, match="(?s)ended with code 3.*the reason"):
         processes.run([sys.executable, "-c", "print('the reason'); exit(3)"])
     with pytest.raises(RuntimeError, match="took more than 0.2 s"):
-        processes.run(["sleep", "60"], timeout=0.2)
+        processes.run(["sleep", "infinity"], timeout=0.2)
 
 
-def test_a_worker_put_aside_takes_no_cpu_and_goes_on(tmp_path):
+def test_a_worker_put_aside_takes_no_cpu_and_goes_on(programs, tmp_path):
     worker = Worker("collections:UserList", tmp_path / "log", environment(1), initlist=["a", "a"])
     try:
         worker.ready()
         worker.put_aside()
+        eventually(lambda: psutil.Process(worker._process.pid).status() == psutil.STATUS_STOPPED)
         worker.send(("count", ("a",), {}))
-        assert not worker._pipe.poll(0.3)
+        assert not worker._pipe.poll()
         worker.go_on()
         assert worker.receive() == 2
         with pytest.raises(RuntimeError, match="(?s)failed.*AttributeError"):
@@ -117,6 +122,6 @@ def test_a_worker_put_aside_takes_no_cpu_and_goes_on(tmp_path):
     assert worker._process.returncode is not None
 
 
-def test_ranks_that_fail_at_start_are_heard_and_ended():
+def test_ranks_that_fail_at_start_are_heard_and_ended(programs):
     with pytest.raises(RuntimeError, match="(?s)collections:UserLists failed.*AttributeError"):
         Ranks("collections:UserLists", 2)

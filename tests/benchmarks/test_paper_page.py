@@ -1,16 +1,15 @@
 """The reproduction page: it holds what it says, by itself, and its rows follow from results and formulas."""
 
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 
+import paper_page
 import pytest
 from markupsafe import escape
 from paper import of_puzzle, of_real, of_rlhfuse
 from paper.page import Row, Section, claim_row, page, range_row, value_row
 from paper_page import MISSING, NEEDED
-from test_programs import ROOT, run
+from testkit.programs import call_main
 
 from rlhfuse.planning.meshes.search import best_plan
 
@@ -27,9 +26,9 @@ class Tags(HTMLParser):
         self.outside += [value for key, value in attributes if key in ("src", "href", "xlink:href") and value[0] != "#"]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.ci
 def test_one_command_makes_one_page(tmp_path):
-    finished = run("paper_page.py", "--out", tmp_path / "page.html")
+    finished = call_main(paper_page, "--out", tmp_path / "page.html")
     assert finished.returncode == 0, finished.stderr
     sections, rows = map(int, re.search(r"(\d+) sections, (\d+) rows", finished.stdout).groups())
     tags, text = Tags(), (tmp_path / "page.html").read_text()
@@ -44,13 +43,10 @@ def test_one_command_makes_one_page(tmp_path):
 
 def test_rows_say_how_far_off_they_are():
     assert value_row("x", "paper", 2.0, 1.9).difference == "-5.0%"
-    assert range_row("x", "paper", (1.2, 1.6), (1.16, 1.3, 1.7)) == Row(
-        "x", "paper", "1.2-1.6", "1.16-1.70", "2 of 3 inside"
-    )
-    assert [claim_row("x", "paper", "a", "b", holds).difference for holds in (True, False)] == [
-        "holds",
-        "does not hold",
-    ]
+    inside = Row("x", "paper", "1.2-1.6", "1.16-1.70", "2 of 3 inside")
+    assert range_row("x", "paper", (1.2, 1.6), (1.16, 1.3, 1.7)) == inside
+    claims = [claim_row("x", "paper", "a", "b", holds).difference for holds in (True, False)]
+    assert claims == ["holds", "does not hold"]
     section = Section("x", "A <title>", "computed", rows=(Row("what", "where", "", "1"),))
     text = page("t", "f", [section], [("gone", "paper", "why")])
     assert "A &lt;title&gt;" in text and "not at hand" in text and "gone" in text
@@ -60,17 +56,15 @@ def test_what_formulas_give_is_exact():
     rows = {row.what: row for row in of_puzzle.time_shared().rows}
     assert {row.difference for row in rows.values()} == {"+0.0%"}
     assert {row.printed for row in rows.values()} >= {"1.273", "1.349", "1.319", "9", "15"}
-    assert [(row.printed, row.difference) for row in of_rlhfuse.bubbles().rows] == [
-        ("0.429", "+0.0%"),
-        ("0.273", "+0.0%"),
-    ]
+    bubbles = [(row.printed, row.difference) for row in of_rlhfuse.bubbles().rows]
+    assert bubbles == [("0.429", "+0.0%"), ("0.273", "+0.0%")]
 
 
-def test_a_missing_result_is_named(tmp_path):
-    code = "import paper_page; from pathlib import Path; paper_page.RESULTS = Path('nowhere'); paper_page.main()"
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = ['{ROOT}', '{ROOT}/benchmarks']; {code}"]
-    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert "nowhere/paper_settings.json is not there; run benchmarks/paper_settings.py" in finished.stderr
+def test_a_missing_result_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(paper_page, "RESULTS", tmp_path)
+    told = call_main(paper_page, "--out", tmp_path / "page.html")
+    assert told.returncode == 2 and not (tmp_path / "page.html").exists()
+    assert f"{tmp_path}/paper_settings.json is not there; run benchmarks/paper_settings.py" in told.stderr
 
 
 @pytest.mark.parametrize("actor, critic, gpus", [("7B", "7B", 8), ("7B", "70B", 64), ("70B", "7B", 64)])

@@ -1,23 +1,19 @@
-"""Every benchmark program in small, as its users run it: its figures are in its file; bad input is refused."""
+"""Every benchmark program: in small, as its users run it, its figures are in its file; its arguments; bad input."""
 
+import importlib
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+import shlex
 
 import pytest
+from testkit.paths import ROOT, shared_data
+from testkit.programs import call_main
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "../shared/data/stories260K-hf"
-TRL_PYTHON = os.environ.get("RLHFUSE_TRL_PYTHON", "")
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
+INNER = ("end_to_end_trl", "planner_speed_search")  # started by others
+MAINS = [file.stem for file in sorted(BENCHMARKS.glob("*.py")) if "def main(" in file.read_text()]
 TAIL = (2, 3, 2, 4, 2, 3, 40, 2, 5, 2, 3, 2) * 4  # output tokens of the trace's requests
-
-
-def run(program, *arguments):
-    command = [sys.executable, str(ROOT / "benchmarks" / program), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
 
 
 @pytest.fixture
@@ -28,10 +24,21 @@ def trace(tmp_path):
     return file
 
 
-def slow(*values):
-    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.timeout(2000)])
+@pytest.fixture
+def measured(programs, tmp_path):
+    """What a benchmark, run in small, writes."""
+
+    def measured(program, *words):
+        out = tmp_path / "out.json"
+        finished = programs.python(BENCHMARKS / program, *words, "--quick", "--out", out, timeout=1800)
+        assert finished.returncode == 0, finished.stderr
+        return json.loads(out.read_text())
+
+    return measured
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize(
     "program, arguments, figures",
     [
@@ -44,50 +51,69 @@ def slow(*values):
         ("planner_regret.py", "--settings balanced --measured MEASURED", "balanced.analytic.chosen_over_best"),
         ("real_plans.py", "", "T4.published_over_best T2.heuristic_over_searched regret T2.walks_that_fit"),
         ("inter_stage.py", "--sizes 1:2 --lengths TRACE", "1to2.speedup 1to2.mean_error 1to2.chosen_over_best"),
-        slow("generation.py", "--threads 1 --trace TRACE --plot PLOT", "a.over_transformers d.batch16.outside e.gemm"),
-        slow("intra_stage.py", "--sizes 2.5:1 --microbatches 2", "2_5to1_m2.speedup 2_5to1_m2.instruction"),
-        slow("iteration_prediction.py", "--iterations 4", "mean_error train.error"),
-        slow("iteration_prediction.py", "--iterations 4 --reward 50", "step.error reward.waited"),
-        slow("planner_regret.py", "--lengths TRACE", "tail.profile.chosen_over_best balanced.analytic.mean_error"),
-        slow("kills.py", "", "lost processes_left kills"),
-        slow("learning.py", "--tasks sums --seeds 1", "sums.least_rise"),
-        slow("endurance.py", "--iterations 7", "memory_growth files_changed cpu_slope"),
+        ("generation.py", "--threads 1 --trace TRACE --plot PLOT", "a.over_transformers d.batch16.outside e.gemm"),
+        ("intra_stage.py", "--sizes 2.5:1 --microbatches 2", "2_5to1_m2.speedup 2_5to1_m2.instruction"),
+        ("iteration_prediction.py", "--iterations 4", "mean_error train.error"),
+        ("iteration_prediction.py", "--iterations 4 --reward 50", "step.error reward.waited"),
+        ("planner_regret.py", "--lengths TRACE", "tail.profile.chosen_over_best balanced.analytic.mean_error"),
+        ("kills.py", "", "lost processes_left kills"),
+        ("learning.py", "--tasks sums --seeds 1", "sums.least_rise"),
+        ("endurance.py", "--iterations 7", "memory_growth files_changed cpu_slope"),
     ],
 )
-def test_quick_run(program, arguments, figures, tmp_path, trace):
-    measured = str(ROOT / "benchmarks" / "results" / "planner_regret.json")
-    arguments = arguments.replace("TRACE", str(trace)).replace("MEASURED", measured)
-    words = arguments.replace("PLOT", str(tmp_path / "plot.png")).split()
-    finished = run(program, *words, "--quick", "--out", tmp_path / "out.json")
-    assert finished.returncode == 0, finished.stderr
-    result = json.loads((tmp_path / "out.json").read_text())
+def test_quick_run(measured, program, arguments, figures, tmp_path, trace):
+    given = {"TRACE": trace, "MEASURED": BENCHMARKS / "results" / "planner_regret.json", "PLOT": tmp_path / "plot.png"}
+    result = measured(program, *(given.get(word, word) for word in arguments.split()))
     assert result["quick"] and result["tables"] and set(figures.split()) <= set(result["figures"])
-    assert "PLOT" not in arguments or (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert "PLOT" not in arguments or given["PLOT"].read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(not MODEL.is_dir(), reason="stories260K is not beside the repository")
 @pytest.mark.parametrize("program", ["learning.py", "end_to_end.py", "speculation.py"])
-def test_quick_run_on_the_story_model(program, tmp_path):
+def test_quick_run_on_the_story_model(measured, program):
+    shared_data("stories260K-hf")
     pytest.importorskip("vaderSentiment", reason="the sentiment reward needs the vaderSentiment package")
     words = ["--seeds", "1", "--tasks", "grpo,ppo"] if program == "learning.py" else ["--threads", "1"]
     if program == "end_to_end.py":
-        if not TRL_PYTHON:
+        if not (python := os.environ.get("RLHFUSE_TRL_PYTHON")):
             pytest.skip("RLHFUSE_TRL_PYTHON names no Python of an environment with TRL")
-        words = ["--trl-python", TRL_PYTHON]
-    finished = run(program, "--quick", *words, "--out", tmp_path / "out.json")
-    assert finished.returncode == 0, finished.stderr
-    assert {"reached", "ratio", "guess"} & set(json.loads((tmp_path / "out.json").read_text())["figures"])
+        words = ["--trl-python", python]
+    assert {"reached", "ratio", "guess"} & set(measured(program, *words)["figures"])
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
-def test_a_search_on_two_ranks(tmp_path):
+def test_a_search_on_two_ranks(measured):
     pytest.importorskip("mpi4py", reason="needs pip install rlhfuse[mpi]")
-    finished = run("schedule_search.py", "table", "--quick", "--rows", 4, "--out", tmp_path / "out.json")
-    assert finished.returncode == 0, finished.stderr
-    (row,) = json.loads((tmp_path / "out.json").read_text())["facts"]["rows"]
+    (row,) = measured("schedule_search.py", "table", "--rows", 4)["facts"]["rows"]
     assert row["makespan"] == row["lower_bound"] == [225]
+
+
+def call(program, arguments):
+    return call_main(importlib.import_module(program.removesuffix(".py")), *shlex.split(arguments))
+
+
+@pytest.mark.parametrize("name", [name for name in MAINS if name not in INNER])
+def test_every_program_says_what_it_takes(name):
+    told = call(name, "--help")
+    assert told.returncode == 0 and "usage:" in told.stdout
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_results_are_of_a_whole_run_of_a_program_that_still_takes_its_arguments(file):
+    result = json.loads(file.read_text())
+    program, *words = shlex.split(result["command"])
+    own = " ".join(words[:1]) if words and not words[0].startswith("--") else ""  # a command of the program
+    told = call(program, f"{own} --help")
+    assert told.returncode == 0 and all(word in told.stdout for word in words if word.startswith("--"))
+    assert not result["quick"] and not result["dirty"] and result["tables"]
+    assert {"benchmark", "commit", "date", "seconds", "machine", "load_before", "other_cores", "facts"} <= set(result)
+    for table in result["tables"].values():
+        assert table["title"] and {len(row) for row in table["rows"]} == {len(table["columns"])}
+    for name, figure in result["figures"].items():
+        assert isinstance(figure["value"], int | float) and ("goal" in figure) == ("reached" in figure), name
+        assert "least" not in figure or figure["least"] <= figure["value"] <= figure["most"], name
 
 
 @pytest.mark.parametrize(
@@ -110,5 +136,5 @@ def test_a_search_on_two_ranks(tmp_path):
     ],
 )
 def test_bad_input_exits_2(program, arguments, message):
-    finished = run(program, *arguments.split())
-    assert finished.returncode == 2 and message in finished.stderr and "Traceback" not in finished.stderr
+    finished = call(program, arguments)
+    assert finished.returncode == 2 and message in finished.stderr

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from testkit.paths import ROOT
+from testkit.programs import call_tool, finish
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools import rehearse as tool
+
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the shim is compiled by g++")
 SMALL = dict(
     model_type="llama",
@@ -70,16 +69,6 @@ def run_yaml(tmp_path_factory):
     return folder / "run.yaml"
 
 
-@pytest.fixture
-def tool():
-    """tools/rehearse.py as a module."""
-    spec = importlib.util.spec_from_file_location("rehearse_tool", ROOT / "tools/rehearse.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def found(peak: int, problems: dict[str, int]) -> dict:
     """A rank's rehearsal of one phase."""
     phase = dict(phase="training", iteration=0, peak=peak, host=0, reserved=0, host_peak=0, table=[], reads={})
@@ -96,51 +85,44 @@ def found(peak: int, problems: dict[str, int]) -> dict:
     ],
 )
 def test_exits_with_2_over_the_limit_and_with_1_for_what_nccl_refuses(
-    tool, run_yaml, monkeypatch, capsys, peak, problems, code, said
+    run_yaml, monkeypatch, peak, problems, code, said
 ):
     monkeypatch.setattr(tool, "rehearse", lambda *_: found(peak, problems))
-    monkeypatch.setattr(sys, "argv", ["rehearse", "--config", str(run_yaml), "--world-size", "4", "--rank", "0"])
-    assert tool.main() == code
-    assert said in capsys.readouterr().out
+    done = call_tool("rehearse", "--config", run_yaml, "--world-size", 4, "--rank", 0)
+    assert done.returncode == code and said in done.stdout
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_is_rehearsed(run_yaml):
-    done = call(ROOT, run_yaml, "trainer.memory_limit_gb=0.01")
+    done = call_tool("rehearse", "--config", run_yaml, "--world-size", 4, "trainer.memory_limit_gb=0.01")
     assert done.returncode == 2 and "but a rank of this h100 has" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_one_rank_of_each_combination_of_stages_is_rehearsed(run_yaml):
-    done = call(ROOT, run_yaml, "--stages", "--phase", "moves")
+def test_one_rank_of_each_combination_of_stages_is_rehearsed(programs, run_yaml):
+    done = programs.tool("rehearse", "--config", run_yaml, "--world-size", 4, "--stages", "--phase", "moves")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "rehearsing rank 0, 2 of 4" in done.stdout
     assert "memory of rank 0" in done.stdout and "memory of rank 2" in done.stdout
 
 
-def test_two_processes_compile_the_shim_at_once(tmp_path):
-    words = [sys.executable, "-c", "from rlhfuse.rehearsal.shim import load_shim; load_shim(); import torch"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
-    both = [subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    ends = [process.communicate()[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], ends
+def test_two_processes_compile_the_shim_at_once(programs, tmp_path):
+    code = "from rlhfuse.rehearsal.shim import load_shim; load_shim(); import torch"
+    both = [programs.start(sys.executable, "-c", code, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]
+    for process in both:
+        finish(process)
     (library,) = tmp_path.iterdir()
     assert library.suffix == ".so"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_fault_planted_into_the_code_is_found(run_yaml, tmp_path, kind):
+def test_a_fault_planted_into_the_code_is_found(programs, run_yaml, tmp_path, kind):
     file, right, wrong, said = FAULTS[kind]
     for folder in ("rlhfuse", "tools"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     text = (tmp_path / file).read_text()
     assert text.count(right) == 1
     (tmp_path / file).write_text(text.replace(right, wrong))
-    done = call(tmp_path, run_yaml, "--rank", "2", "--phase", "training")
+    words = ("--config", run_yaml, "--world-size", 4, "--rank", 2, "--phase", "training")
+    done = programs.python(tmp_path / "tools/rehearse.py", *words, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1 and said in done.stdout + done.stderr, (done.stdout + done.stderr)[-2000:]
-
-
-def call(root: Path, run_yaml: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, str(root / "tools/rehearse.py"), "--config", str(run_yaml), "--world-size", "4"]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    return subprocess.run([*words, *arguments], capture_output=True, text=True, env=environment, cwd=root)

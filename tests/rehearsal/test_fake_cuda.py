@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the shim is compiled by g++")
 
 END = "from rlhfuse.base.errors import leave\nleave(0)"  # as a process with a gloo group must
@@ -107,25 +102,22 @@ with mode:
 """
 
 
-def rehearsed(code: str) -> dict:
-    """What `code` leaves in `found`, in a process with a fake GPU."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"{BEGIN}{code}\nfound['problems'] = list(mode.problems)\nprint(json.dumps(found))\n{END}",
-        ],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture
+def rehearsed(programs, tmp_path, monkeypatch):
+    """Runs code in a process with a fake GPU; returns what that leaves in `found`."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def rehearsed(code: str) -> dict:
+        file = tmp_path / "code.py"  # triton reads a kernel's source from its file
+        file.write_text(f"{BEGIN}{code}\nfound['problems'] = list(mode.problems)\nprint(json.dumps(found))\n{END}")
+        done = programs.python(file)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return rehearsed
 
 
-def test_planted_faults_raise_or_are_listed():
+def test_planted_faults_raise_or_are_listed(rehearsed):
     found = rehearsed(FAULTS)
     assert found["right"] == found["right: a product added in float32"] == ""
     assert "bfloat16 and torch.float16" in found["a product added to another dtype"]
@@ -139,23 +131,16 @@ def test_planted_faults_raise_or_are_listed():
     assert "not contiguous" in transposed and "tensor on the CPU" in on_cpu
 
 
-def test_triton_kernels_are_counted_and_their_arguments_looked_at(tmp_path):
+def test_triton_kernels_are_counted_and_their_arguments_looked_at(rehearsed):
     pytest.importorskip("triton")
-    file = tmp_path / "kernels.py"  # triton reads a kernel's source from its file
-    file.write_text(BEGIN + TRITON + f"print(json.dumps(found))\n{END}")
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(file)], env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = rehearsed(TRITON)
     assert found["right"] == "" and found["a stride that is given"] == ""
     assert "not contiguous" in found["a stride that is not"]
     assert "out is on the cpu" in found["on the CPU"] and "grid" in found["no grid"]
     assert found["launches"]["double"] >= 3
 
 
-def test_memory_is_counted_and_integers_are_known():
+def test_memory_is_counted_and_integers_are_known(rehearsed):
     found = rehearsed(MEMORY)
     weight, rows = 2_000_384, 1_000_448  # in steps of 512 bytes
     held, peak, after, resized, host, reserved = found["bytes"]

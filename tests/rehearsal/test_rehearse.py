@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from testkit.programs import call_tool
 
 from rlhfuse.config.load import load_config
 from rlhfuse.planning.planner import make_plan
@@ -18,7 +15,6 @@ from rlhfuse.rehearsal.stages import WHOLE, distinct_ranks, planned_bytes, rehea
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.search.search import SearchSettings, search
 
-ROOT = Path(__file__).resolve().parents[2]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the shim is compiled by g++")
 LLAMA_8B = dict(
     model_type="llama",
@@ -52,7 +48,7 @@ def run_yaml(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def report(run_yaml):
+def report(programs, run_yaml):
     """Rank 6: the actor's last stage and the critic's first."""
     draft = rehearsal_draft(load_config(run_yaml, []), 16)
     plan = make_plan(draft)
@@ -105,7 +101,7 @@ def test_memory_is_what_was_planned(report):
 
 
 @needs_compiler
-def test_split_backwards_hold_what_was_planned(run_yaml, tmp_path):
+def test_split_backwards_hold_what_was_planned(programs, run_yaml, tmp_path):
     """What B leaves for W, and the gradients that were received for it: a searched schedule, in the fullest place."""
     asked, file = ["fusion.intra_stage=search", "fusion.split_backward=true"], tmp_path / "schedule.json"
     draft = rehearsal_draft(load_config(run_yaml, asked), 16)
@@ -151,24 +147,18 @@ def test_layouts_that_are_auto_are_rehearsed_as_every_rank_chooses_them(run_yaml
 )
 @needs_compiler
 def test_bad_input_is_one_line(run_yaml, arguments, complaint):
-    done = call(run_yaml, *arguments)
+    done = call_tool("rehearse", "--config", run_yaml, *arguments)
     assert done.returncode == 2 and complaint in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_without_a_compiler_one_line_says_so(run_yaml, tmp_path):
-    done = call(run_yaml, "--world-size", "16", PATH=str(tmp_path), NUMBA_CACHE_DIR=str(tmp_path))
+def test_without_a_compiler_one_line_says_so(programs, run_yaml, tmp_path):
+    empty = {"PATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = programs.tool("rehearse", "--config", run_yaml, "--world-size", 16, **empty)
     assert done.returncode == 2 and "needs g++" in done.stderr and done.stderr.count("\n") == 1
 
 
-def call(run_yaml: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, str(ROOT / "tools/rehearse.py"), "--config", str(run_yaml), *arguments]
-    return subprocess.run(
-        words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    )
-
-
 @needs_compiler
-def test_no_kernel_is_compiled_in_the_middle_of_a_program(tmp_path):
+def test_no_kernel_is_compiled_in_the_middle_of_a_program(programs, tmp_path):
     """Micro-batches of two samples of 33 tokens, and of one: positions begin at any alignment behind the tokens."""
     sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
     facts = LLAMA_8B | sizes | dict(vocab_size=304, num_hidden_layers=2)

@@ -13,11 +13,14 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
+import torch
 
 from rlhfuse.base.errors import run_program
 from testkit.paths import ROOT, TESTS
@@ -39,11 +42,19 @@ def environment(**variables: str) -> dict[str, str]:
 
 def call_tool(name: str, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """What `python tools/NAME.py WORDS` would do, in this process: its exit code and what it said."""
-    module = importlib.import_module(f"tools.{name}")
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    arguments = [f"tools/{name}.py", *map(str, words)]
+    return call_main(importlib.import_module(f"tools.{name}"), *words, **variables)
+
+
+def call_main(module: Any, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What the program of the module would do, in this process; lines are as wide on every terminal.
+
+    What it changes for the process is given back: environment, threads, filters of warnings.
+    """
+    out, err, code, threads = io.StringIO(), io.StringIO(), 0, torch.get_num_threads()
+    arguments = [f"{module.__name__.replace('.', '/')}.py", *map(str, words)]
     with (
-        mock.patch.dict(os.environ, environment(**variables), clear=True),
+        warnings.catch_warnings(),
+        mock.patch.dict(os.environ, environment(**{"COLUMNS": "160", **variables}), clear=True),
         mock.patch.object(sys, "argv", arguments),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -52,6 +63,8 @@ def call_tool(name: str, *words: object, **variables: str) -> subprocess.Complet
             run_program(module.main)
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+        finally:
+            torch.set_num_threads(threads)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 

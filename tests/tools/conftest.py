@@ -1,22 +1,10 @@
 """A run that several tools are asked about."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
-
-MODEL = dict(
-    model_type="llama",
-    hidden_size=64,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    num_hidden_layers=8,
-    intermediate_size=192,
-    vocab_size=512,
-    max_position_embeddings=512,
-)
+from testkit.finished_run import MODEL
 
 
 @pytest.fixture

@@ -1,19 +1,16 @@
-"""tools/compare_runs.py as a user runs it: exit codes, and what it says of the first difference."""
+"""tools/compare_runs.py: exit codes, and what it says of the first difference."""
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from testkit.programs import call_tool
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.run.report.compare import compare_runs
 
-ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.tensor([0.0, 1.0]).bfloat16()}
 
 
@@ -33,27 +30,17 @@ def make_run(folder, metrics=None, actor=WEIGHTS, critic=WEIGHTS):
     return folder
 
 
-def run_tool(*arguments):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools/compare_runs.py"), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"},
-        capture_output=True,
-        text=True,
-        timeout=540,
-    )
-
-
 def test_tool_tells_equal_different_and_bad_input(tmp_path):
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
-    same = run_tool(a, b)
+    same = call_tool("compare_runs", a, b)
     assert same.returncode == 0 and same.stdout.strip().endswith("equal"), same
     changed = {**WEIGHTS, "a.weight": WEIGHTS["a.weight"] + torch.tensor([0.0, 0.5, 0.0])}
-    different = run_tool(a, make_run(tmp_path / "c", critic=changed))
+    different = call_tool("compare_runs", a, make_run(tmp_path / "c", critic=changed))
     assert different.returncode == 1
     assert "a.weight[1], 2 of 6 elements" in different.stdout and "0.5" in different.stdout
-    bad = run_tool(a, tmp_path / "nothing")
+    bad = call_tool("compare_runs", a, tmp_path / "nothing")
     assert bad.returncode == 2 and bad.stderr.startswith("error: ") and "nothing is no run directory" in bad.stderr
-    assert run_tool("--help").returncode == 0
+    assert call_tool("compare_runs", "--help").returncode == 0
 
 
 def test_metrics_differ_by_value_key_and_iteration(tmp_path):

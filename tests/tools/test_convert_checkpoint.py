@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from testkit.programs import call_tool
 from testkit.tiny import write_checkpoint, write_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -21,7 +20,6 @@ from rlhfuse.decisions.shards import model_shards
 from rlhfuse.models.hf import load_weights
 from rlhfuse.parallel.fragments import Fragment, Place
 
-ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
 
@@ -62,22 +60,10 @@ def run(tmp_path_factory):
     return base / "run", {"actor": actor, "critic": critic}
 
 
-@pytest.fixture
-def convert(monkeypatch, capsys):
-    """The program in this process: arguments -> (exit code, what it said on stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"), run_name="__main__")
-        return ended.value.code, capsys.readouterr().err
-
-    return run
-
-
-def test_both_models_in_shards_have_equal_logits_in_transformers(run, convert, tmp_path):
+def test_both_models_in_shards_have_equal_logits_in_transformers(run, tmp_path):
     run_dir, sources = run
-    assert convert(run_dir, "--out", tmp_path / "hf", "--shard-gb", 1e-4) == (0, "")
+    done = call_tool("convert_checkpoint", run_dir, "--out", tmp_path / "hf", "--shard-gb", 1e-4)
+    assert (done.returncode, done.stderr) == (0, "")
     tokens = torch.arange(3, 40)[None]
     kinds = {"actor": AutoModelForCausalLM, "critic": AutoModelForSequenceClassification}
     for role, kind in kinds.items():
@@ -94,7 +80,7 @@ def test_both_models_in_shards_have_equal_logits_in_transformers(run, convert, t
     assert (tmp_path / "hf" / "actor" / "tokenizer.json").exists()
 
 
-def test_bad_input_is_one_line(run, convert, tmp_path):
+def test_bad_input_is_one_line(run, tmp_path):
     run_dir, sources = run
     checkpoint = run_dir / "checkpoints" / "iteration-3"
     (tmp_path / "there").mkdir()
@@ -105,5 +91,5 @@ def test_bad_input_is_one_line(run, convert, tmp_path):
         ((checkpoint, "--out", tmp_path / "hf", "--shard-gb", "0"), "--shard-gb 0.0 must be above 0"),
         ((checkpoint, "--out", tmp_path / "hf", "--like", sources["critic"], "--role", "actor"), "of another shape"),
     ):
-        code, said = convert(*arguments)
-        assert code == 2 and words in said and said.count("\n") == 1, said
+        done = call_tool("convert_checkpoint", *arguments)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
+import gpu_check
 import pytest
+from gpu_checks import report, speed
+from gpu_checks.figures import Figure, told
+from testkit.four_ranks import SPECS, run
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import gpu_check  # noqa: E402
-from gpu_checks import report, speed  # noqa: E402
-from gpu_checks.figures import Figure, told  # noqa: E402
-from testkit.four_ranks import SPECS, run  # noqa: E402
-
-from rlhfuse.config.spec import HardwareSpec  # noqa: E402
-from rlhfuse.costs.flops import forward_flops  # noqa: E402
-from rlhfuse.costs.hardware import hardware_by_name, load_hardware  # noqa: E402
-from rlhfuse.planning.draft import draft_plan  # noqa: E402
-from rlhfuse.planning.planner import make_plan  # noqa: E402
+from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.costs.flops import forward_flops
+from rlhfuse.costs.hardware import hardware_by_name, load_hardware
+from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.planner import make_plan
 
 GPU = {"name": "NVIDIA H100 80GB HBM3", "devices": 8, "capability": 9, "memory_bytes": 85_520_809_984}
 ASSUMED = hardware_by_name("h100")
@@ -70,15 +64,8 @@ def object_of(figures: list[Figure], environment=GPU) -> dict:
     """What a call that measured them ends with, as read back from its file."""
     checks = [{"name": "all", "ok": True, "seconds": 1.0, "detail": told(*figures, lines=["twice as fast"])}]
     checks += [{"name": "bad", "ok": False, "seconds": 1.0, "detail": "CheckFailed: {}\nmore\nthe end"}]
-    made = {
-        "ok": False,
-        "cuda": True,
-        "environment": environment,
-        "not_shown": ["x"],
-        "left_out": ["y"],
-        "checks": checks,
-    }
-    return json.loads(json.dumps(made))
+    made = {"ok": False, "cuda": True, "environment": environment, "not_shown": ["x"], "left_out": ["y"]}
+    return json.loads(json.dumps({**made, "checks": checks}))
 
 
 def close(found: HardwareSpec, wanted: HardwareSpec) -> None:
@@ -100,14 +87,8 @@ def test_the_machine_that_figures_were_made_of_is_found_and_written(tmp_path):
     # bytes over 3.35e12 a second, their share of the measured seconds, and the planner's prices before and after
     limit = speed.step_bytes(speed.spec_of("8b"), 192000) / 3.35e12
     seconds, assumed = (report.cost_of(m, "8b").decode_step_seconds(192, 192000) for m in (TRUE, ASSUMED))
-    cells = [
-        report.readable(limit),
-        f"{limit / seconds:.0%}",
-        "1 ms",
-        report.readable(assumed),
-        report.readable(seconds),
-    ]
-    assert " ".join(row[5:]) == " ".join([report.readable(seconds), *cells])
+    measured, at_best, before = map(report.readable, (seconds, limit, assumed))
+    assert " ".join(row[5:]) == f"{measured} {at_best} {limit / seconds:.0%} 1 ms {before} {measured}"
 
 
 def test_few_figures_leave_the_rest_assumed_and_none_goes_beyond_the_data_sheet(tmp_path):

@@ -1,31 +1,22 @@
 """The embedded tiny models as committed, and the two programs that make them."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from testkit.paths import ROOT
+from testkit.programs import call_tool
 from tiny_models import stories
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.models.reward_training import encode_pairs, score_pairs
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "examples" / "tiny"
 PROMPTS = ROOT / "examples" / "prompts" / "quickstart.jsonl"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=540)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +90,7 @@ def test_quickstart_prompts_are_short_openings_of_untrained_heroes(tokenizer):
     assert not training & set(prompts)
 
 
+@pytest.mark.ci
 def test_reward_model_orders_fresh_pairs():
     tokenizer = AutoTokenizer.from_pretrained(TINY / "reward")
     model = AutoModelForSequenceClassification.from_pretrained(TINY / "reward", dtype=torch.float32).eval()
@@ -111,18 +103,14 @@ def test_reward_model_orders_fresh_pairs():
     assert abs(scores.mean()) < 0.4 and 0.6 < scores.std() < 1.6
 
 
+@pytest.mark.ci
 def test_sampled_texts_end_by_themselves_with_a_long_tail(actor):
     tokenizer = AutoTokenizer.from_pretrained(TINY / "actor", padding_side="left")
     prompts = tokenizer(held_out_prompts(128), return_tensors="pt", padding=True)
     torch.manual_seed(0)
-    output = actor.generate(
-        input_ids=prompts["input_ids"],
-        attention_mask=prompts["attention_mask"],
-        do_sample=True,
-        top_k=0,
-        max_new_tokens=384,
-    )
-    responses = output[:, prompts["input_ids"].shape[1] :]
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+    output = actor.generate(input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=384)
+    responses = output[:, ids.shape[1] :]
     ended = (responses == tokenizer.eos_token_id).any(dim=1)
     lengths = torch.where(ended, (responses == tokenizer.eos_token_id).int().argmax(dim=1) + 1, responses.shape[1])
     p50, p99 = np.percentile(lengths.numpy(), [50, 99])
@@ -132,10 +120,10 @@ def test_sampled_texts_end_by_themselves_with_a_long_tail(actor):
 
 
 @pytest.mark.slow
-def test_a_short_run_makes_loadable_models(tmp_path):
+def test_a_short_run_makes_loadable_models(programs, tmp_path):
     out, prompts = tmp_path / "tiny", tmp_path / "prompts.jsonl"
     sizes = ("--steps", 3, "--stories", 300, "--pairs", 20, "--samples", 2, "--threads", 1)
-    done = run_tool("make_tiny_models.py", "--out", out, "--prompts", prompts, *sizes)
+    done = programs.tool("make_tiny_models", "--out", out, "--prompts", prompts, *sizes)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in out.iterdir()) == ["README.md", "actor", "reward"]
     AutoTokenizer.from_pretrained(out / "actor")
@@ -145,7 +133,11 @@ def test_a_short_run_makes_loadable_models(tmp_path):
     assert all("prompt" in json.loads(line) for line in prompts.read_text().splitlines())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "tiny"]  # nothing left beside
 
-    again = run_tool("make_tiny_models.py", "--out", out, *sizes)
-    assert again.returncode == 2 and "--force" in again.stderr
-    few = run_tool("make_tiny_models.py", "--out", tmp_path / "x", "--steps", 0)
-    assert few.returncode == 2 and "--steps 0" in few.stderr
+
+@pytest.mark.parametrize("tool", ["make_tiny_models", "make_sums"])
+def test_what_is_there_and_no_steps_are_refused(tmp_path, tool):
+    (tmp_path / "mine").touch()
+    for words, message in (((tmp_path,), "--force"), ((tmp_path / "x", "--steps", 0), "--steps 0")):
+        refused = call_tool(tool, "--prompts", tmp_path / "prompts", "--out", *words)
+        assert refused.returncode == 2 and message in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

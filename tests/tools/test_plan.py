@@ -1,45 +1,43 @@
-"""tools/plan.py as a program: exit codes, its two forms, and nothing on the way but one line of error."""
+"""tools/plan.py: its two forms, its search, placements after the plan, and nothing on the way but a line of error."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from testkit.finished_run import MODEL
+from testkit.paths import ROOT
+from testkit.programs import call_tool
 from testkit.tiny import write_tokenizer
 
+from rlhfuse.config.load import load_config
+from rlhfuse.planning.price import CAPTURE, OFFLOAD
+from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.ir.problem import load_problem
+from tools.try_plans import by_phase, read_search
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def program(*args: str, **env: str) -> subprocess.CompletedProcess:
-    base = {key: value for key, value in os.environ.items() if key not in ("WORLD_SIZE", "RANK")}
-    command = [sys.executable, str(ROOT / "tools/plan.py"), *args]
-    return subprocess.run(command, capture_output=True, text=True, env={**base, **env}, timeout=540)
+def plan(run_yaml, *words: object, **variables: str):
+    return call_tool("plan", "--config", run_yaml, *words, **variables)
 
 
 def test_text_and_json(run_yaml):
-    text = program("--config", run_yaml)
-    assert text.returncode == 0, text.stderr
-    assert "plan for 4 ranks" in text.stdout and "64 samples per iteration" in text.stdout
-    raw = program("--config", run_yaml, "--json", "rollout.samples_per_prompt=8")
+    text = plan(run_yaml).stdout
+    assert "plan for 4 ranks" in text and "64 samples per iteration" in text
+    raw = plan(run_yaml, "--json", "rollout.samples_per_prompt=8")
     assert json.loads(raw.stdout)["batch"]["samples"] == 128
 
 
 def test_models_of_config_json_alone_are_compared_by_size_in_one_line(run_yaml, tmp_path):
-    other = tmp_path / "other"
+    other, text = tmp_path / "other", (tmp_path / "model/config.json").read_text()
     other.mkdir()
-    (other / "config.json").write_text((tmp_path / "model/config.json").read_text())
-    done = program("--config", run_yaml, f"reward.path={other}", "fusion.intra_stage=false")
+    (other / "config.json").write_text(text)
+    done = plan(run_yaml, f"reward.path={other}", "fusion.intra_stage=false")
     assert done.returncode == 0 and "ends at the tokenizer's end token, as the model's files name none" in done.stdout
     line = "without tokenizer files actor and reward are compared by the size of their vocabularies alone, 512 each; "
     assert done.stderr.count(line + "a run needs the files\n") == 1
-    (other / "config.json").write_text((tmp_path / "model/config.json").read_text().replace("512", "448", 1))
-    done = program("--config", run_yaml, f"reward.path={other}")
+    (other / "config.json").write_text(text.replace("512", "448", 1))
+    done = plan(run_yaml, f"reward.path={other}")
     assert done.returncode == 2 and "vocab(448) != vocab(512) of the actor" in done.stderr
 
 
@@ -47,72 +45,226 @@ def test_the_length_of_prompts_is_read_off_them(run_yaml, tmp_path):
     write_tokenizer(tmp_path / "model")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1 w2"}\n{"prompt": "w1 w2 w3 w4"}\n')
     here = f"data.train_files=[{tmp_path}/prompts.jsonl]"
-    done = program("--config", run_yaml, "--json", here, "data.max_prompt_tokens=auto", "fusion.intra_stage=false")
-    assert done.returncode == 0, done.stderr
-    plan = json.loads(done.stdout)
-    assert plan["limits"]["max_prompt_tokens"] == 5 and "the longest prompt" in plan["reasons"][0]
+    done = plan(run_yaml, "--json", here, "data.max_prompt_tokens=auto", "fusion.intra_stage=false")
+    found = json.loads(done.stdout)
+    assert found["limits"]["max_prompt_tokens"] == 5 and "the longest prompt" in found["reasons"][0]
 
 
 def test_layouts_that_are_auto_are_searched_and_told(run_yaml, tmp_path):
-    words = ("--config", run_yaml, "--json", "fusion.intra_stage=false", "parallel=auto", "--world-size", "4")
-    done = program(*words, "fusion.actor_microbatches=auto")
-    assert done.returncode == 0, done.stderr
-    plan = json.loads(done.stdout)
-    layouts = {task["name"]: task["layout"] for task in plan["tasks"]}
+    words = ("--json", "fusion.intra_stage=false", "parallel=auto", "--world-size", "4")
+    done = plan(run_yaml, *words, "fusion.actor_microbatches=auto")
+    found = json.loads(done.stdout)
+    layouts = {task["name"]: task["layout"] for task in found["tasks"]}
     chosen = next(line for line in done.stderr.splitlines() if line.startswith("layouts of the search: "))
     assert f"generation={layouts['generation']} " in chosen and f"actor_train={layouts['actor_train']} " in chosen
-    assert f"actor_microbatches={plan['batch']['actor_microbatches']}" in chosen
-    assert not any("actor_microbatches = " in reason for reason in plan["reasons"]), "not by the rule"
-    assert any(reason.startswith("lengths are assumed: responses lognormal") for reason in plan["reasons"])
+    assert f"actor_microbatches={found['batch']['actor_microbatches']}" in chosen
+    assert not any("actor_microbatches = " in reason for reason in found["reasons"]), "not by the rule"
+    assert any(reason.startswith("lengths are assumed: responses lognormal") for reason in found["reasons"])
     (tmp_path / "past.csv").write_text("output_tokens\n3\n40\n")
-    done = program(*words, "--lengths", f"{tmp_path}/past.csv")
+    done = plan(run_yaml, *words, "--lengths", f"{tmp_path}/past.csv")
     assert f"2 samples of parallel.lengths={tmp_path}/past.csv" in done.stdout
 
 
 @pytest.mark.parametrize(
-    "args, env, message",
+    "words, environment, message",
     [
-        (("--world-size", "8"), {}, "dp(4) * tp(1) * pp(1) = 4 != world_size(8)"),
-        ((), {"WORLD_SIZE": "2"}, "!= world_size(2)"),
-        ((), {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' is no number"),
-        (("parallel.generatoin=d4t1p1",), {}, "unknown key parallel.generatoin; did you mean parallel.generation?"),
-        (("actor.path=/none",), {}, "/none/config.json is missing"),
-        (("trainer.hardware=b200",), {}, "hardware 'b200' is not known"),
-        (("--lengths", "none.csv"), {}, "none.csv does not exist"),
-        (("parallel=auto",), {}, "parallel.actor_train=auto: the number of ranks is not known; start under torchrun"),
-        (("parallel=auto", "parallel.generation=d2t1p1", "--world-size", "4"), {}, "parallel.generation=d2t1p1: dp(2)"),
-        (("data.max_prompt_tokens=auto",), {}, "has no tokenizer files; set actor.tokenizer to a folder that has them"),
-        (("data.max_prompt_tokens=auto",), {}, "=auto is read off the prompts: "),
+        ("--world-size 8", {}, "dp(4) * tp(1) * pp(1) = 4 != world_size(8)"),
+        ("", {"WORLD_SIZE": "2"}, "!= world_size(2)"),
+        ("", {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' is no number"),
+        ("parallel.generatoin=d4t1p1", {}, "unknown key parallel.generatoin; did you mean parallel.generation?"),
+        ("actor.path=/none", {}, "/none/config.json is missing"),
+        ("trainer.hardware=b200", {}, "hardware 'b200' is not known"),
+        ("--lengths none.csv", {}, "none.csv does not exist"),
+        ("parallel=auto", {}, "parallel.actor_train=auto: the number of ranks is not known; start under torchrun"),
+        ("parallel=auto parallel.generation=d2t1p1 --world-size 4", {}, "parallel.generation=d2t1p1: dp(2)"),
+        ("data.max_prompt_tokens=auto", {}, "has no tokenizer files; set actor.tokenizer to a folder that has them"),
+        ("data.max_prompt_tokens=auto", {}, "=auto is read off the prompts: "),
+        ("--problem /none/problem.json", {}, "cannot write /none/problem.json"),
+        # a search's options, and what does not go together
+        ("--top 3", {}, "--top is of a search; add --search"),
+        ("--best best.yaml", {}, "--best is of a search; add --search"),
+        ("--search --problem problem.json", {}, "--problem is of one plan, --search of many"),
+        ("--thorough", {}, "--thorough is of a search; add --search"),
+        ("--world-sizes 2,4", {}, "--world-sizes is of a search; add --search"),
+        ("--search --world-sizes 2,4 --best a.yaml", {}, "--best is of one number of ranks; leave"),
+        ("--search --world-sizes 2 --world-size 2", {}, "--world-size and --world-sizes are given"),
+        ("--search --world-sizes 2,0", {}, "--world-sizes: 0 ranks run nothing; give 1"),
+        ("--search --top 0", {}, "--top 0 shows nothing; give 1 or more"),
+        ("--search --best /none/best.yaml", {}, "cannot write /none/best.yaml"),
+        ("--search trainer.memory_limit_gb=0.01", {}, "lacks"),
+        ("--search parallel.generation=d2t1p1", {}, "parallel.generation=d2t1p1: dp(2)"),
     ],
 )
-def test_bad_input_exits_2_with_one_line(run_yaml, args, env, message):
-    done = program("--config", run_yaml, *args, **env)
+def test_bad_input_exits_2_with_one_line(run_yaml, words, environment, message):
+    done = plan(run_yaml, *words.split(), **environment)
     assert done.returncode == 2 and done.stdout == ""
     assert message in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_the_problem_of_the_schedule_is_written_for_the_search(run_yaml, tmp_path):
     path = tmp_path / "problem.json"
-    result = program("--config", run_yaml, "--problem", str(path), "--json")
-    assert result.returncode == 0, result.stderr
+    assert plan(run_yaml, "--problem", path, "--json").returncode == 0
     problem = load_problem(path)
     assert [pipeline.name for pipeline in problem.pipelines] == ["actor", "critic.0", "critic.1"]
     assert problem.pipeline("critic.1").placement == (3, 2)
     assert problem.pipeline("actor").split and len(problem.pipeline("actor").weight_activation or ()) == 4
-    refused = program("--config", run_yaml, "--problem", str(tmp_path / "none" / "problem.json"))
-    assert refused.returncode == 2 and "cannot write" in refused.stderr and not refused.stdout
 
 
-def test_kernels_are_compiled_before_the_search_begins(run_yaml, tmp_path):
+def test_kernels_are_compiled_before_the_search_begins(programs, run_yaml, tmp_path):
     """On a fresh clone the search has its whole time, and a line says what came before it."""
-    done = program("--config", run_yaml, "--json", NUMBA_CACHE_DIR=str(tmp_path / "cache"))
+    begin = ("plan", "--config", run_yaml, "--json")
+    done, again = (programs.tool(*begin, NUMBA_CACHE_DIR=str(tmp_path / "cache")) for _ in range(2))
     source = json.loads(done.stdout)["schedule"]["source"]
     assert int(source.split(" moves")[0].split()[-1]) > 1000, source
     begin, end = done.stderr.splitlines()
     assert begin.startswith("compiling kernels, once on this machine") and end.startswith("compiled ")
-    again = program("--config", run_yaml, "--json", NUMBA_CACHE_DIR=str(tmp_path / "cache"))
     assert again.returncode == 0 and not again.stderr
 
 
-def test_help():
-    assert program("--help").returncode == 0
+# --search
+
+
+def test_the_best_tables_are_shown_with_the_proof_and_the_same_bytes_every_time(programs, run_yaml):
+    words = ("plan", "--config", run_yaml, "--search", "--top", 3)
+    first, again = (programs.tool(*words, PYTHONHASHSEED=seed) for seed in "12")
+    assert first.returncode == 0, first.stderr
+    *lines, elapsed = first.stdout.splitlines()
+    assert lines == again.stdout.splitlines()[:-1] and elapsed.startswith("CPU time: ")
+    assert lines[0].startswith("searched ") and " on 4 cpu" in lines[0]
+    assert "lengths are assumed" in lines[1]
+    assert "no table of this space is predicted to be faster" in lines[3]
+    head = next(number for number, line in enumerate(lines) if line.split()[:2] == ["seconds", "gen+inf"])
+    rows = [line.split() for line in lines[head + 1 : head + 4]]
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    assert sorted(float(row[1]) for row in rows) == [float(row[1]) for row in rows]
+
+
+def test_wishes_memory_and_doubts_are_told_and_drawn(run_yaml, tmp_path):
+    small = ("rollout.prompts_per_iteration=4", "rollout.samples_per_prompt=1", "--world-size", "2", "--thorough")
+    done = plan(run_yaml, "--search", *small, "--draw", tmp_path / "curve.png")
+    told = ("if you insist on", "serial (no fusion)", "trainer.memory_limit_gb=", "memory against time, ", "sure of")
+    assert [words for words in told if words not in done.stdout] == []
+    assert "each constant of the machine 20% down or up" in done.stdout and "tools/try_plans.py" in done.stdout
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    raw = json.loads(plan(run_yaml, "--search", *small, "--json").stdout)
+    assert {wish["wanted"].split("=")[0] for wish in raw["wishes"]} > {"serial (no fusion)", "trainer.memory_limit_gb"}
+    assert raw["sensitivity"] and raw["memory"][0]["seconds"] == raw["tables"][0]["seconds"]
+
+
+def test_what_is_printed_as_json_can_be_tried(run_yaml, tmp_path):
+    file = tmp_path / "search.json"
+    file.write_text(plan(run_yaml, "--search", "--json").stdout)
+    raw = json.loads(file.read_text())
+    world, tables = read_search(str(file))
+    assert world == raw["world_size"] == 4 and len(tables) == 5
+    predicted, _ = by_phase(tables[0]["parts"], [json.dumps({"timing_s/gen": 1.0})])
+    rest = sum(tables[0]["parts"][name] for name in (OFFLOAD, CAPTURE))
+    assert sum(predicted.values()) + rest == pytest.approx(tables[0]["seconds"])
+    config = load_config(run_yaml, ["parallel.reward_inference=d1t4p1", *tables[0]["overrides"]])
+    assert Table.parse(tables[0]["overrides"]).of(config) == config, "whatever layouts the file has"
+
+
+def test_numbers_of_ranks_are_compared(run_yaml):
+    done = plan(run_yaml, "--search", "--world-sizes", "2,4", "rollout.prompts_per_iteration=4")
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:3]] == ["2", "4"], done.stderr
+    assert "cheapest of a sample: " in done.stdout and "fastest: " in done.stdout
+    raw = plan(run_yaml, "--search", "--world-sizes", "2", "--json", "trainer.memory_limit_gb=0.01")
+    assert raw.returncode == 2 and "lacks" in json.loads(raw.stdout)["sizes"][0]["why_not"]
+
+
+def test_what_an_argument_gives_stays(run_yaml):
+    done = plan(run_yaml, "--search", "--json", "parallel.generation=d2t2p1", "trainer.recompute=full")
+    tables = [Table.parse(table["overrides"]) for table in json.loads(done.stdout)["tables"]]
+    assert {(str(table.generation), table.recompute) for table in tables} == {("d2t2p1", "full")}
+    assert len({table.text for table in tables}) == 5
+
+
+def test_the_best_is_written_as_a_run_that_is_planned_with_that_table(run_yaml, tmp_path):
+    file = tmp_path / "best.yaml"
+    best = json.loads(plan(run_yaml, "--search", "--json", "--best", file, "parallel.headroom=0.2").stdout)["tables"][0]
+    config, table = load_config(file), Table.parse(best["overrides"])
+    assert table.of(config) == config and config.parallel.headroom == 0.2
+    assert config == load_config(run_yaml, ["parallel.headroom=0.2", *best["overrides"]])
+    found = json.loads(plan(file, "--json", "--world-size", "4").stdout)
+    layouts = {task["name"]: task["layout"] for task in found["tasks"]}
+    assert layouts["generation"] == str(table.generation) and layouts["actor_train"].startswith(str(table.actor_train))
+    assert found["batch"]["actor_microbatches"] == table.microbatches
+
+
+def test_the_command_that_is_named_prints_the_plan_of_the_best(run_yaml):
+    told = plan(run_yaml, "--search").stdout.splitlines()
+    line = next(line for line in told if line.startswith("plan of the best: "))
+    option, file, *words = line.split("tools/plan.py ")[1].split()
+    assert option == "--config" and "plan for 4 ranks" in plan(file, *words, "fusion.search_seconds=0.2").stdout
+
+
+# --what-if
+
+LLAMA3 = MODEL | dict(
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    num_hidden_layers=32,
+    intermediate_size=14336,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+)
+EIGHT = ROOT / "examples/llama3_8b_8gpus.yaml"
+SMALL = ("rollout.prompts_per_iteration=64", "fusion.actor_microbatches=8", "fusion.intra_stage=serial")
+
+
+@pytest.fixture
+def on_eight(tmp_path):
+    """A caller of the tool with models of a config.json alone, in an order that is not searched."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3))
+    return lambda *words: plan(EIGHT, f"actor.path={tmp_path}", f"reward.path={tmp_path}", *SMALL, *words)
+
+
+def test_placements_follow_the_plan(on_eight):
+    done = on_eight("--what-if")
+    plan_alone, _, told = done.stdout.partition("\nwhat if: ")
+    assert plan_alone == on_eight().stdout.rstrip("\n") and "what if" not in done.stderr
+    rows = [line.split("  ")[1] for line in told.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert rows[:4] == ["placement", "colocated, fused", "colocated, serial", "split training"]
+    fused, serial = (line for line in told.splitlines() if line.startswith("  colocated, "))
+    assert float(fused.split()[2]) == pytest.approx(seconds_of(plan_alone), rel=1e-3) and " 1.00 " in fused
+    assert "@0-7 generation d" in serial
+    assert told == on_eight("--what-if").stdout.partition("\nwhat if: ")[2]  # nothing is random
+
+
+def seconds_of(told: str) -> float:
+    """Fused, of an iteration, without what is said of CUDA graphs."""
+    lines = {line[2:26].strip(): line.split() for line in told.splitlines()}
+    graphs = float(lines["CUDA graphs recorded"][-1]) if "CUDA graphs recorded" in lines else 0.0
+    return float(lines["iteration"][2]) - graphs
+
+
+def test_as_json_beside_the_plan(on_eight):
+    raw = json.loads(on_eight("--what-if", "--json").stdout)
+    found = {row["name"]: row for row in raw["what_if"]["placements"]}
+    assert raw["world_size"] == 8 and "free" in found
+    assert "what_if" not in json.loads(on_eight("--json").stdout)
+    calls = found["critic across iterations"]["calls"]
+    assert calls["generation"]["ranks"] == calls["actor_train"]["ranks"] != calls["critic_train"]["ranks"]
+    assert calls["critic_train"]["ranks"] in ([0, 3], [4, 7])
+    assert found["free"]["seconds"] <= found["split training"]["seconds"]
+
+
+def test_machines_of_two_kinds(on_eight):
+    over = ["trainer.hardware=a100:8,h100:8", "rollout.prompts_per_iteration=64", "algorithm.minibatches=2"]
+    over += [f"parallel.{task}_train=d4t1p4" for task in ("actor", "critic")]
+    over += ["parallel.generation=d8t2p1", "parallel.inference=d8t2p1", "fusion.actor_microbatches=8"]
+    raw = json.loads(on_eight(*over, "--what-if", "--json").stdout)
+    assert raw["hardware"] == "a100:8,h100:8" and raw["world_size"] == 16 and raw["efficiency"] is None
+    assert raw["memory_limit_source"] == "of the smallest of a100:8,h100:8"
+    split = next(row for row in raw["what_if"]["placements"] if row["name"] == "split training")
+    assert {tuple(split["calls"][name]["ranks"]) for name in ("actor_train", "critic_train")} == {(0, 7), (8, 15)}
+    refused = on_eight("trainer.hardware=a100:4,h100:4")
+    assert refused.returncode == 2 and not refused.stdout
+    assert refused.stderr.startswith("error: trainer.hardware: a100:4,h100:4: 4 of a100 are no whole machines of 8")
+    assert "!= world_size(8)" in on_eight("trainer.hardware=a100:8,h100:8").stderr
+
+
+def test_on_a_cpu(run_yaml):
+    done = plan(run_yaml, "--what-if", "fusion.intra_stage=serial")
+    assert "critic across iterations" in done.stdout and "@2-3 " in done.stdout

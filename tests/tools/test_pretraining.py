@@ -3,15 +3,16 @@
 import random
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 from tiny_models.pretraining import next_token_loss, pack, window_batches
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TEXTS = [[1, 5, 6, 7, 2], [1, 9, 8, 2], [1, 4, 4, 4, 4, 2]]
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@examples(60)
 @given(
     texts=st.lists(st.lists(st.integers(3, 40), min_size=1, max_size=15), min_size=1, max_size=12),
     window=st.integers(4, 20),

@@ -1,18 +1,21 @@
 """The story grammar: same seed same text, a real tail of lengths, moods in balance and free of length."""
 
 import numpy as np
-from hypothesis import given, settings
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 from tiny_models import stories
 
 
-def draw_many(count: int, seed: int = 3):
-    rng = stories.generator(seed, "test")
-    openings = [stories.draw_opening(rng) for _ in range(count)]
-    return openings, [stories.draw_response(rng, opening) for opening in openings]
+@pytest.fixture(scope="module")
+def responses():
+    rng = stories.generator(3, "test")
+    openings = [stories.draw_opening(rng) for _ in range(6000)]
+    return [stories.draw_response(rng, opening) for opening in openings]
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@examples(30)
 @given(seed=st.integers(0, 2**40), purpose=st.text(max_size=8))
 def test_same_seed_and_purpose_give_the_same_story(seed, purpose):
     one, two = (stories.generator(seed, purpose) for _ in range(2))
@@ -25,7 +28,7 @@ def test_another_seed_and_another_purpose_give_other_stories():
     assert len(texts) == 3
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@examples(50)
 @given(seed=st.integers(0, 10**6))
 def test_a_story_is_filled_in_and_ends_with_a_sentence(seed):
     text = stories.draw_story(stories.generator(seed, "text"))
@@ -34,15 +37,13 @@ def test_a_story_is_filled_in_and_ends_with_a_sentence(seed):
     assert text[0].isupper()
 
 
-def test_lengths_have_a_long_tail_in_sentences():
-    _, responses = draw_many(6000)
+def test_lengths_have_a_long_tail_in_sentences(responses):
     p50, p99 = np.percentile([response.sentences for response in responses], [50, 99])
     assert p99 / p50 >= 4
     assert np.mean([response.sentences > 45 for response in responses]) < 0.02
 
 
-def test_moods_balance_and_do_not_depend_on_length():
-    _, responses = draw_many(6000)
+def test_moods_balance_and_do_not_depend_on_length(responses):
     moods = np.array([response.mood for response in responses])
     lengths = np.array([response.sentences for response in responses])
     assert abs(moods.mean()) < 0.03
@@ -54,19 +55,10 @@ def test_mood_is_the_mean_over_sentences_that_have_one():
     """Counted again from the text, by the templates' own words."""
     opening = stories.Opening("x", stories.Hero("Anna", "she", "her", "her", "fox", "bear", "hat"), False)
     rng = stories.generator(5, "moods")
-    glad_words, sad_words = ("happy", "hugged", "sweet"), ("very sad", "pushed", "mean word")
-    glad = [
-        r.mood
-        for r in (stories.draw_response(rng, opening) for _ in range(3000))
-        if r.sentences == 1 and any(word in r.text for word in glad_words)
-    ]
-    sad = [
-        r.mood
-        for r in (stories.draw_response(rng, opening) for _ in range(3000))
-        if r.sentences == 1 and any(word in r.text for word in sad_words)
-    ]
-    assert glad and set(glad) == {1.0}
-    assert sad and set(sad) == {-1.0}
+    drawn = [stories.draw_response(rng, opening) for _ in range(3000)]
+    for words, mood in ((("happy", "hugged", "sweet"), 1.0), (("very sad", "pushed", "mean word"), -1.0)):
+        alone = [one.mood for one in drawn if one.sentences == 1 and any(word in one.text for word in words)]
+        assert alone and set(alone) == {mood}
 
 
 def test_held_out_openings_never_introduce_a_training_hero():

@@ -2,14 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from make_sums import MAX_RESPONSE_TOKENS, Recipe, draw_files, rows, taught
 from safetensors import safe_open
+from testkit.paths import ROOT
 from tiny_models import sums
 from tiny_models.stories import generator
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,7 +16,6 @@ from rlhfuse.config.load import load_config
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.data.gsm8k import answer_match, final_answer
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL, EXAMPLE = ROOT / "examples" / "sums", ROOT / "examples" / "sums_grpo.yaml"
 NAMES = ("train", "held_out")
 
@@ -100,19 +97,11 @@ def test_the_model_begins_with_room_to_learn():
 
 
 @pytest.mark.slow
-def test_a_short_run_makes_a_loadable_model(tmp_path):
-    def run(*arguments):
-        command = [sys.executable, ROOT / "tools" / "make_sums.py", "--prompts", tmp_path, "--threads", "1", *arguments]
-        return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=540)
-
+def test_a_short_run_makes_a_loadable_model(programs, tmp_path):
     out = tmp_path / "sums"
-    done = run("--out", out, "--steps", 3)
+    done = programs.tool("make_sums", "--prompts", tmp_path, "--threads", 1, "--out", out, "--steps", 3)
     assert done.returncode == 0, done.stderr
     AutoTokenizer.from_pretrained(out)
     AutoModelForCausalLM.from_pretrained(out)
     assert "held-out sums right" in (out / "README.md").read_text()
     assert [(tmp_path / f"sums_{name}.jsonl").read_text() for name in NAMES] == [committed(name) for name in NAMES]
-    again = run("--out", out)
-    assert again.returncode == 2 and "--force" in again.stderr
-    few = run("--out", tmp_path / "x", "--steps", 0)
-    assert few.returncode == 2 and "--steps 0" in few.stderr

@@ -1,26 +1,18 @@
-"""tools/train_reward.py on its own: what it makes, and one clear line for each kind of bad input."""
+"""tools/train_reward.py: what it makes, and one clear line for each kind of bad input."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from testkit.paths import ROOT
+from testkit.programs import call_tool
 from tiny_models import stories
 from transformers import AutoModelForSequenceClassification
 
-ROOT = Path(__file__).resolve().parents[2]
 ACTOR = ROOT / "examples" / "tiny" / "actor"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 GOOD = {"prompt": "One day", "chosen": " she was happy.", "rejected": " she was sad."}
-
-
-def train_reward(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "tools" / "train_reward.py"), *map(str, arguments)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=540)
 
 
 def write_pairs(path: Path, lines: list) -> Path:
@@ -33,14 +25,13 @@ def test_a_run_prints_its_accuracy_and_saves_a_classifier(tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl", [asdict(stories.draw_pair(rng)) for _ in range(48)])
     out = tmp_path / "reward"
     arguments = ("--model", ACTOR, "--pairs", pairs, "--out", out, "--epochs", 1, "--threads", 1)
-    done = train_reward(*arguments, "--batch-pairs", 8, "--eval-fraction", 0.25, "--dtype", "float32")
-    assert done.returncode == 0, done.stderr
+    done = call_tool("train_reward", *arguments, "--batch-pairs", 8, "--eval-fraction", 0.25, "--dtype", "float32")
     assert "held-out accuracy" in done.stdout and "12 pairs (36 trained on)" in done.stdout
     model = AutoModelForSequenceClassification.from_pretrained(out)
     assert model.config.num_labels == 1 and model.dtype == torch.float32
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "reward"]
 
-    again = train_reward(*arguments)
+    again = call_tool("train_reward", *arguments)
     assert again.returncode == 2 and "--force" in again.stderr
 
 
@@ -62,7 +53,7 @@ def test_bad_input_ends_with_2_and_one_line(tmp_path, lines, extra, message):
     pairs = tmp_path / "pairs.jsonl"
     if lines is not None:
         write_pairs(pairs, lines)
-    done = train_reward("--model", ACTOR, "--pairs", pairs, "--out", tmp_path / "out", *extra)
+    done = call_tool("train_reward", "--model", ACTOR, "--pairs", pairs, "--out", tmp_path / "out", *extra)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from testkit.paths import ROOT
+from testkit.programs import call_tool
 
-ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = "examples/quickstart.yaml"
 PARTS = {
     "generation and inference": 0.5,
     "schedules of training": 0.25,
@@ -30,15 +31,11 @@ def search_file(folder: Path, layouts: list[str]) -> Path:
     return file
 
 
-def try_plans(search: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/try_plans.py", "--config", "examples/quickstart.yaml", "--search", str(search)]
-    return subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=540)
-
-
 @pytest.mark.slow
-def test_tables_run_and_are_measured_by_phase(tmp_path):
-    out = tmp_path / "tried"
-    done = try_plans(search_file(tmp_path, ["d1t1p2", "d2t1p1"]), "--out", str(out), "--iterations", "2", *SMALL)
+def test_tables_run_and_are_measured_by_phase(programs, tmp_path):
+    out, search = tmp_path / "tried", search_file(tmp_path, ["d1t1p2", "d2t1p1"])
+    words = ("--config", QUICKSTART, "--search", search, "--out", out, "--iterations", 2)
+    done = programs.tool("try_plans", *words, *SMALL)
     assert done.returncode == 0, done.stderr
     tables = json.loads((out / "tried.json").read_text())["tables"]
     assert len(tables) == 2
@@ -56,22 +53,20 @@ def test_tables_run_and_are_measured_by_phase(tmp_path):
     [
         (["--iterations", "1"], "--top 3 --iterations 1 --skip 1 leave nothing to measure"),
         (["rollout.nothing=1"], "rollout.nothing"),
+        (["--out", "."], "exists; give another name"),
+        (["--search", "EMPTY"], "holds no tables; write it with tools/plan.py --search --json"),
     ],
 )
 def test_what_cannot_be_tried_ends_with_2(tmp_path, words, message):
-    done = try_plans(search_file(tmp_path, ["d1t1p2"]), "--out", str(tmp_path / "out"), *words)
-    assert done.returncode == 2 and message in done.stderr and not (tmp_path / "out").exists(), done.stderr
-
-
-def test_files_without_tables_and_folders_that_exist_are_refused(tmp_path):
     (tmp_path / "other.json").write_text("{}")
-    done = try_plans(tmp_path / "other.json", "--out", str(tmp_path / "out"))
-    assert done.returncode == 2 and "holds no tables; write it with tools/plan.py --search --json" in done.stderr
-    done = try_plans(search_file(tmp_path, ["d1t1p2"]), "--out", str(tmp_path))
-    assert done.returncode == 2 and "exists; give another name" in done.stderr
+    words = [str(tmp_path / "other.json") if word == "EMPTY" else word for word in words]
+    search, out = search_file(tmp_path, ["d1t1p2"]), tmp_path / "out"
+    done = call_tool("try_plans", "--config", ROOT / QUICKSTART, "--search", search, "--out", out, *words)
+    assert done.returncode == 2 and message in done.stderr and not out.exists(), done.stderr
 
 
-def test_a_table_that_fails_ends_it_with_the_end_of_its_log(tmp_path):
-    search = search_file(tmp_path, ["d1t1p2"])
-    done = try_plans(search, "--out", str(tmp_path / "out"), "--launcher", f"{sys.executable} -c 'exit(3)'")
+def test_a_table_that_fails_ends_it_with_the_end_of_its_log(programs, tmp_path):
+    search, launcher = search_file(tmp_path, ["d1t1p2"]), f"{sys.executable} -c 'exit(3)'"
+    words = ("--config", QUICKSTART, "--search", search, "--out", tmp_path / "out")
+    done = programs.tool("try_plans", *words, "--launcher", launcher)
     assert done.returncode not in (0, 2) and "ended with 3" in done.stderr
