@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from testkit.paged_case import PagedCase, causal
 from torch import Tensor
 
 from rlhfuse.base.errors import InputError
@@ -18,15 +19,6 @@ from rlhfuse.models.paged_attention import CacheShape, PagedQueries, choose_atte
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 SHAPE = CacheShape(torch.bfloat16, CUDA, 8, 2, 64, 16, 32)
-
-
-def formula(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """q [T, H, D] are the last tokens of a sequence with these keys and values [N, G, D]."""
-    heads, dim = q.shape[1:]
-    k, v = (x.double().repeat_interleave(heads // x.shape[1], dim=1) for x in (keys, values))
-    scores = torch.einsum("thd,shd->hts", q.double(), k) / dim**0.5
-    visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
-    return torch.einsum("hts,shd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v).to(q.dtype)
 
 
 class FlashInferDouble(types.ModuleType):
@@ -64,7 +56,7 @@ class FlashInferDouble(types.ModuleType):
                     places = indices[blocks[s] : blocks[s + 1]].long()
                     length = (len(places) - 1) * keys.shape[1] + ends
                     k, v = (x[places].flatten(0, 1)[:length] for x in (keys, values))
-                    out.append(formula(q[queries[s] : queries[s + 1]], k, v))
+                    out.append(causal(q[queries[s] : queries[s + 1]], k, v).to(q.dtype))
                 return torch.cat(out)
 
         self.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
@@ -80,8 +72,8 @@ class FlashInferDouble(types.ModuleType):
         assert max_seq_len == block_tables.shape[1] * keys.shape[1]
         out = []
         for row, (table, length) in enumerate(zip(block_tables.long(), seq_lens.tolist())):
-            out.append(formula(query[row : row + 1], *(x[table].flatten(0, 1)[:length] for x in (keys, values))))
-        return torch.cat(out)
+            out.append(causal(query[row : row + 1], *(x[table].flatten(0, 1)[:length] for x in (keys, values))))
+        return torch.cat(out).to(query.dtype)
 
 
 @pytest.fixture
@@ -98,43 +90,21 @@ def flashinfer(monkeypatch) -> FlashInferDouble:
     return double
 
 
-def cache(shape: CacheShape, contexts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values, and tables of blocks in any order, over a cache of NaN elsewhere."""
-    generator = torch.Generator().manual_seed(0)
-    counts = [-(-n // shape.block_tokens) for n in contexts]
-    order = torch.randperm(sum(counts), generator=generator).int().split(counts)
-    sizes = sum(counts), shape.block_tokens, shape.kv_heads, shape.head_dim
-    keys, values = torch.randn(2, *sizes, generator=generator).to(shape.dtype)
-    tables = torch.zeros(len(contexts), max(counts) + 1, dtype=torch.int32)
-    for s, (blocks, n) in enumerate(zip(order, contexts)):
-        tables[s, : len(blocks)] = blocks
-        if n % shape.block_tokens:
-            for memory in (keys, values):
-                memory[blocks[-1], n % shape.block_tokens :] = torch.nan
-    return keys, values, tables
-
-
 def test_flashinfer_gets_what_its_formula_needs(flashinfer):
     shape = replace(SHAPE, device=CPU, dtype=torch.float16)
-    contexts, starts = [1, 16, 33, 40, 50], [0, 1, 17, 18, 23, 25]
-    keys, values, tables = cache(shape, contexts)
     sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.block_tokens
+    case = PagedCase([1, 16, 1, 5, 2], [1, 16, 33, 40, 50], *sizes, shape.dtype)
     kernels = flashinfer_attention.FlashInferAttention(shape.dtype, shape.device, *sizes)
-    compiled = flashinfer.plans, flashinfer.runs
-    assert compiled == (1, 1), "both kernels are built before the first step"
+    assert (flashinfer.plans, flashinfer.runs) == (1, 1), "both kernels are built before the first step"
 
-    q = torch.randn(25, 8, 64).half()
-    attend = kernels.mixed(tables, starts, contexts)
-    expected = paged.TorchAttention(shape).mixed(PagedQueries.of(tables, starts, contexts))(
-        *(x.float() for x in (q, keys, values))
-    )
+    attend = kernels.mixed(case.tables, case.starts, case.contexts)
     for _ in range(3):  # layers
-        assert (attend(q, keys, values) - expected).abs().max() < 2e-3
+        assert (attend(case.q, case.keys, case.values) - case.expected()).abs().max() < 2e-3
     assert (flashinfer.plans, flashinfer.runs) == (2, 4), "planned once for all layers"
 
-    lengths = torch.tensor(contexts, dtype=torch.int32)
-    expected = paged.TorchAttention(shape).decode(tables, lengths)(*(x.float() for x in (q[:5], keys, values)))
-    assert (kernels.decode(tables, lengths)(q[:5], keys, values) - expected).abs().max() < 2e-3
+    case = PagedCase([1] * 5, case.contexts, *sizes, shape.dtype)
+    found = kernels.decode(case.tables, torch.tensor(case.contexts, dtype=torch.int32))(case.q, case.keys, case.values)
+    assert (found - case.expected()).abs().max() < 2e-3
 
 
 def test_calls_fit_the_installed_flashinfer():

@@ -13,6 +13,7 @@ from collections import Counter
 
 import pytest
 from testkit.engine_pair import SPEC, EnginePair, Request, Workload, move
+from testkit.gen_models import run_out
 from testkit.scripted_drafts import RULES
 
 from rlhfuse.gen.engine import SamplingParams
@@ -65,14 +66,9 @@ def test_moved_at_every_position(workload, budget, with_kv):
             assert source.unfinished()[0].kv_tokens == computed
             recomputed = move(source, destination, [i], with_kv=with_kv, as_bytes=steps % 2 == 0)
             assert recomputed == ([] if with_kv and computed else [i])
-            assert not source.has_unfinished() and source.free_blocks == 9
-            source.check_integrity()
-            results = []
-            while destination.has_unfinished():
-                destination.check_integrity()
-                results += destination.step()
-            assert results == [expected], f"sample {i} moved after {steps} steps, {computed} tokens computed"
-            assert destination.free_blocks == 9
+            assert run_out(source) == []
+            found = run_out(destination)
+            assert found == [expected], f"sample {i} moved after {steps} steps, {computed} tokens computed"
             moves += 1
     assert moves == sum(-(-length // budget) + TOKENS - 1 for length in LENGTHS)
 
@@ -119,26 +115,6 @@ def test_moved_back_and_forth_after_every_step(workload):
         assert not engines[1].has_unfinished() and engines[0].free_blocks == engines[1].free_blocks == 160
 
 
-def test_moved_among_samples_that_share_its_prefix(workload):
-    """The destination holds the same prompt already; the source's other samples keep their shared blocks."""
-    prompt, params = workload.requests[19].prompt, SamplingParams(max_tokens=9, seed=3)
-    together = workload.engine(num_blocks=80, block_tokens=BLOCK).generate([prompt] * 8, params)
-    for steps in range(1, 9):
-        source, destination = (workload.engine(num_blocks=80, block_tokens=BLOCK, draft_rows=0) for _ in range(2))
-        for sample_id in range(8):
-            (source if sample_id < 6 else destination).add(sample_id, prompt, params)
-        for _ in range(steps):
-            assert source.step() == destination.step() == []
-        assert move(source, destination, [0, 2, 4], with_kv=steps % 4 != 0, as_bytes=True) in ([], [0, 2, 4])
-        results = []
-        for engine in (source, destination):
-            while engine.has_unfinished():
-                engine.check_integrity()
-                results += engine.step()
-            assert engine.free_blocks == 80
-        assert sorted(results, key=lambda r: r.sample_id) == together
-
-
 def test_moved_to_an_engine_with_other_blocks(workload):
     """Blocks of another size don't fit, but the tokens move; the size of blocks changes no bit."""
     for request in workload.requests.values():
@@ -150,8 +126,4 @@ def test_moved_to_an_engine_with_other_blocks(workload):
             for _ in range(1 + request.sample_id % (TOKENS - 1)):
                 source.step()
             move(source, destination, [request.sample_id], with_kv=False, as_bytes=True)
-            results = []
-            while destination.has_unfinished():
-                destination.check_integrity()
-                results += destination.step()
-            assert results == [expected]
+            assert run_out(destination) == [expected]

@@ -7,19 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from testkit.gen_models import random_weights, tiny_spec
+from testkit.gen_models import TINY, add_all, engine_of, random_weights
 from testkit.scripted_drafts import RULES, ScriptedDrafter
 
-from rlhfuse.base.errors import InputError
-from rlhfuse.gen.engine import Engine, EngineOptions, GenerationResult, SamplingParams
+from rlhfuse.gen.engine import Engine, GenerationResult, SamplingParams
 
-SPEC = tiny_spec()
-WEIGHTS = random_weights(SPEC)
 PROMPTS = [[9, 10, 11], [12], list(range(20, 60)), [300, 299], [9, 10, 11]]
 
 
 def make(**options) -> Engine:
-    return Engine(SPEC, WEIGHTS, EngineOptions(**({"num_blocks": 60} | options)), detokenize=spell)
+    return engine_of(detokenize=spell, **({"num_blocks": 60} | options))
 
 
 def spell(tokens: list[int]) -> str:
@@ -28,8 +25,7 @@ def spell(tokens: list[int]) -> str:
 
 def serve(engine: Engine, params: SamplingParams) -> tuple[list[GenerationResult], int, int]:
     """Results in order, steps, guesses that were right."""
-    for sample_id, prompt in enumerate(PROMPTS):
-        engine.add(sample_id, prompt, params)
+    add_all(engine, PROMPTS, params)
     results, steps, right = {}, 0, 0
     while engine.has_unfinished():
         results |= {result.sample_id: result for result in engine.step()}
@@ -45,7 +41,7 @@ def scripted(kind: str, params: SamplingParams, draft_rows: int = 16, **options)
     """An engine whose guesses are by rule, from what the samples will draw."""
     expected, _, _ = serve(make(draft_rows=0), params)
     engine = make(draft_rows=draft_rows, **options)
-    engine.drafter = ScriptedDrafter(SPEC.vocab, draft_rows, kind, lambda i: expected[i].tokens, random.Random(0))
+    engine.drafter = ScriptedDrafter(TINY.vocab, draft_rows, kind, lambda i: expected[i].tokens, random.Random(0))
     return engine
 
 
@@ -96,8 +92,7 @@ def test_guesses_take_free_blocks_only_and_give_them_back():
 def test_rows_of_guesses_count_against_the_tokens_of_a_step():
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     engine = scripted("right", params, max_batched_tokens=8)
-    for sample_id, prompt in enumerate(PROMPTS):
-        engine.add(sample_id, prompt, params)
+    add_all(engine, PROMPTS, params)
     most = 0
     while engine.has_unfinished():
         engine.step()
@@ -114,11 +109,11 @@ def test_wrong_guesses_never_enter_the_prefix_index():
     engine = scripted("wrong", params, block_tokens=2)
     engine.generate([PROMPTS[0]], params)
     for known in (4, 9, 20):
-        engine.drafter = ScriptedDrafter(SPEC.vocab, 16, "random", lambda _: (), random.Random(0))
+        engine.drafter = ScriptedDrafter(TINY.vocab, 16, "random", lambda _: (), random.Random(0))
         guessed = [
             *PROMPTS[0],
             *expected.tokens[:known],
-            *((token + 1) % SPEC.vocab for token in expected.tokens[known:]),
+            *((token + 1) % TINY.vocab for token in expected.tokens[known:]),
         ]
         plain = make(draft_rows=0).generate([guessed], params, [77])[0]
         assert engine.generate([guessed], params, [77])[0] == plain
@@ -127,13 +122,13 @@ def test_wrong_guesses_never_enter_the_prefix_index():
 
 def test_a_sample_whose_logits_are_not_finite_behind_a_wrong_guess_goes_on():
     """A guess whose embedding is infinite gives no number; nobody looks at what follows a guess that was not drawn."""
-    weights = {name: weight.clone() for name, weight in WEIGHTS.items()}
+    weights = random_weights(TINY)
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=2)
-    expected = Engine(SPEC, weights, EngineOptions(num_blocks=60, draft_rows=0)).generate(PROMPTS, params)
-    unused = next(t for t in range(SPEC.vocab) if all(t not in (*r.tokens, *r.prompt_tokens) for r in expected))
+    expected = engine_of(weights=weights, draft_rows=0).generate(PROMPTS, params)
+    unused = next(t for t in range(TINY.vocab) if all(t not in (*r.tokens, *r.prompt_tokens) for r in expected))
     weights["embedding.word_embeddings.weight"][unused] = torch.inf
-    engine = Engine(SPEC, weights, EngineOptions(num_blocks=60, draft_rows=16))
-    engine.drafter = ScriptedDrafter(SPEC.vocab, 16, "right", lambda _: (unused,) * 99, random.Random(0))
+    engine = engine_of(weights=weights, draft_rows=16)
+    engine.drafter = ScriptedDrafter(TINY.vocab, 16, "right", lambda _: (unused,) * 99, random.Random(0))
     assert engine.generate(PROMPTS, params) == expected
 
 
@@ -152,8 +147,3 @@ def test_an_engine_that_never_guesses_right_is_as_fast_in_steps():
     params = SamplingParams(max_tokens=60, ignore_eos=True, seed=6)
     expected, steps, _ = serve(make(draft_rows=0), params)
     assert serve(scripted("wrong", params), params)[:2] == (expected, steps)
-
-
-def test_negative_rows_are_refused():
-    with pytest.raises(InputError, match="draft_rows=-1"):
-        EngineOptions(draft_rows=-1)

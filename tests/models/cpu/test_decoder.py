@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -124,7 +121,7 @@ def test_take_tokens():
     assert np.array_equal(from_panels(out, 18), draw(TOKENS, 5)[chosen]) and not out[1, :, 2:].any()
 
 
-def test_kernels_leave_torchs_threads_alone():
+def test_kernels_leave_torchs_threads_alone(programs):
     """numba's pool, when it starts, sets OpenMP's count for the whole process."""
     code = (
         "import torch, numba; torch.set_num_threads(1)\n"
@@ -133,4 +130,5 @@ def test_kernels_leave_torchs_threads_alone():
         "torch.set_num_threads(64)\n"
         "assert share_threads() == numba.config.NUMBA_NUM_THREADS and torch.get_num_threads() == 64"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=540)
+    done = programs.python("-c", code)
+    assert done.returncode == 0, done.stderr

@@ -74,8 +74,8 @@ def launch_all() -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_kernels_compile_without_spills(arch):
-    launches = compiled_launches(__file__, "launch_all", arch)
+def test_kernels_compile_without_spills(programs, arch):
+    launches = compiled_launches(programs, __file__, arch)
     assert {launch.kernel for launch in launches} == {"_swiglu_kernel", "_swiglu_backward_kernel", "_turn"} and len(
         launches
     ) == 8
