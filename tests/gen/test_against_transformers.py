@@ -8,6 +8,7 @@ and printed, must be few, and must hold one of the best.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,7 @@ def encoded(folder: Path, file: Path, key: str, count: int, longest: int) -> lis
 
 
 def test_a_trained_model(capsys):
-    prompts = encoded(TRAINED, ROOT / "examples/prompts/sums_held_out.jsonl", "prompt", PROMPTS // 2, 80)
+    prompts = encoded(TRAINED, ROOT / "examples/prompts/sums_held_out.jsonl", "question", PROMPTS // 2, 80)
     check(TRAINED, prompts + random_prompts(PROMPTS // 2, 448, 80, seed=3), 40, capsys)
 
 
@@ -138,11 +139,7 @@ def test_stories(capsys):
 
 
 def test_stop_text_with_the_folders_tokenizer():
-    engine = Engine.from_pretrained(TRAINED)
-    prompt = encoded(TRAINED, ROOT / "examples/prompts/sums_held_out.jsonl", "prompt", 1, 80)
-    greedy = SamplingParams(temperature=0, max_tokens=30)
-    free, cut = (
-        engine.generate(prompt, params)[0]
-        for params in (greedy, SamplingParams(temperature=0, max_tokens=30, stop=("###",)))
-    )
+    engine, greedy = Engine.from_pretrained(TRAINED), SamplingParams(temperature=0, max_tokens=30)
+    prompt = encoded(TRAINED, ROOT / "examples/prompts/sums_held_out.jsonl", "question", 1, 80)
+    free, cut = (engine.generate(prompt, params)[0] for params in (greedy, replace(greedy, stop="###")))
     assert cut.finish_reason == "stop" and cut.tokens == free.tokens[: len(cut.tokens)] != free.tokens

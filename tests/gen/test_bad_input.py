@@ -7,6 +7,7 @@ their way give what they give alone, and no block is missing.
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -84,32 +85,31 @@ def test_prompts_may_be_arrays_and_tensors():
     assert all(type(token) is int for result in results for token in result.prompt_tokens)
 
 
+BAD_PARAMS = {
+    "temperature": (-0.1, math.nan, math.inf, "1"),
+    "top_p": (0.0, 1.5, math.nan, None),
+    "top_k": (-1, 2.5, True),
+    "max_tokens": (0, 1.5),
+    "min_tokens": (-1,),
+    "seed": (1.5, None),
+}
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in BAD_PARAMS.items() for value in values])
+def test_sampling_values_are_refused_by_name(name, value):
+    with pytest.raises(InputError, match=re.escape(f"{name}={value!r}")):
+        SamplingParams(**{name: value})
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (dict(temperature=-0.1), "temperature=-0.1"),
-        (dict(temperature=math.nan), "temperature=nan"),
-        (dict(temperature=math.inf), "temperature=inf"),
-        (dict(top_p=0.0), "top_p=0.0"),
-        (dict(top_p=1.5), "top_p=1.5"),
-        (dict(top_p=math.nan), "top_p=nan"),
-        (dict(top_k=-1), "top_k=-1"),
-        (dict(top_k=2.5), "top_k=2.5"),
-        (dict(max_tokens=0), "max_tokens=0"),
-        (dict(max_tokens=1.5), "max_tokens=1.5"),
-        (dict(min_tokens=-1), "min_tokens=-1"),
         (dict(min_tokens=9, max_tokens=8), "min_tokens=9 > max_tokens=8"),
         (dict(stop=("ok", "")), "empty text"),
-        (dict(seed=1.5), "seed=1.5"),
-        (dict(seed=None), "seed=None"),
-        (dict(top_k=True), "top_k=True"),
-        (dict(temperature="1"), "temperature='1'"),
-        (dict(top_p=None), "top_p=None"),
         (dict(stop_token_ids=(5, 1.5)), "stop_token_ids"),
     ],
-    ids=str,
 )
-def test_contradicting_sampling_values_are_refused_by_name(bad, words):
+def test_contradicting_sampling_values_are_refused(bad, words):
     with pytest.raises(InputError, match=words):
         SamplingParams(**bad)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from testkit.gen_models import GREEDY, PROMPTS, add_all, engine_of, random_tokens, random_weights, run_out, tiny_spec
+from testkit.gen_models import GREEDY, PROMPTS, add_all, engine_of, random_weights, run_out, tiny_spec
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import EngineOptions, SamplingParams
@@ -162,13 +162,6 @@ def test_failure_in_a_step_loses_no_token(alone, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert run_out(engine, results=results) == alone
-
-
-def test_the_longest_prompt_goes_through_the_smallest_budget():
-    prompts, params = random_tokens([252], seed=3), SamplingParams(max_tokens=4, ignore_eos=True)
-    expected = engine_of(max_batched_tokens=2048).generate(prompts, params)
-    assert engine_of(max_batched_tokens=5).generate(prompts, params) == expected
-    assert engine_of(max_batched_tokens=1, num_blocks=16, block_tokens=16).generate(prompts, params) == expected
 
 
 def test_draws_depend_on_seed_and_sample_alone():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,14 +102,9 @@ def test_engine_ends_at_the_stop_text_and_min_tokens_passes_it_over(engine):
 
 
 def test_a_stop_text_in_the_prompt_or_across_its_end_is_not_one(engine):
-    free = engine.generate([[9, 14, 15]], SamplingParams(max_tokens=12, ignore_eos=True))[0].tokens
-    text = spell([9, 14, 15])
-    across = next(text[-1] + c for c in "ab é漢" if text[-1] + c not in spell(list(free)))
-    for stop in (across, text):
-        if stop in spell(list(free)):
-            continue
-        params = SamplingParams(max_tokens=12, ignore_eos=True, stop=(stop,))
-        assert engine.generate([[9, 14, 15]], params)[0].finish_reason == "length"
-    crossing = text[-1] + spell(list(free))[:1]
-    result = engine.generate([[9, 14, 15]], SamplingParams(max_tokens=12, ignore_eos=True, stop=(crossing,)))[0]
-    assert result.tokens == free[: (first_stop(list(free), (crossing,)) or [12])[0]]
+    prompt, params = [9, 14, 15], SamplingParams(max_tokens=12, ignore_eos=True)
+    free = list(engine.generate([prompt], params)[0].tokens)
+    across = next(spell(prompt)[-1] + c for c in "ab é漢" if spell(prompt)[-1] + c not in spell(free))
+    for stop in (across, spell(prompt), spell(prompt)[-1] + spell(free)[:1]):
+        result = engine.generate([prompt], replace(params, stop=(stop,)))[0]
+        assert list(result.tokens) == free[: (first_stop(free, (stop,)) or [12])[0]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 
 import numpy as np
@@ -110,17 +109,15 @@ def test_varlen_attention_and_its_gradients(groups, dim):
 def test_neighbours_change_no_bit(heads, groups, dim, lengths, dtype):
     """Those of one length may be one batch; each by itself, the same output and gradients."""
     torch.manual_seed(len(lengths))
-    tokens, rotary = sum(lengths), angles(dim)
-    whole = [torch.randn(tokens, count, dim, dtype=dtype, requires_grad=True) for count in (heads, groups, groups)]
-    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    rotary, sizes = angles(dim), [(sum(lengths), count, dim) for count in (heads, groups, groups)]
+    whole = [torch.randn(*size, dtype=dtype, requires_grad=True) for size in sizes]
     out = varlen_attention(*whole, rotary, SequenceBorders.of(lengths, CPU))
     gradient = torch.randn_like(out)
-    together = [out, *torch.autograd.grad(out, whole, gradient)]
-    alone = []
-    for start, end in zip(bounds.tolist(), bounds[1:].tolist()):
-        one = [x[start:end].detach().requires_grad_() for x in whole]
-        out = varlen_attention(*one, rotary, SequenceBorders.of([end - start], CPU))
-        alone.append([out, *torch.autograd.grad(out, one, gradient[start:end])])
+    together, alone = [out, *torch.autograd.grad(out, whole, gradient)], []
+    for length, upstream, *one in zip(lengths, gradient.split(lengths), *(x.detach().split(lengths) for x in whole)):
+        one = [x.requires_grad_() for x in one]
+        out = varlen_attention(*one, rotary, SequenceBorders.of([length], CPU))
+        alone.append([out, *torch.autograd.grad(out, one, upstream)])
     for found, parts in zip(together, zip(*alone)):
         assert torch.equal(found, torch.cat(parts))
 

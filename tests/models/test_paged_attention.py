@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -113,13 +114,13 @@ def test_calls_fit_the_installed_flashinfer():
     pairs = [(library.decode.xqa_batch_decode_with_kv_cache, here.xqa)]
     pairs += [(getattr(wrapper, name), getattr(double, name)) for name in ("__init__", "plan", "run")]
     for theirs, ours in pairs:
-        known = inspect.signature(theirs).parameters
-        named = [name for name in inspect.signature(ours).parameters if name != "self"]
-        assert set(named) <= set(known), f"{theirs} has no {set(named) - set(known)}"
-        plain = [name for name in known if name != "self"]
-        positional = [p.name for p in inspect.signature(ours).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
-        positional = [name for name in positional if name != "self"]
-        assert plain[: len(positional)] == positional, "those without a name stand in this order"
+        known, named = (
+            [p for p in inspect.signature(f).parameters.values() if p.name != "self"] for f in (theirs, ours)
+        )
+        missing = {p.name for p in named} - {p.name for p in known}
+        assert not missing, f"{theirs} has no {missing}"
+        positional = [p.name for p in named if p.kind == p.POSITIONAL_OR_KEYWORD]
+        assert [p.name for p in known][: len(positional)] == positional, "those without a name stand in this order"
 
 
 @pytest.mark.parametrize(
@@ -143,23 +144,15 @@ def test_why_flashinfer_is_not_used(flashinfer, changes, reason):
     assert found is None if reason is None else reason in found
 
 
-def test_a_gpu_too_old_for_flashinfer_is_named(flashinfer, monkeypatch):
+def test_an_old_gpu_and_a_broken_or_absent_library_are_told(flashinfer, monkeypatch):
+    broken = ImportError("libcudart.so.12: cannot open shared object file")
+    absent = ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer")
+    for error, words in ((broken, "cannot be imported: libcudart.so.12"), (absent, "flashinfer is not installed")):
+        with monkeypatch.context() as patch:
+            patch.setattr(flashinfer_attention.importlib, "import_module", mock.Mock(side_effect=error))
+            assert words in paged.obstacle("flashinfer", SHAPE)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "not 8.0" in paged.obstacle("flashinfer", SHAPE)
-
-
-def test_a_library_that_is_there_but_broken_is_told(flashinfer, monkeypatch):
-    def broken(name: str) -> None:
-        raise ImportError("libcudart.so.12: cannot open shared object file")
-
-    monkeypatch.setattr(flashinfer_attention.importlib, "import_module", broken)
-    assert "cannot be imported: libcudart.so.12" in paged.obstacle("flashinfer", SHAPE)
-
-    def absent(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer")
-
-    monkeypatch.setattr(flashinfer_attention.importlib, "import_module", absent)
-    assert paged.obstacle("flashinfer", SHAPE) == "flashinfer is not installed"
 
 
 class FlashDouble:
@@ -245,11 +238,9 @@ def test_the_first_that_can_is_chosen_and_told(monkeypatch):
 
 
 def test_kernels_that_do_not_compile_are_passed_over_and_told(monkeypatch):
-    def fails(shape: CacheShape) -> None:
-        raise RuntimeError("Ninja build failed.\nnvcc fatal: Unsupported gpu architecture\n")
-
+    fails = RuntimeError("Ninja build failed.\nnvcc fatal: Unsupported gpu architecture\n")
     monkeypatch.setattr(paged, "obstacle", lambda name, shape: None)
-    monkeypatch.setitem(paged.KERNELS, "flashinfer", fails)
+    monkeypatch.setitem(paged.KERNELS, "flashinfer", mock.Mock(side_effect=fails))
     monkeypatch.setitem(paged.KERNELS, "triton", paged.TorchAttention)
     chosen = choose_attention(SHAPE)
     assert chosen.name == "triton" and chosen.passed_over == ("flashinfer cannot be made ready: Ninja build failed.",)

@@ -123,13 +123,13 @@ def test_decoding_never_waits_for_a_prefill(prompts, budget, arrivals):
         scheduler.add(sequence(i, prompt))
     started: list[int] = []
     for step in range(1000):
-        for number, (when, tokens, whole) in enumerate(arrivals):
-            if when == step:
-                arrived = sequence(100 + number, tokens)
-                arrived.append(7, 0.0)
-                arrived.computed_tokens = arrived.total_tokens - (1 if whole else 2)
-                scheduler.blocks.grow(arrived, arrived.computed_tokens)
-                scheduler.add_running(arrived)
+        for number in (number for number, (when, _, _) in enumerate(arrivals) if when == step):
+            _, tokens, whole = arrivals[number]
+            arrived = sequence(100 + number, tokens)
+            arrived.append(7, 0.0)
+            arrived.computed_tokens = arrived.total_tokens - (1 if whole else 2)
+            scheduler.blocks.grow(arrived, arrived.computed_tokens)
+            scheduler.add_running(arrived)
         decoding = [seq for seq in scheduler.running if seq.tokens and seq.pending_tokens == 1]
         work = scheduler.schedule()
         if not work:

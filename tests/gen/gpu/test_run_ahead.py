@@ -71,15 +71,15 @@ def test_random_lives_end_as_they_do_without_running_ahead():
     cases = share(CASES)
     for case in range(cases):
         rng = random.Random(case)
-        pair, samples = draw_pair(workload, rng, kind=AheadPair)
+        pair, samples = draw_pair(workload, rng, 12 * (case % 4 > 0), AheadPair)
         serve(pair, samples, rng)
         seen += pair.seen
     print(dict(seen))
     assert seen["in flight"] > seen["steps"] // 3
     for event in ("stop", "length", "aborted", "preempted by hand", "paused", "moved with KV", "moved as tokens"):
-        assert seen[event] > cases // 10, f"{event} happened {seen[event]} times"
+        assert seen[event] >= cases // 10, f"{event} happened {seen[event]} times"
     assert seen["guesses right"] > cases and seen["guesses wrong"] > cases
-    assert seen["a row too many"] > cases // 3 and seen["weights loaded"] > 2
+    assert seen["a row too many"] > cases // 4 and seen["weights loaded"] > 2
 
 
 def test_triton_draws_in_a_running_engine_are_the_cpus():

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from testkit import triton_interpreter  # noqa: F401
 from testkit.draw_batches import draw_batch
-from testkit.profiles import share
 from testkit.triton_compile import compiled_launches
 
 from rlhfuse.gen.core.draws import DrawBatch
@@ -44,10 +43,8 @@ def draw_on_cpu(logits: torch.Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.
 def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
     """Narrow, ordinary and wide rows, some of few different values."""
     generator = torch.Generator().manual_seed(seed)
-    logits = (
-        torch.randn(rows, vocab, generator=generator)
-        * torch.tensor([0.01, 1.0, 3.0, 30.0])[torch.arange(rows) % 4, None]
-    )
+    widths = torch.tensor([0.01, 1.0, 3.0, 30.0])[torch.arange(rows) % 4, None]
+    logits = torch.randn(rows, vocab, generator=generator) * widths
     logits[::5] = (logits[::5] * 4).round() / 4
     return logits
 
@@ -67,35 +64,26 @@ def random_batch(rows: int, vocab: int, seed: int, limited: bool) -> DrawBatch:
     )
 
 
-def compare(cases: list[tuple[int, int]], limited: bool) -> tuple[int, int, float]:
-    """Rows drawn, tokens that differ, and the largest difference of log-probabilities, over (rows, vocab)."""
-    drawn, other, worst = 0, 0, 0.0
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+@pytest.mark.parametrize(
+    ("limited", "cases"),
+    [
+        (False, [(60, 301), (6, 5000), (2, 32_000)]),
+        pytest.param(False, [(1200, 301), (790, 64), (6, 32_000), (4, 5000)], marks=SLOW),
+        pytest.param(True, [(490, 301), (10, 32_000)], marks=SLOW),
+    ],
+    ids=["few", "thousands", "limited"],
+)
+def test_draws_are_the_cpus(limited, cases):
+    """Not one token differs, though only those whose best scores are 1e-5 apart were to agree."""
     for seed, (rows, vocab) in enumerate(cases):
         logits, batch = random_logits(rows, vocab, seed), random_batch(rows, vocab, seed, limited)
         tokens, logprobs = draw(logits, batch)
         expected, expected_logprobs = draw_on_cpu(logits, batch)
-        drawn, other = drawn + rows, other + int((tokens != expected).sum())
-        worst = max(worst, float(np.abs(logprobs - expected_logprobs).max()))
-    return drawn, other, worst
-
-
-def test_draws_are_the_cpus():
-    """Not one token differs, though only those whose best scores are 1e-5 apart were to agree."""
-    drawn, other, worst = compare([(share(60), 301), (6, 5000), (2, 32_000)], limited=False)
-    assert drawn == share(60) + 8 and other == 0 and worst < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_thousands_of_draws_are_the_cpus(capsys):
-    for limited, cases in (
-        (False, [(1200, 301), (790, 64), (6, 32_000), (4, 5000)]),
-        (True, [(490, 301), (10, 32_000)]),
-    ):
-        drawn, other, worst = compare(cases, limited)
-        with capsys.disabled():
-            print(f"\n{other} of {drawn} tokens differ, log-probabilities by at most {worst:.1e}")
-        assert drawn >= 500 and other == 0 and worst < 1e-6
+        assert tokens.tolist() == expected.tolist()
+        assert np.abs(logprobs - expected_logprobs).max() < 1e-6
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(3, 1), (3, 2), (8, 61), (6, 1003), (2, 9000)])

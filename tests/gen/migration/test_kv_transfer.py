@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from testkit.gen_models import engine_of, run_out, tiny_spec
+from testkit.gen_models import add_all, engine_of, run_out, tiny_spec
 from testkit.moves import import_sequences, move_sequences
 
 import rlhfuse.gen
@@ -30,11 +30,8 @@ def siblings():
 
 
 def running_siblings(steps: int, samples: int = 16, what=(PROMPT, PARAMS)) -> Engine:
-    engine = small_blocks()
-    for sample_id in range(samples):
-        engine.add(sample_id, *what)
-    for _ in range(steps):
-        engine.step()
+    engine, (prompt, params) = small_blocks(), what
+    add_all(engine, [prompt] * samples, params, steps)
     return engine
 
 

@@ -8,13 +8,9 @@ the prompt into other chunks again.
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-
 import pytest
-from testkit.engine_pair import SPEC, EnginePair, Request, Workload, move
+from testkit.engine_pair import SPEC, Request, Workload, move
 from testkit.gen_models import run_out
-from testkit.scripted_drafts import RULES
 
 from rlhfuse.gen.engine import SamplingParams
 
@@ -71,48 +67,6 @@ def test_moved_at_every_position(workload, budget, with_kv):
             assert found == [expected], f"sample {i} moved after {steps} steps, {computed} tokens computed"
             moves += 1
     assert moves == sum(-(-length // budget) + TOKENS - 1 for length in LENGTHS)
-
-
-@pytest.mark.parametrize("with_kv", [True, False])
-@pytest.mark.parametrize("kind", RULES)
-def test_moved_at_every_position_among_guesses(workload, kind, with_kv):
-    """Both engines guess: the source stands where its guesses took it, with rows of wrong ones behind in its blocks."""
-    positions, seen = set(), Counter()
-    for i, length in enumerate(LENGTHS):
-        for steps in range(1 + TOKENS):
-            sizes = dict(num_blocks=9, block_tokens=BLOCK, draft_rows=8)
-            pair = EnginePair(workload, [sizes, sizes])
-            pair.guess_by_rule((kind, kind), random.Random(100 * i + steps))
-            pair.add(0, i)
-            for _ in range(steps):
-                pair.step(0)
-            if not pair.finished:
-                positions.add(pair.engines[0].unfinished()[0].total_tokens - length)
-                pair.move(0, [i], with_kv, as_bytes=steps % 2 == 0)
-            pair.drain()
-            assert pair.finished == {i}
-            seen += pair.seen
-    assert seen["guesses right"] + seen["guesses wrong"] > 200
-    assert positions == set(range(TOKENS))
-
-
-def test_moved_back_and_forth_after_every_step(workload):
-    """All twenty at once, every step in the other engine, by turns with keys and values and as tokens."""
-    for every in (1, 2):  # budgets that hold all tokens: moved as tokens, a chunked prompt would begin again for ever
-        engines = [workload.engine(num_blocks=160, block_tokens=BLOCK, max_batched_tokens=b) for b in (400, 500)]
-        for request in workload.requests.values():
-            engines[0].add(request.sample_id, request.prompt, request.params)
-        results, steps = [], 0
-        while engines[0].has_unfinished():
-            results += engines[0].step()
-            steps += 1
-            running = [state.sample_id for state in engines[0].unfinished()]
-            move(engines[0], engines[1], running, with_kv=bool(steps % every), as_bytes=False)
-            engines.reverse()
-            engines[0].check_integrity()
-            engines[1].check_integrity()
-        assert sorted(results, key=lambda r: r.sample_id) == [workload.alone(i, BLOCK) for i in range(len(LENGTHS))]
-        assert not engines[1].has_unfinished() and engines[0].free_blocks == engines[1].free_blocks == 160
 
 
 def test_moved_to_an_engine_with_other_blocks(workload):

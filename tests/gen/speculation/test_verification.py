@@ -45,19 +45,6 @@ def scripted(kind: str, params: SamplingParams, draft_rows: int = 16, **options)
     return engine
 
 
-@pytest.mark.parametrize("draft_rows", [2, 16, 24, 64])
-def test_text_that_is_written_before_takes_fewer_steps(draft_rows):
-    """Each sample twice: the second time all is known."""
-    params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
-    expected, steps, _ = serve(make(draft_rows=0), params)
-    engine = make(draft_rows=draft_rows)
-    assert serve(engine, params)[0] == expected
-    found, fewer, right = serve(engine, params)
-    assert found == expected
-    if draft_rows > len(PROMPTS):
-        assert fewer < 0.5 * steps and right > 300
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", RULES)
 @pytest.mark.parametrize(

@@ -35,18 +35,19 @@ def from_panels(x: np.ndarray, tokens: int) -> np.ndarray:
     return x.transpose(0, 2, 1).reshape(-1, x.shape[1])[:tokens]
 
 
-def multiply(w: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
+def panels_out(kernel, rows: int, w: np.ndarray, x: np.ndarray, threads: int) -> np.ndarray:
     panels = to_panels(x)
-    out = np.full((len(panels), w.shape[0], LANES), np.nan, np.float32)
-    decoder_cpu.multiply(w, panels, panel_offsets(len(panels), x.shape[1]), len(x), out, threads)
+    out = np.full((len(panels), rows, LANES), np.nan, np.float32)
+    kernel(w, panels, panel_offsets(len(panels), x.shape[1]), len(x), out, threads)
     return from_panels(out, len(x))
+
+
+def multiply(w: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
+    return panels_out(decoder_cpu.multiply, len(w), w, x, threads)
 
 
 def swiglu(w: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
-    panels = to_panels(x)
-    out = np.full((len(panels), w.shape[0] // 2, LANES), np.nan, np.float32)
-    decoder_cpu.multiply_swiglu(w, panels, panel_offsets(len(panels), x.shape[1]), len(x), out, threads)
-    return from_panels(out, len(x))
+    return panels_out(decoder_cpu.multiply_swiglu, len(w) // 2, w, x, threads)
 
 
 def to_rows(w: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
