@@ -53,7 +53,7 @@ def workload(request) -> Workload:
 
 
 def run_cases(workload: Workload, first: int, count: int) -> Counter[str]:
-    """Serve `count` random cases; everything that can happen happens often."""
+    """Serve `count` random cases; whatever can happen happens often."""
     seen: Counter[str] = Counter()
     for case in range(first, first + count):
         rng, wide = random.Random(case), case % 10 == 0

@@ -141,14 +141,15 @@ class EnginePair:
         self.seen["aborted"] += 1
         self.check(which)
 
-    def preempt(self, which: int) -> None:
-        self.seen["preempted by hand"] += len(self.engines[which].scheduler.running)
-        self.engines[which].scheduler.preempt_all()
-        self.check(which)
-
-    def reload(self, which: int) -> None:
-        self.engines[which].load_weights(self.workload.weights)
-        self.seen["weights loaded"] += 1
+    def disturb(self, which: int, *, reload: bool) -> None:
+        """Preempt all of an engine's samples, or give it its weights again."""
+        engine = self.engines[which]
+        if reload:
+            engine.load_weights(self.workload.weights)
+            self.seen["weights loaded"] += 1
+        else:
+            self.seen["preempted by hand"] += len(engine.scheduler.running)
+            engine.scheduler.preempt_all()
         self.check(which)
 
     def move(self, source: int, sample_ids: list[int], with_kv: bool, as_bytes: bool) -> None:
@@ -159,15 +160,11 @@ class EnginePair:
         self.check(0)
         self.check(1)
 
-    def pause(self, which: int) -> None:
-        self.engines[which].pause()
-        self.paused[which] = True
-        self.seen["paused"] += 1
-        self.check(which)
-
-    def resume(self, which: int) -> None:
-        self.engines[which].resume()
-        self.paused[which] = False
+    def pause(self, which: int, on: bool) -> None:
+        engine = self.engines[which]
+        engine.pause() if on else engine.resume()
+        self.paused[which] = on
+        self.seen["paused"] += on
         self.check(which)
 
     def step(self, which: int) -> None:
@@ -199,7 +196,7 @@ class EnginePair:
         while any(engine.has_unfinished() for engine in self.engines):
             for which in (0, 1):
                 if self.paused[which]:
-                    self.resume(which)
+                    self.pause(which, on=False)
                 self.step(which)
             steps += 1
             assert steps < 10_000, "no progress"
@@ -255,20 +252,16 @@ def serve(pair: EnginePair, samples: list[int], rng: random.Random) -> None:
             if coming:
                 pair.add(rng.randrange(2), coming.pop())
         which = rng.randrange(2)
-        event = rng.randrange(12)
+        event = rng.randrange(13)
         if event == 0 and (here := pair.unfinished(which)):
             sample_id = rng.choice(here)
             pair.abort(which, sample_id)
             coming.insert(0, sample_id)  # and asks again later
-        elif event == 1:
-            pair.preempt(which)
-        elif event == 2:
-            pair.reload(which)
-        elif event == 3 and not pair.paused[which]:
-            pair.pause(which)
-        elif event in (4, 5) and pair.paused[which]:
-            pair.resume(which)
-        elif event >= 6 and (here := pair.unfinished(which)):
+        elif event in (1, 2, 3):
+            pair.disturb(which, reload=event == 3)
+        elif event == 4 or (event in (5, 6) and pair.paused[which]):
+            pair.pause(which, on=event == 4)
+        elif event >= 7 and (here := pair.unfinished(which)):
             running = [s.sample_id for s in pair.engines[which].unfinished() if s.kv_tokens]
             movable = running if running and rng.random() < 0.8 else here
             pair.move(which, rng.sample(movable, rng.randint(1, len(movable))), rng.random() < 0.8, rng.random() < 0.5)

@@ -22,7 +22,6 @@ from rlhfuse.models.hf import load_weights
 
 LENGTHS = (1, 5, 15, 16, 17, 33, 60, 16, 90)
 PARAMS = SamplingParams(max_tokens=20, seed=2, ignore_eos=True)
-ROOMY = EngineOptions(num_blocks=200)
 SHAPES = {
     "llama": dict(),
     "biased llama": dict(attention_bias=True),
@@ -36,9 +35,11 @@ def folder(request, tmp_path) -> Path:
     return write_checkpoint(tmp_path / "model", seed=5, **SHAPES[request.param])
 
 
-def test_bfloat16_is_near_float32_of_the_same_weights(folder, tmp_path, capsys):
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_bfloat16_is_near_float32_of_the_same_weights(folder, kernels, capsys):
     """Teacher-forced: every beginning of the float32 model's samples, one greedy token of each model."""
-    half, full = Engine.from_pretrained(folder, ROOMY, dtype=torch.bfloat16), Engine.from_pretrained(folder, ROOMY)
+    options = EngineOptions(num_blocks=200, kernels=kernels)
+    half, full = (Engine.from_pretrained(folder, options, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     rounded = load_weights(folder, ModelSpec.from_config(folder), dtype=torch.bfloat16)
     full.load_weights({name: weight.float() for name, weight in rounded.items()})
     texts = [[*r.prompt_tokens, *r.tokens] for r in full.generate(random_tokens(LENGTHS, 8, full.spec.vocab), PARAMS)]

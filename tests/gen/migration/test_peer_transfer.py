@@ -138,7 +138,7 @@ def same_bits(sources, destinations) -> None:
 
 
 def unique_blocks(sources) -> int:
-    """Of 39 prompt tokens, 9 full blocks are shared by samples 0 to 3; everything else is one's own."""
+    """Samples 0 to 3 share 9 full blocks of their 39 prompt tokens; everything else is one's own."""
     tokens = {sample: kv.shape[2] for sample, kv in sources[0]["kv"].items()}
     assert len(tokens) == len(PROMPTS) and min(tokens[i] for i in range(4)) > 39
     return sum(-(-n // BLOCK) for n in tokens.values()) - 3 * 9

@@ -18,7 +18,7 @@ def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def near(found: torch.Tensor, exact: torch.Tensor) -> None:
-    """Of one rounding and float32 sums."""
+    """Within one rounding, and what float32 sums lose."""
     step = torch.finfo(found.dtype).eps
     assert ((found.double() - exact).abs() <= (0.51 * step + 2e-6) * exact.abs() + 1e-6).all()
 
