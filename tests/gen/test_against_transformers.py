@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from testkit.paths import ROOT, shared_data
+from testkit.profiles import share
 
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
@@ -116,7 +117,7 @@ def test_random_model(tmp_path, case, capsys):
     model.save_pretrained(tmp_path)
     spec = ModelSpec.from_config(tmp_path)
     assert spec.head_dim == changes.get("head_dim", 64) and spec.context == (80 if "window" in case else 256)
-    check(tmp_path, random_prompts(PROMPTS, spec.vocab, 60, seed=2), 16, capsys)
+    check(tmp_path, random_prompts(share(PROMPTS), spec.vocab, 60, seed=2), 16, capsys)
 
 
 def encoded(folder: Path, file: Path, key: str, count: int, longest: int) -> list[list[int]]:

@@ -27,6 +27,7 @@ from rlhfuse.gen.gpu.forward import DeviceForward
 from rlhfuse.gen.model_runner import ModelRunner
 
 POOL_RANKS = 2
+TIED = tiny_spec(tied_embeddings=True, kv_heads=4)
 META = torch.device("meta")
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 THREE = [[9, 10, 11], [12], list(range(20, 60))]
@@ -85,9 +86,7 @@ def decoded(engine: Engine, batch: ForwardBatch, shape: DecodeShape) -> torch.Te
         return engine.runner._forward.decode(inputs, cache)[: len(batch.tokens)].float()
 
 
-@pytest.mark.parametrize(
-    "spec", [tiny_spec(), WIDE, tiny_spec(tied_embeddings=True, kv_heads=4), tiny_spec(kv_heads=1)], ids=range(4)
-)
+@pytest.mark.parametrize("spec", [tiny_spec(), WIDE, TIED, tiny_spec(kv_heads=1)], ids=["plain", "wide", "tied", "one"])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_greedy_samples_equal_those_of_the_cpu_kernels(spec, graphs):
     weights, params = damped(spec), replace(GREEDY, max_tokens=24)
@@ -304,8 +303,16 @@ def test_a_decode_layer_is_nine_launches(monkeypatch, spec):
     assert one[first : first + 9] == layer and three == one[:first] + 3 * layer + one[first + 9 :]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spec", [WIDE, tiny_spec(tied_embeddings=True, kv_heads=4)], ids=["wide", "tied"])
+@pytest.mark.parametrize(
+    "spec, dtype",
+    [
+        (WIDE, torch.float32),
+        (TIED, torch.bfloat16),
+        pytest.param(WIDE, torch.bfloat16, marks=pytest.mark.ci),
+        pytest.param(TIED, torch.float32, marks=pytest.mark.ci),
+    ],
+    ids=["wide", "tied-bfloat16", "wide-bfloat16", "tied"],
+)
 def test_triton_computes_what_torch_computes(spec, dtype):
     """Both kinds of steps in the interpreter: a prefill with a chunk among decoding sequences, and decodes."""
     sizes = dict(dtype=dtype, weights=damped(spec, dtype), num_blocks=30, max_batched_tokens=24)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
@@ -37,9 +38,15 @@ def serve(engine: Engine, params: SamplingParams) -> tuple[list[GenerationResult
     return [results[i] for i in range(len(PROMPTS))], steps, right
 
 
+@functools.cache
+def plain(params: SamplingParams) -> tuple[list[GenerationResult], int]:
+    """The same results without guesses, and their steps."""
+    return serve(make(draft_rows=0), params)[:2]
+
+
 def scripted(kind: str, params: SamplingParams, draft_rows: int = 16, **options) -> Engine:
     """An engine whose guesses are by rule, from what the samples will draw."""
-    expected, _, _ = serve(make(draft_rows=0), params)
+    expected, _ = plain(params)
     engine = make(draft_rows=draft_rows, **options)
     engine.drafter = ScriptedDrafter(TINY.vocab, draft_rows, kind, lambda i: expected[i].tokens, random.Random(0))
     return engine
@@ -62,8 +69,7 @@ def scripted(kind: str, params: SamplingParams, draft_rows: int = 16, **options)
 )
 def test_ends_and_bans_within_an_accepted_run(request_facts, kind, temperature):
     params = replace(SamplingParams(temperature=temperature, max_tokens=30, seed=3), **request_facts)
-    expected, _, _ = serve(make(draft_rows=0), params)
-    assert serve(scripted(kind, params), params)[0] == expected
+    assert serve(scripted(kind, params), params)[0] == plain(params)[0]
 
 
 def test_guesses_take_free_blocks_only_and_give_them_back():
@@ -123,7 +129,7 @@ def test_history_of_earlier_iterations_is_a_cache():
     """With it there are fewer steps, without it the same bits: as after a restart."""
     params = SamplingParams(max_tokens=60, ignore_eos=True, seed=5)
     knows, fresh = make(), make()
-    expected, steps, _ = serve(make(draft_rows=0), params)
+    expected, steps = plain(params)
     knows.learn([(r.prompt_tokens, r.tokens) for r in expected])
     found, fewer, _ = serve(knows, params)
     assert found == expected == serve(fresh, params)[0]
@@ -132,5 +138,4 @@ def test_history_of_earlier_iterations_is_a_cache():
 
 def test_an_engine_that_never_guesses_right_is_as_fast_in_steps():
     params = SamplingParams(max_tokens=60, ignore_eos=True, seed=6)
-    expected, steps, _ = serve(make(draft_rows=0), params)
-    assert serve(scripted("wrong", params), params)[:2] == (expected, steps)
+    assert serve(scripted("wrong", params), params)[:2] == plain(params)
