@@ -6,6 +6,7 @@ element of each tensor; padding, packing, tensor ranks, stages and chunks all li
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from unittest.mock import patch
 
@@ -33,14 +34,17 @@ MODELS = {
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
     """name -> (role, checkpoint, folder of its gradients, losses)."""
-    base, found = tmp_path_factory.mktemp("models"), {}
-    for seed, (name, shape) in enumerate(MODELS.items()):
+    base = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def reference(name: str) -> tuple:
         # weights as small as freshly initialised ones: with larger ones float32 alone is off by more than TOLERANCE
-        folder = write_checkpoint(base / name, seed=seed, scale=0.1, **shape)
-        gradients, head = base / f"{name} gradients", "scalar_head" in shape
+        folder = write_checkpoint(base / name, seed=list(MODELS).index(name), scale=0.1, **MODELS[name])
+        gradients, head = base / f"{name} gradients", "scalar_head" in MODELS[name]
         losses = write_reference_gradients(folder, gradients, head, random_rows(LENGTHS, 7))
-        found[name] = ("critic" if head else "actor", folder, gradients, losses)
-    return found
+        return "critic" if head else "actor", folder, gradients, losses
+
+    return reference
 
 
 def step(
@@ -109,7 +113,7 @@ SLOW = pytest.mark.slow
 )
 def test_gradients_are_those_of_the_whole_model(workers, references, name, layout, sequence_parallel, tiles):
     """With `tiles` by the loss of other devices than the CPU, which adds to the weight's gradient by itself."""
-    role, folder, gradients, losses = references[name]
+    role, folder, gradients, losses = references(name)
     check(workers.run(step, role, folder, gradients, layout, sequence_parallel, False, tiles), losses)
 
 
@@ -118,7 +122,7 @@ def test_gradients_are_those_of_the_whole_model(workers, references, name, layou
     [("tied qwen2", "d1t2p2v2", True), ("critic", "d1t1p4", False), ("qwen3", "d1t4p1", True)],
 )
 def test_recomputation_gives_the_same_bits(workers, references, name, layout, sequence_parallel):
-    role, folder, gradients, _ = references[name]
+    role, folder, gradients, _ = references(name)
     plain, again = (workers.run(step, role, folder, gradients, layout, sequence_parallel, on) for on in (False, True))
     for a, b in zip(plain, again):
         assert a["losses"] == b["losses"] and a["peak"] == b["peak"]
@@ -163,7 +167,7 @@ def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, recomput
 @pytest.mark.parametrize("layout, sequence_parallel", [("d1t1p4", False), ("d1t2p2v2", True)])
 def test_a_layer_keeps_what_the_planner_counts(workers, references, layout, sequence_parallel):
     """With recomputation its input alone, to the byte; without, what norms, attention and products keep."""
-    _, folder, _, _ = references["llama"]
+    _, folder, _, _ = references("llama")
     plain, again = (max(workers.run(kept_bytes, folder, layout, sequence_parallel, on)) for on in (False, True))
     spec, hardware = ModelSpec.from_config(folder), hardware_by_name("cpu")
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, GenerationResult, SamplingParams
 from testkit.gen_models import engine_of, random_weights, tiny_spec
-from testkit.moves import import_sequences, through_bytes
+from testkit.moves import move_sequences
 from testkit.scripted_drafts import KINDS, ScriptedDrafter
 
 SPEC = tiny_spec(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=40, vocab=61, context=96, eos_token_ids=())
@@ -95,15 +95,6 @@ class Workload:
         return max(-(-(len(r.prompt) + r.params.max_tokens - 1) // block_tokens) for r in requests)
 
 
-def move(source: Engine, destination: Engine, sample_ids: list[int], *, with_kv: bool, as_bytes: bool) -> list[int]:
-    """Samples leave one engine and enter the other, as they are or through what travels between processes."""
-    mode = "kv" if with_kv else "tokens"
-    with source.export_sequences(sample_ids, mode) as transfer:
-        if as_bytes and transfer.manifest.num_blocks:
-            transfer = through_bytes(transfer)
-        return import_sequences(destination, transfer)
-
-
 class EnginePair:
     """Two engines with the same block size; `options[i]` are those of engine i."""
 
@@ -154,7 +145,7 @@ class EnginePair:
 
     def move(self, source: int, sample_ids: list[int], with_kv: bool, as_bytes: bool) -> None:
         here, there = self.engines[source], self.engines[1 - source]
-        recomputed = move(here, there, sample_ids, with_kv=with_kv, as_bytes=as_bytes)
+        recomputed = move_sequences(here, there, sample_ids, "kv" if with_kv else "tokens", as_bytes)
         self.seen["moved as tokens"] += len(recomputed)
         self.seen["moved with KV"] += len(sample_ids) - len(recomputed)
         self.check(0)

@@ -9,8 +9,9 @@ the prompt into other chunks again.
 from __future__ import annotations
 
 import pytest
-from testkit.engine_pair import SPEC, Request, Workload, move
+from testkit.engine_pair import SPEC, Request, Workload
 from testkit.gen_models import run_out
+from testkit.moves import move_sequences
 from testkit.profiles import share
 
 from rlhfuse.gen.engine import SamplingParams
@@ -47,9 +48,9 @@ def computed_tokens_before_each_step(prompt: int, budget: int) -> list[int]:
     return [*range(0, prompt, budget), *range(prompt, prompt + TOKENS - 1)]
 
 
-@pytest.mark.parametrize("with_kv", [True, False])
+@pytest.mark.parametrize("mode", ["kv", "tokens"])
 @pytest.mark.parametrize("budget", [1, 3, 4])
-def test_moved_at_every_position(workload, budget, with_kv):
+def test_moved_at_every_position(workload, budget, mode):
     moves, tried = 0, list(enumerate(LENGTHS))[:: 100 // share(100)]
     for i, length in tried:
         expected, request = workload.alone(i, BLOCK), workload.requests[i]
@@ -61,8 +62,8 @@ def test_moved_at_every_position(workload, budget, with_kv):
             for _ in range(steps):
                 assert source.step() == []
             assert source.unfinished()[0].kv_tokens == computed
-            recomputed = move(source, destination, [i], with_kv=with_kv, as_bytes=steps % 2 == 0)
-            assert recomputed == ([] if with_kv and computed else [i])
+            recomputed = move_sequences(source, destination, [i], mode, as_bytes=steps % 2 == 0)
+            assert recomputed == ([] if mode == "kv" and computed else [i])
             assert run_out(source) == []
             found = run_out(destination)
             assert found == [expected], f"sample {i} moved after {steps} steps, {computed} tokens computed"
@@ -80,5 +81,5 @@ def test_moved_to_an_engine_with_other_blocks(workload):
             source.add(request.sample_id, request.prompt, request.params)
             for _ in range(1 + request.sample_id % (TOKENS - 1)):
                 source.step()
-            move(source, destination, [request.sample_id], with_kv=False, as_bytes=True)
+            move_sequences(source, destination, [request.sample_id], "tokens", as_bytes=True)
             assert run_out(destination) == [expected]
