@@ -130,14 +130,15 @@ def test_wider_buffers_and_rows_that_draw_nothing(dtype):
     assert (np.delete(outputs.numpy(), places, axis=1) == NOTHING).all()
 
 
-def test_rows_that_are_not_finite():
+@pytest.mark.parametrize("drawn_by", [draw, draw_on_cpu], ids=["triton", "cpu"])
+def test_rows_that_are_not_finite(drawn_by):
     bad = [math.nan, math.inf] * 2
     logits = torch.zeros(6, 5000)
     for row, (value, place) in enumerate(zip(bad, (0, 66, 4999, 4999))):
         logits[row, place] = value
     logits[4] = -math.inf
     batch = draw_batch([{}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 3}, {}, {}])
-    tokens, logprobs = draw(logits, batch)
+    tokens, logprobs = drawn_by(logits, batch)
     assert tokens[:5].tolist() == [-1] * 5 and np.isnan(logprobs[:5]).all()
     assert tokens[5] >= 0 and abs(logprobs[5] + math.log(5000)) < 1e-5
 
