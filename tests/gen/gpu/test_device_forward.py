@@ -307,7 +307,7 @@ def test_a_decode_layer_is_nine_launches(monkeypatch, spec):
     "spec, dtype",
     [
         (WIDE, torch.float32),
-        (TIED, torch.bfloat16),
+        pytest.param(TIED, torch.bfloat16, marks=pytest.mark.ci),
         pytest.param(WIDE, torch.bfloat16, marks=pytest.mark.ci),
         pytest.param(TIED, torch.float32, marks=pytest.mark.ci),
     ],
