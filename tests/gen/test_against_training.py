@@ -10,32 +10,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from testkit.paths import ROOT, shared_data
 from testkit.tiny import write_checkpoint
 
 from rlhfuse.config.spec import ModelSpec
 
 POOL_RANKS = 2
-
-STORIES = Path(__file__).resolve().parents[2] / "../shared/data/stories260K-hf"
 BOUND = 1e-5
 ROUNDING = 3e-5  # of a trained model, whose logits are large: transformers' float32 is 2.6e-5 from its own float64
 LENGTHS = (1, 3, 15, 16, 17, 40, 63, 64, 90, 5, 2, 33)
-LLAMA3 = dict(
-    rope_type="llama3",
-    factor=4.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)
-SHAPES = {
-    "llama": dict(model_type="llama", head_dim=64),
-    "biased llama": dict(attention_bias=True, rope_scaling=LLAMA3),
-    "biased qwen3": dict(model_type="qwen3", attention_bias=True),
-    "phi3": dict(model_type="phi3", pad_token_id=None),
-    "mistral": dict(model_type="mistral", head_dim=16, sliding_window=None),
-    "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
-    "qwen3": dict(model_type="qwen3", head_dim=64),
-}
+LLAMA3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3["original_max_position_embeddings"] = 64
+CASES = [
+    ("d2t1p1", dict(model_type="llama", head_dim=64)),
+    ("d1t2p1", dict(model_type="llama", head_dim=64)),
+    ("d2t1p1", dict(attention_bias=True, rope_scaling=LLAMA3)),
+    ("d1t2p1", dict(model_type="qwen3", attention_bias=True)),
+    ("d2t1p1", dict(model_type="phi3", pad_token_id=None)),
+    ("d1t2p1", dict(model_type="phi3", pad_token_id=None)),
+    ("d2t1p1", dict(model_type="mistral", head_dim=16, sliding_window=None)),
+    ("d1t2p1", dict(model_type="qwen2", tie_word_embeddings=True)),
+    ("d2t1p1", dict(model_type="qwen3", head_dim=64)),
+]
 
 
 def sample_and_score(
@@ -79,10 +75,10 @@ def sample_and_score(
     return torch.cat(differences)
 
 
-@pytest.mark.parametrize(("layout", "temperature"), [("d2t1p1", 1.0), ("d1t2p1", 0.7)])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_random_model(workers, tmp_path, shape, layout, temperature, capsys):
-    folder = write_checkpoint(tmp_path / "model", seed=3, **SHAPES[shape])
+@pytest.mark.parametrize(("layout", "shape"), CASES, ids=str)
+def test_random_model(workers, tmp_path, shape, layout, capsys):
+    folder = write_checkpoint(tmp_path / "model", seed=3, **shape)
+    temperature = {"d2t1p1": 1.0, "d1t2p1": 0.7}[layout]
     differences, same = workers.run(sample_and_score, folder, layout, LENGTHS, temperature)
     assert torch.equal(differences, same), "ranks disagree"
     with capsys.disabled():
@@ -90,13 +86,12 @@ def test_random_model(workers, tmp_path, shape, layout, temperature, capsys):
     assert differences.max() < BOUND
 
 
-def test_stories(workers, capsys):
-    if not STORIES.exists():
-        pytest.skip(f"{STORIES} is not here")
-    lengths = tuple(range(1, 121))
-    differences = workers.run(sample_and_score, STORIES, "d2t1p1", lengths, 1.0)[0]
+@pytest.mark.parametrize("name", ["examples/sums", "stories260K-hf"])
+def test_a_trained_model(workers, name, capsys):
+    folder = ROOT / name if (ROOT / name).exists() else shared_data(name)
+    differences = workers.run(sample_and_score, folder, "d2t1p1", tuple(range(1, 101)), 1.0)[0]
     beyond = float((differences >= BOUND).double().mean())
     with capsys.disabled():
         count, largest = len(differences), float(differences.max())
-        print(f"\nstories: {count} log-probabilities within {largest:.1e}, {beyond:.2%} over {BOUND}")
+        print(f"\n{name}: {count} log-probabilities within {largest:.1e}, {beyond:.2%} over {BOUND}")
     assert beyond < 0.01 and differences.max() < ROUNDING

@@ -7,14 +7,15 @@ their way give what they give alone, and no block is missing.
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
-from testkit.gen_models import random_weights, tiny_spec
+from testkit.gen_models import PROMPTS, add_all, engine_of, random_weights, run_out, tiny_spec
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.engine import Engine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
@@ -24,7 +25,7 @@ FRIENDS = [[9, 10, 11], [12] * 20, list(range(30, 60))]
 
 
 def make(weights=WEIGHTS, **options) -> Engine:
-    return Engine(SPEC, weights, EngineOptions(**(dict(num_blocks=7, block_tokens=16) | options)))
+    return engine_of(SPEC, weights, **(dict(num_blocks=7, block_tokens=16) | options))
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +34,8 @@ def friends() -> list:
 
 
 def check_usable(engine: Engine, friends: list, results: list) -> None:
-    engine.check_integrity()
-    while engine.has_unfinished():
-        results += engine.step()
-        engine.check_integrity()
-    assert sorted(results, key=lambda r: r.sample_id) == friends
+    assert run_out(engine, results=results) == friends
     assert engine.generate(FRIENDS, SAMPLED) == friends
-    assert engine.free_blocks == engine.options.num_blocks
 
 
 BAD_PROMPTS = {
@@ -54,6 +50,7 @@ BAD_PROMPTS = {
     "beyond the cache": ([1] * 106, GREEDY, "106 prompt .* leave the KV cache of 112 tokens; raise num_blocks"),
     "response beyond the cache": ([1], SamplingParams(max_tokens=127), "max_tokens=127 leave the KV cache of 112"),
     "stop token past the vocabulary": ([1], SamplingParams(stop_token_ids=(3, 301)), "sample 77: stop token 301"),
+    "nothing but stop tokens": ([1], SamplingParams(stop_token_ids=range(301), min_tokens=1), "every token ends it"),
     "stop text without tokenizer": ([1], SamplingParams(stop="x"), "stop texts need a tokenizer"),
 }
 
@@ -62,9 +59,7 @@ BAD_PROMPTS = {
 def test_prompt_is_refused(friends, case):
     prompt, params, words = BAD_PROMPTS[case]
     engine = make()
-    for i, friend in enumerate(FRIENDS):
-        engine.add(i, friend, SAMPLED)
-    results = [result for _ in range(3) for result in engine.step()]
+    results = add_all(engine, FRIENDS, SAMPLED, steps=3)
     with pytest.raises(InputError, match=words):
         engine.add(77, prompt, params)
     with pytest.raises(InputError, match="sample 77 is not unfinished"):
@@ -73,13 +68,14 @@ def test_prompt_is_refused(friends, case):
     with pytest.raises(InputError, match=words.replace("sample 77", "sample 1")):
         engine.generate([[5], prompt, [6]], [GREEDY, params, GREEDY])
     assert not engine.has_unfinished()
-    check_usable(engine, friends, list(friends))
+    check_usable(engine, friends, friends)
 
 
 def test_the_largest_that_fits_is_served():
     engine = make()
     assert len(engine.generate([[1] * 105], GREEDY)[0].tokens) == 8  # 112 tokens are run: seven blocks exactly
-    assert len(make(num_blocks=8).generate([[1] * 120], GREEDY)[0].tokens) == 8  # the whole context
+    whole = make(num_blocks=8).generate([[1] * 100], SamplingParams(max_tokens=28, ignore_eos=True))[0]
+    assert len(whole.tokens) == 28 and whole.finish_reason == "length"  # the whole context
 
 
 def test_prompts_may_be_arrays_and_tensors():
@@ -89,49 +85,38 @@ def test_prompts_may_be_arrays_and_tensors():
     assert all(type(token) is int for result in results for token in result.prompt_tokens)
 
 
-def test_max_tokens_may_not_leave_the_context():
-    engine = make(num_blocks=8)
-    with pytest.raises(InputError, match="100 prompt tokens and max_tokens=29 leave the context of 128"):
-        engine.add(1, [1] * 100, SamplingParams(max_tokens=29))
-    whole = engine.generate([[1] * 100], SamplingParams(max_tokens=28, ignore_eos=True))[0]
-    assert len(whole.tokens) == 28 and whole.finish_reason == "length"
+BAD_PARAMS = {
+    "temperature": (-0.1, math.nan, math.inf, "1"),
+    "top_p": (0.0, 1.5, math.nan, None),
+    "top_k": (-1, 2.5, True),
+    "max_tokens": (0, 1.5),
+    "min_tokens": (-1,),
+    "seed": (1.5, None),
+}
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in BAD_PARAMS.items() for value in values])
+def test_sampling_values_are_refused_by_name(name, value):
+    with pytest.raises(InputError, match=re.escape(f"{name}={value!r}")):
+        SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (dict(temperature=-0.1), "temperature=-0.1"),
-        (dict(temperature=math.nan), "temperature=nan"),
-        (dict(temperature=math.inf), "temperature=inf"),
-        (dict(top_p=0.0), "top_p=0.0"),
-        (dict(top_p=1.5), "top_p=1.5"),
-        (dict(top_p=math.nan), "top_p=nan"),
-        (dict(top_k=-1), "top_k=-1"),
-        (dict(top_k=2.5), "top_k=2.5"),
-        (dict(max_tokens=0), "max_tokens=0"),
-        (dict(max_tokens=-3), "max_tokens=-3"),
-        (dict(min_tokens=-1), "min_tokens=-1"),
         (dict(min_tokens=9, max_tokens=8), "min_tokens=9 > max_tokens=8"),
         (dict(stop=("ok", "")), "empty text"),
-        (dict(seed=1.5), "seed=1.5"),
-        (dict(seed=None), "seed=None"),
-        (dict(top_k=True), "top_k=True"),
-        (dict(temperature="1"), "temperature='1'"),
-        (dict(top_p=None), "top_p=None"),
         (dict(stop_token_ids=(5, 1.5)), "stop_token_ids"),
     ],
-    ids=str,
 )
-def test_contradicting_sampling_values_are_refused_by_name(bad, words):
+def test_contradicting_sampling_values_are_refused(bad, words):
     with pytest.raises(InputError, match=words):
         SamplingParams(**bad)
 
 
 def test_ids_and_counts_that_do_not_fit(friends):
     engine = make()
-    for i, friend in enumerate(FRIENDS):
-        engine.add(i, friend, SAMPLED)
-    results = engine.step()
+    results = add_all(engine, FRIENDS, SAMPLED, steps=1)
     with pytest.raises(InputError, match="sample 1 is already in the engine"):
         engine.add(1, [5], GREEDY)
     with pytest.raises(InputError, match="3 samples are unfinished"):
@@ -147,10 +132,12 @@ def test_ids_and_counts_that_do_not_fit(friends):
         engine.generate([[5], [6]], [GREEDY])
     with pytest.raises(InputError, match="one id twice"):
         engine.generate([[5], [6]], GREEDY, [3, 3])
-    check_usable(engine, friends, list(friends))
+    check_usable(engine, friends, friends)
 
 
-@pytest.mark.parametrize("options", [dict(num_blocks=0), dict(block_tokens=0), dict(max_sequences=-1)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(num_blocks=0), dict(block_tokens=0), dict(max_sequences=-1), dict(draft_rows=-1)], ids=str
+)
 def test_sizes_of_an_engine(options):
     with pytest.raises(InputError, match=next(iter(options))):
         make(**options)
@@ -170,9 +157,9 @@ def test_tokens_banned_by_min_tokens_leave_others_to_draw(limit):
         assert all(r == second for r in drawn)
 
 
-def poisoned(token: int, value: float) -> dict:
+def poisoned(token: int, value: float = math.nan, spec=SPEC) -> dict:
     """Weights whose embedding of one token is not finite; the logits of that token stay as they were."""
-    weights = {name: weight.clone() for name, weight in WEIGHTS.items()}
+    weights = random_weights(spec)
     weights["embedding.word_embeddings.weight"][token] = value
     return weights
 
@@ -189,32 +176,34 @@ def test_not_finite_logits_fail_their_own_sample_with_its_id(value):
     token = max(sorted(set(drawn)), key=drawn.count)
     assert not any(token in prompt for prompt in prompts)
     for options in (dict(), dict(max_batched_tokens=5), dict(num_blocks=2)):
-        engine = make(poisoned(token, value), **options)
-        for i, prompt in enumerate(prompts):
-            engine.add(i, prompt, SAMPLED)
-        results = []
-        while engine.has_unfinished():
-            results += engine.step()
-            engine.check_integrity()
-        assert sorted(r.sample_id for r in results) == list(range(30))
-        failed = 0
-        for result in results:
-            good = healthy[result.sample_id]
+        engine, failed = make(poisoned(token, value), **options), 0
+        add_all(engine, prompts, SAMPLED)
+        for result, good in zip(run_out(engine), healthy, strict=True):
             if token in good.tokens[:-1]:
                 upto = good.tokens.index(token) + 1
-                assert result.finish_reason == "error"
+                assert result.sample_id == good.sample_id and result.finish_reason == "error"
                 assert result.tokens == good.tokens[:upto] and result.logprobs == good.logprobs[:upto]
                 failed += 1
             else:
                 assert result == good
         assert 0 < failed < 30
-        assert engine.free_blocks == engine.options.num_blocks
         assert engine.generate([prompts[0]], SAMPLED)[0].tokens  # serves on
 
 
-def test_prompt_with_a_poisoned_token_fails_before_its_first_token():
-    engine = make(poisoned(50, math.nan))
-    results = engine.generate([[9, 11], [9, 50, 11], [50] * 40], GREEDY)
-    assert [r.finish_reason for r in results] == ["length", "error", "error"]
-    assert results[1].tokens == results[2].tokens == () and results[1].sample_id == 1
-    assert engine.generate([[9, 11]], GREEDY)[0] == results[0]
+@pytest.mark.parametrize("options", [dict(), dict(max_batched_tokens=9), dict(num_blocks=14)], ids=str)
+def test_a_prompt_that_is_not_finite_fails_before_its_first_token_and_changes_no_other(options):
+    params = [SamplingParams(seed=i, max_tokens=20, ignore_eos=True, top_p=(1, 0.9)[i % 2]) for i in range(8)]
+    expected = engine_of().generate(PROMPTS, params)
+    met = {token for result in expected for token in result.prompt_tokens + result.tokens}
+    poison = next(token for token in range(10, 301) if token not in met)  # only the bad samples meet it
+    engine = engine_of(weights=poisoned(poison, spec=tiny_spec()), **options)
+    bad = [[9] * 3 + [poison] + [9] * 30, [poison], PROMPTS[5][:40] + [poison]]  # the last shares two blocks
+    mixed = [bad[0], *PROMPTS[:3], bad[1], *PROMPTS[3:6], bad[2], *PROMPTS[6:]]
+    ids = [100, 0, 1, 2, 101, 3, 4, 5, 102, 6, 7]
+    for _ in range(2):  # the second time blocks that held NaN are used again
+        results = engine.generate(mixed, [params[i % 8] for i in ids], ids)
+        engine.check_integrity()
+        assert [r for r in results if r.sample_id < 100] == expected
+        failed = [r for r in results if r.sample_id >= 100]
+        assert all(r.finish_reason == "error" and r.tokens == r.logprobs == () for r in failed) and len(failed) == 3
+    assert engine.free_blocks == engine.options.num_blocks

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import pytest
 
 CODE = """
 import sys
 import torch
 from numba.core import event
-from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.engine import SamplingParams
 from rlhfuse.gen.compile_kernels import compile_kernels
 from rlhfuse.models.attention import SequenceBorders, varlen_attention
-from testkit.gen_models import random_weights, tiny_spec
+from testkit.gen_models import engine_of, tiny_spec
 
 compile_kernels(torch.{dtype})
 with event.install_recorder("numba:compile") as compiled:
     for spec in (tiny_spec(), tiny_spec(qkv_bias=True, qk_norm=True, tied_embeddings=True)):
-        weights = {{name: w.to(torch.{dtype}) for name, w in random_weights(spec).items()}}
-        engine = Engine(spec, weights, EngineOptions(num_blocks=50), dtype=torch.{dtype})
+        engine = engine_of(spec, dtype=torch.{dtype})
         engine.generate([[9, 10], list(range(40))], SamplingParams(max_tokens=4, top_k=5))
         engine.generate([[9, 10]], SamplingParams(max_tokens=4, temperature=0))
     q, k, v = (torch.ones(9, 1, 8, dtype=torch.{dtype}, requires_grad=True) for _ in range(3))
@@ -30,18 +26,8 @@ assert not compiled.buffer, [data.data["dispatcher"] for _, data in compiled.buf
 """
 
 
-def check(dtype: str) -> None:
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", CODE.format(dtype=dtype)],
-        capture_output=True,
-        text=True,
-        timeout=540,
-        env=os.environ | {"PYTHONPATH": paths},
-    )
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_left_to_compile(programs, dtype):
+    """In a process of its own, which has compiled nothing before."""
+    done = programs.python("-c", CODE.format(dtype=dtype))
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_nothing_is_left_to_compile():
-    check("float32")
-    check("bfloat16")

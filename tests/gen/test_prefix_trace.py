@@ -1,4 +1,4 @@
-"""Real prefix structure: requests of a chat service share as many prompt tokens as their block hashes say.
+"""Requests of a chat service, real or drawn, share as many prompt tokens as their block hashes say.
 
 A hash id of the trace names 512 tokens and all before them; here it stands for 16, so that lengths shrink by 32.
 """
@@ -6,30 +6,36 @@ A hash id of the trace names 512 tokens and all before them; here it stands for 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
-from testkit.gen_models import random_weights, tiny_spec
+from testkit.gen_models import add_all, engine_of, tiny_spec
+from testkit.paths import shared_data
 
-from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.engine import SamplingParams
 
-TRACE = Path(__file__).resolve().parents[2] / "../shared/data/traces/mooncake_conversation.jsonl"
 BLOCK = 16
 REQUESTS, LONGEST = 200, 480
 
 
-def read_requests() -> list[tuple[list[int], int]]:
+def read_requests(trace: Path) -> list[tuple[list[int], int]]:
     """(hash ids, prompt tokens) of the first requests that are not longer than LONGEST tokens."""
+    lines = map(json.loads, trace.read_text().splitlines())
+    requests = [(facts["hash_ids"], max(facts["input_length"] * BLOCK // 512, 1)) for facts in lines]
+    return [request for request in requests if request[1] <= LONGEST][:REQUESTS]
+
+
+def draw_requests() -> list[tuple[list[int], int]]:
+    """Turns of conversations, each of which begins with the one before it or with a system prompt."""
+    rng, said = random.Random(0), [list(range(blocks)) for blocks in (0, 2, 5)]
     requests = []
-    with TRACE.open() as lines:
-        for line in lines:
-            facts = json.loads(line)
-            tokens = max(facts["input_length"] * BLOCK // 512, 1)
-            if tokens <= LONGEST:
-                requests.append((facts["hash_ids"], tokens))
-            if len(requests) == REQUESTS:
-                return requests
+    for number in range(REQUESTS):
+        ids = [*rng.choice(said), *range(1000 * number + 100, 1000 * number + 101 + rng.randint(0, 6))]
+        ids = ids[: LONGEST // BLOCK]
+        said.append(ids)
+        requests.append((ids, len(ids) * BLOCK - rng.randint(0, BLOCK - 1)))
     return requests
 
 
@@ -53,17 +59,17 @@ def expected_reuse(requests: list[tuple[list[int], int]]) -> list[int]:
     return reuse
 
 
-def test_reuse_equals_the_reference_and_changes_nothing():
-    if not TRACE.exists():
-        pytest.skip(f"{TRACE} is not here")
-    requests = read_requests()
+@pytest.mark.parametrize("trace", ["drawn", "traces/mooncake_conversation.jsonl"])
+def test_reuse_equals_the_reference_and_changes_nothing(trace):
+    requests = draw_requests() if trace == "drawn" else read_requests(shared_data(trace))
     spec = tiny_spec(layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=32, context=512)
     prompts = [spell(*request, spec.vocab) for request in requests]
     blocks = sum(len(prompt) // BLOCK + 2 for prompt in prompts)  # no block is ever taken from a known prefix
-    engine = Engine(spec, random_weights(spec), EngineOptions(num_blocks=blocks, max_batched_tokens=600))
-    params = SamplingParams(max_tokens=3, ignore_eos=True)
-    for i, prompt in enumerate(prompts):
-        engine.add(i, prompt, params)
+    engine, params = (
+        engine_of(spec, num_blocks=blocks, max_batched_tokens=600),
+        SamplingParams(max_tokens=3, ignore_eos=True),
+    )
+    add_all(engine, prompts, params)
     reused, run, results = 0, 0, {}
     while engine.has_unfinished():
         results |= {result.sample_id: result for result in engine.step()}

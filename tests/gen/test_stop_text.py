@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from testkit.gen_models import random_weights, tiny_spec
+from dataclasses import replace
 
-from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from testkit.gen_models import engine_of
+from testkit.profiles import examples
+
+from rlhfuse.gen.engine import Engine, SamplingParams
 from rlhfuse.gen.stop_text import completes_stop_text, text_before_stop
 
 PIECES = [b"", b"a", b"b", b" ", b"ab", b"aab", "é".encode(), "é".encode()[:1], "é".encode()[1:], "漢".encode()[:1]]
@@ -18,15 +21,16 @@ def spell(tokens: list[int]) -> str:
     return b"".join(PIECES[t % len(PIECES)] for t in tokens).decode(errors="replace")
 
 
+def completed(tokens: list[int], stops: tuple[str, ...]) -> list[int]:
+    """Where in the text stop texts begin that the last token completes, by the whole text."""
+    before, text = spell(tokens[:-1]), spell(tokens)
+    same = next((i for i, (a, b) in enumerate(zip(before, text)) if a != b), min(len(before), len(text)))
+    return [i for stop in stops for i in range(len(text)) if text.startswith(stop, i) and i + len(stop) > same]
+
+
 def first_stop(tokens: list[int], stops: tuple[str, ...]) -> list[int]:
-    """Lengths at which a stop text is complete that was not so one token before, by the whole text."""
-    found = []
-    for end in range(1, len(tokens) + 1):
-        before, text = spell(tokens[: end - 1]), spell(tokens[:end])
-        same = next((i for i, (a, b) in enumerate(zip(before, text)) if a != b), min(len(before), len(text)))
-        if any(text.startswith(stop, i) and i + len(stop) > same for stop in stops for i in range(len(text))):
-            found.append(end)
-    return found
+    """Lengths at which a stop text is complete that was not so one token before."""
+    return [end for end in range(1, len(tokens) + 1) if completed(tokens[:end], stops)]
 
 
 @pytest.mark.parametrize(
@@ -46,33 +50,18 @@ def test_examples(pieces, stop, ends):
     assert [n for n in range(1, len(tokens) + 1) if completes_stop_text(tokens[:n], (stop,), spell)] == ends
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
-@given(
-    st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=60),
-    st.lists(st.text("ab é漢", min_size=1, max_size=5), min_size=1, max_size=3),
-)
-def test_the_window_finds_what_the_whole_text_holds(tokens, stops):
-    ends = [n for n in range(1, len(tokens) + 1) if completes_stop_text(tokens[:n], tuple(stops), spell)]
-    assert ends == first_stop(tokens, tuple(stops))
+TOKENS = st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=60)
+STOPS = st.lists(st.text("ab é漢", min_size=1, max_size=5), min_size=1, max_size=3)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
-@given(
-    st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=30),
-    st.lists(st.text("ab é漢", min_size=1, max_size=5), min_size=1, max_size=3),
-)
-def test_text_is_cut_before_the_stop_text_that_ended_it(tokens, stops):
-    cut, whole = (
-        text_before_stop(tokens, tuple(stops), lambda tokens, skip_special_tokens: spell(tokens)),
-        spell(tokens),
-    )
-    if len(tokens) not in first_stop(tokens, tuple(stops)):
-        assert cut == whole
-        return
-    before = spell(tokens[:-1])
-    same = next((i for i, (a, b) in enumerate(zip(before, whole)) if a != b), min(len(before), len(whole)))
-    new = [i for stop in stops for i in range(len(whole)) if whole.startswith(stop, i) and i + len(stop) > same]
-    assert cut == whole[: min(new)]
+@examples(300)
+@given(TOKENS, STOPS)
+def test_the_window_finds_what_the_whole_text_holds_and_the_text_is_cut_before_it(tokens, stops):
+    stops = tuple(stops)
+    ends = [n for n in range(1, len(tokens) + 1) if completes_stop_text(tokens[:n], stops, spell)]
+    assert ends == first_stop(tokens, stops)
+    cut, whole = text_before_stop(tokens, stops, lambda tokens, skip_special_tokens: spell(tokens)), spell(tokens)
+    assert cut == whole[: min(completed(tokens, stops), default=None)]
 
 
 @pytest.mark.parametrize(
@@ -97,8 +86,7 @@ def test_special_tokens_are_no_text_but_may_be_in_a_stop_text(tokens, stops, tex
 
 @pytest.fixture
 def engine() -> Engine:
-    spec = tiny_spec()
-    return Engine(spec, random_weights(spec), EngineOptions(num_blocks=30), detokenize=spell)
+    return engine_of(detokenize=spell)
 
 
 def test_engine_ends_at_the_stop_text_and_min_tokens_passes_it_over(engine):
@@ -114,14 +102,9 @@ def test_engine_ends_at_the_stop_text_and_min_tokens_passes_it_over(engine):
 
 
 def test_a_stop_text_in_the_prompt_or_across_its_end_is_not_one(engine):
-    free = engine.generate([[9, 14, 15]], SamplingParams(max_tokens=12, ignore_eos=True))[0].tokens
-    text = spell([9, 14, 15])
-    across = next(text[-1] + c for c in "ab é漢" if text[-1] + c not in spell(list(free)))
-    for stop in (across, text):
-        if stop in spell(list(free)):
-            continue
-        params = SamplingParams(max_tokens=12, ignore_eos=True, stop=(stop,))
-        assert engine.generate([[9, 14, 15]], params)[0].finish_reason == "length"
-    crossing = text[-1] + spell(list(free))[:1]
-    result = engine.generate([[9, 14, 15]], SamplingParams(max_tokens=12, ignore_eos=True, stop=(crossing,)))[0]
-    assert result.tokens == free[: (first_stop(list(free), (crossing,)) or [12])[0]]
+    prompt, params = [9, 14, 15], SamplingParams(max_tokens=12, ignore_eos=True)
+    free = list(engine.generate([prompt], params)[0].tokens)
+    across = next(spell(prompt)[-1] + c for c in "ab é漢" if spell(prompt)[-1] + c not in spell(free))
+    for stop in (across, spell(prompt), spell(prompt)[-1] + spell(free)[:1]):
+        result = engine.generate([prompt], replace(params, stop=(stop,)))[0]
+        assert list(result.tokens) == free[: (first_stop(free, (stop,)) or [12])[0]]

@@ -6,6 +6,10 @@ element of each tensor; padding, packing, tensor ranks, stages and chunks all li
 
 from __future__ import annotations
 
+import functools
+from contextlib import nullcontext
+from unittest.mock import patch
+
 import pytest
 import torch
 from testkit.stages import LENGTHS, build, one_step, packed_for, random_rows, ranks_of, write_reference_gradients
@@ -14,6 +18,7 @@ from testkit.tiny import write_checkpoint
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.models import heads
 
 TOLERANCE = 2e-6
 MODELS = {
@@ -29,17 +34,22 @@ MODELS = {
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
     """name -> (role, checkpoint, folder of its gradients, losses)."""
-    base, found = tmp_path_factory.mktemp("models"), {}
-    for seed, (name, shape) in enumerate(MODELS.items()):
+    base = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def reference(name: str) -> tuple:
         # weights as small as freshly initialised ones: with larger ones float32 alone is off by more than TOLERANCE
-        folder = write_checkpoint(base / name, seed=seed, scale=0.1, **shape)
-        gradients, head = base / f"{name} gradients", "scalar_head" in shape
+        folder = write_checkpoint(base / name, seed=list(MODELS).index(name), scale=0.1, **MODELS[name])
+        gradients, head = base / f"{name} gradients", "scalar_head" in MODELS[name]
         losses = write_reference_gradients(folder, gradients, head, random_rows(LENGTHS, 7))
-        found[name] = ("critic" if head else "actor", folder, gradients, losses)
-    return found
+        return "critic" if head else "actor", folder, gradients, losses
+
+    return reference
 
 
-def step(rank: int, role: str, folder, gradients, layout: str, sequence_parallel: bool, recompute: bool) -> dict:
+def step(
+    rank, role: str, folder, gradients, layout: str, sequence_parallel: bool, recompute: bool, tiles=False
+) -> dict:
     """One step on `layout`: losses, the largest error of each tensor against the reference, and the gradients."""
     from rlhfuse.models.build import Activations, stage_layers
     from rlhfuse.models.hf import load_weights
@@ -49,20 +59,15 @@ def step(rank: int, role: str, folder, gradients, layout: str, sequence_parallel
     built = build(rank, maker, ranks, role, folder, Activations(sequence_parallel, recompute))
     pipelines = built.grid.dp
     rows = random_rows(LENGTHS, 7)
-    losses = one_step(rank, maker, ranks, {role: built}, {role: [rows] * pipelines})[role]
+    by_tiles = patch.object(heads, "by_tiles", lambda device: True) if tiles else nullcontext()
+    with by_tiles:
+        losses = one_step(rank, maker, ranks, {role: built}, {role: [rows] * pipelines})[role]
     _, _, tp_rank = built.grid.position(rank)
     errors, found = {}, built.gradients()
     for stage in built.stages:
-        wanted = load_weights(
-            gradients,
-            built.spec,
-            tp_rank=tp_rank,
-            tp_size=built.grid.tp,
-            first=stage == 0,
-            last=stage == built.grid.stages - 1,
-            layers=stage_layers(built.spec, built.grid)[stage],
-            scalar_head=built.head,
-        )
+        part = dict(first=stage == 0, last=stage == built.grid.stages - 1, scalar_head=built.head)
+        part |= dict(tp_rank=tp_rank, tp_size=built.grid.tp, layers=stage_layers(built.spec, built.grid)[stage])
+        wanted = load_weights(gradients, built.spec, **part)
         assert {name for number, name in found if number == stage} == wanted.keys()
         for name, want in wanted.items():
             got = found[stage, name] / pipelines  # each pipeline ran the same micro-batches
@@ -70,16 +75,6 @@ def step(rank: int, role: str, folder, gradients, layout: str, sequence_parallel
     peak = {number: part.peak_live for number, part in built.stages.items()}
     maker.close()
     return {"losses": losses, "errors": errors, "gradients": found, "peak": peak}
-
-
-def step_by_tiles(*arguments) -> dict:
-    """The same with the loss of other devices than the CPU, which adds to the weight's gradient by itself."""
-    from unittest.mock import patch
-
-    from rlhfuse.models import heads
-
-    with patch.object(heads, "by_tiles", lambda device: True):
-        return step(*arguments)
 
 
 def check(results: list[dict], losses: dict[int, float]) -> None:
@@ -91,55 +86,44 @@ def check(results: list[dict], losses: dict[int, float]) -> None:
     assert any(result["losses"] for result in results)
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "name, layout, sequence_parallel",
+    "name, layout, sequence_parallel, tiles",
     [
-        ("llama", "d1t4p1", False),
-        ("llama", "d1t2p2", True),
-        ("tied qwen2", "d1t2p2", True),
-        pytest.param("tied qwen2", "d2t2p1", True, marks=pytest.mark.slow),
-        ("qwen3", "d1t2p2", False),  # norms over queries and keys see half of the heads on each rank
-        ("qwen3", "d1t2p2", True),
-        ("biased", "d1t2p2", False),
-        ("phi3", "d1t2p2", False),
-        ("biased", "d1t2p2v2", True),  # each rank sees the tokens of its own part only
-        ("critic", "d1t2p2", True),
-        pytest.param("critic", "d2t2p1", True, marks=pytest.mark.slow),
-        pytest.param("llama", "d2t1p2v2", False, marks=pytest.mark.slow),
-        ("tied qwen2", "d1t2p2v2", True),
-        ("critic", "d1t1p4", False),
+        ("llama", "d1t4p1", False, False),
+        ("llama", "d1t2p2", True, False),
+        ("tied qwen2", "d1t2p2", True, False),
+        pytest.param("tied qwen2", "d2t2p1", True, False, marks=SLOW),
+        ("qwen3", "d1t2p2", False, False),  # norms over queries and keys see half of the heads on each rank
+        ("qwen3", "d1t2p2", True, False),
+        ("biased", "d1t2p2", False, False),
+        ("phi3", "d1t2p2", False, False),
+        ("biased", "d1t2p2v2", True, False),  # each rank sees the tokens of its own part only
+        ("critic", "d1t2p2", True, False),
+        pytest.param("critic", "d2t2p1", True, False, marks=SLOW),
+        pytest.param("llama", "d2t1p2v2", False, False, marks=SLOW),
+        ("tied qwen2", "d1t2p2v2", True, False),
+        ("critic", "d1t1p4", False, False),
+        ("llama", "d1t4p1", False, True),
+        ("tied qwen2", "d1t2p2", True, True),
+        ("tied qwen2", "d2t2p1", False, True),  # one weight with two gradients: the embedding's, and the output's
     ],
 )
-def test_gradients_are_those_of_the_whole_model(workers, references, name, layout, sequence_parallel):
-    role, folder, gradients, losses = references[name]
-    check(workers.run(step, role, folder, gradients, layout, sequence_parallel, False), losses)
+def test_gradients_are_those_of_the_whole_model(workers, references, name, layout, sequence_parallel, tiles):
+    """With `tiles` by the loss of other devices than the CPU, which adds to the weight's gradient by itself."""
+    role, folder, gradients, losses = references(name)
+    check(workers.run(step, role, folder, gradients, layout, sequence_parallel, False, tiles), losses)
 
 
 @pytest.mark.parametrize(
     "name, layout, sequence_parallel",
-    [
-        ("llama", "d1t4p1", False),
-        ("tied qwen2", "d1t2p2", True),
-        ("tied qwen2", "d2t2p1", False),  # one weight with two gradients: the embedding's, and the output's
-    ],
-)
-def test_gradients_with_the_loss_by_tiles(workers, references, name, layout, sequence_parallel):
-    role, folder, gradients, losses = references[name]
-    check(workers.run(step_by_tiles, role, folder, gradients, layout, sequence_parallel, False), losses)
-
-
-@pytest.mark.parametrize(
-    "name, layout, sequence_parallel",
-    [
-        ("tied qwen2", "d1t2p2v2", True),
-        ("critic", "d1t1p4", False),
-        ("qwen3", "d1t4p1", True),
-    ],
+    [("tied qwen2", "d1t2p2v2", True), ("critic", "d1t1p4", False), ("qwen3", "d1t4p1", True)],
 )
 def test_recomputation_gives_the_same_bits(workers, references, name, layout, sequence_parallel):
-    role, folder, gradients, _ = references[name]
-    plain = workers.run(step, role, folder, gradients, layout, sequence_parallel, False)
-    again = workers.run(step, role, folder, gradients, layout, sequence_parallel, True)
+    role, folder, gradients, _ = references(name)
+    plain, again = (workers.run(step, role, folder, gradients, layout, sequence_parallel, on) for on in (False, True))
     for a, b in zip(plain, again):
         assert a["losses"] == b["losses"] and a["peak"] == b["peak"]
         for key, gradient in a["gradients"].items():
@@ -183,15 +167,13 @@ def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, recomput
 @pytest.mark.parametrize("layout, sequence_parallel", [("d1t1p4", False), ("d1t2p2v2", True)])
 def test_a_layer_keeps_what_the_planner_counts(workers, references, layout, sequence_parallel):
     """With recomputation its input alone, to the byte; without, what norms, attention and products keep."""
-    _, folder, _, _ = references["llama"]
+    _, folder, _, _ = references("llama")
     plain, again = (max(workers.run(kept_bytes, folder, layout, sequence_parallel, on)) for on in (False, True))
     spec, hardware = ModelSpec.from_config(folder), hardware_by_name("cpu")
 
     def planned(recompute: bool) -> float:
-        cost = AnalyticCost(
-            spec, ParallelLayout.parse(layout), hardware, 4, sequence_parallel=sequence_parallel, recompute=recompute
-        )
-        return cost.kept_layer_bytes(256)
+        kind = dict(sequence_parallel=sequence_parallel, recompute=recompute)
+        return AnalyticCost(spec, ParallelLayout.parse(layout), hardware, 4, **kind).kept_layer_bytes(256)
 
     assert again == planned(True)
     assert planned(False) == plain

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.paged_case import PagedCase, causal
+from testkit.profiles import examples
 
 from rlhfuse.models import attention
 from rlhfuse.models.attention import SequenceBorders, varlen_attention
@@ -22,74 +23,33 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def numba_threads(one_thread):
+    """As many as torch's."""
     share_threads()
-    yield
-    torch.set_num_threads(before)
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """softmax(q k^T / sqrt(D)) v in float64; the last query sees everything, each earlier one a token less."""
-    queries, heads, dim = q.shape
-    k, v = (x.double().repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("thd,shd->hts", q.double(), k) / dim**0.5
-    visible = torch.ones(queries, k.shape[0], dtype=torch.bool).tril(k.shape[0] - queries)
-    return torch.einsum("hts,shd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
-
-
-class Case:
-    """Sequences with their keys and values scattered over cache blocks; unused places hold NaN."""
-
-    def __init__(self, seed: int, queries: list[int], contexts: list[int], heads: int, groups: int, dim: int, bt: int):
-        rng = np.random.default_rng(seed)
-        self.queries, self.contexts = queries, contexts
-        self.starts = np.concatenate(([0], np.cumsum(queries)))
-        blocks = [-(-n // bt) for n in contexts]
-        order = rng.permutation(sum(blocks) + 2).astype(np.int32)
-        self.tables = np.zeros((len(contexts), max(blocks)), np.int32)
-        self.rows = np.full((2, len(order), bt, groups, dim), np.nan, np.float32)
-        self.q = rng.standard_normal((sum(queries), heads, dim)).astype(np.float32)
-        self.kv = [rng.standard_normal((2, n, groups, dim)).astype(np.float32) for n in contexts]
-        at = 0
-        for s, n in enumerate(contexts):
-            table = self.tables[s, : blocks[s]] = order[at : at + blocks[s]]
-            at += blocks[s]
-            for position in range(n):
-                self.rows[:, table[position // bt], position % bt] = self.kv[s][:, position]
-
+class Case(PagedCase):
     def cpu(self, sequences: slice = slice(None), threads: int = 1) -> np.ndarray:
-        blocks, bt, groups, dim = self.rows.shape[1:]
+        blocks, bt, groups, dim = self.keys.shape
         keys = np.full((blocks, groups, dim, lanes_up(bt)), np.nan, np.float32)
         values = np.full((blocks, groups, bt, lanes_up(dim)), np.nan, np.float32)
-        keys[..., :bt], values[..., :dim] = self.rows[0].transpose(0, 2, 3, 1), self.rows[1].transpose(0, 2, 1, 3)
+        keys[..., :bt], values[..., :dim] = self.keys.numpy().transpose(0, 2, 3, 1), self.values.transpose(1, 2).numpy()
         chosen = range(len(self.contexts))[sequences]
         q = np.concatenate([self.q[self.starts[s] : self.starts[s + 1]] for s in chosen])
         starts = np.concatenate(([0], np.cumsum([self.queries[s] for s in chosen])))
         queries = paged_cpu.Queries.of(starts, np.array([self.contexts[s] for s in chosen]), groups, threads)
         out = np.full((lanes_up(len(q)) // LANES, q.shape[1] * dim, LANES), np.nan, np.float32)
-        tables, scale = self.tables[sequences], np.float32(dim**-0.5)
+        tables, scale = self.tables.numpy()[sequences], np.float32(dim**-0.5)
         paged_cpu.paged_attention(q, keys, values, tables, *queries, scale, out)
         return out.transpose(0, 2, 1).reshape(-1, *q.shape[1:])[: len(q)]
 
     def device(self) -> torch.Tensor:
-        keys, values = torch.from_numpy(self.rows)
-        tables = torch.from_numpy(self.tables)
-        queries = PagedQueries.of(tables, self.starts.tolist(), list(self.contexts))
-        q = torch.from_numpy(self.q)
-        sizes = q.shape[1], keys.shape[2], q.shape[2], keys.shape[1], len(self.contexts)
-        return TorchAttention(CacheShape(q.dtype, q.device, *sizes)).mixed(queries)(q, keys, values)
-
-    def expected(self) -> torch.Tensor:
-        parts = []
-        for s, (k, v) in enumerate(self.kv):
-            q = torch.from_numpy(self.q[self.starts[s] : self.starts[s + 1]])
-            parts.append(plain(q, torch.from_numpy(k), torch.from_numpy(v)))
-        return torch.cat(parts)
+        queries = PagedQueries.of(self.tables, self.starts, self.contexts)
+        sizes = self.q.shape[1], self.keys.shape[2], self.q.shape[2], self.keys.shape[1], len(self.contexts)
+        return TorchAttention(CacheShape(self.q.dtype, CPU, *sizes)).mixed(queries)(self.q, self.keys, self.values)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@examples(40)
 @given(st.data())
 def test_paged_attention(data):
     contexts = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
@@ -97,7 +57,7 @@ def test_paged_attention(data):
     groups = data.draw(st.integers(1, 3))
     heads = groups * data.draw(st.integers(1, 7))
     shape = (heads, groups, data.draw(st.sampled_from([6, 8, 32, 64, 80])), data.draw(st.sampled_from([1, 5, 16, 40])))
-    case = Case(data.draw(st.integers(0, 99)), queries, contexts, *shape)
+    case = Case(queries, contexts, *shape)
     ours, expected = case.cpu(), case.expected()
     assert (torch.from_numpy(ours) - expected).abs().max() < 5e-6
     assert (case.device() - expected).abs().max() < 5e-6
@@ -107,10 +67,10 @@ def test_paged_attention(data):
 
 
 def test_prefill_and_decode_give_the_same_bits():
-    case = Case(0, [50], [50], 4, 2, 32, 16)
+    case = Case([50], [50], 4, 2, 32, 16)
     whole = case.cpu()
     for n in range(1, 51):
-        case.queries, case.contexts, case.starts = [1], [n], np.array([n - 1, n])
+        case.queries, case.contexts, case.starts = [1], [n], [n - 1, n]
         assert np.array_equal(case.cpu()[0], whole[n - 1])
 
 
@@ -135,15 +95,12 @@ def test_varlen_attention_and_its_gradients(groups, dim):
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     out = varlen_attention(q, k, v, rotary, SequenceBorders.of(lengths, CPU))
     parts = [(turned(q[a:b], *rotary), turned(k[a:b], *rotary), v[a:b]) for a, b in zip(bounds, bounds[1:])]
-    expected = torch.cat([plain(*part) for part in parts])
+    expected = torch.cat([causal(*part) for part in parts])
     assert (out - expected).abs().max() < 2e-6
     weights = torch.randn(out.shape, generator=generator)
     ours = torch.autograd.grad((out * weights).sum(), (q, k, v))
     theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v))
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(ours, theirs))
-    for a, b in zip(bounds, bounds[1:]):  # packing changes nothing
-        one = varlen_attention(q[a:b], k[a:b], v[a:b], rotary, SequenceBorders.of([int(b - a)], CPU))
-        assert torch.equal(one, out[a:b])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -152,17 +109,15 @@ def test_varlen_attention_and_its_gradients(groups, dim):
 def test_neighbours_change_no_bit(heads, groups, dim, lengths, dtype):
     """Those of one length may be one batch; each by itself, the same output and gradients."""
     torch.manual_seed(len(lengths))
-    tokens, rotary = sum(lengths), angles(dim)
-    whole = [torch.randn(tokens, count, dim, dtype=dtype, requires_grad=True) for count in (heads, groups, groups)]
-    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    rotary, sizes = angles(dim), [(sum(lengths), count, dim) for count in (heads, groups, groups)]
+    whole = [torch.randn(*size, dtype=dtype, requires_grad=True) for size in sizes]
     out = varlen_attention(*whole, rotary, SequenceBorders.of(lengths, CPU))
     gradient = torch.randn_like(out)
-    together = [out, *torch.autograd.grad(out, whole, gradient)]
-    alone = []
-    for start, end in zip(bounds.tolist(), bounds[1:].tolist()):
-        one = [x[start:end].detach().requires_grad_() for x in whole]
-        out = varlen_attention(*one, rotary, SequenceBorders.of([end - start], CPU))
-        alone.append([out, *torch.autograd.grad(out, one, gradient[start:end])])
+    together, alone = [out, *torch.autograd.grad(out, whole, gradient)], []
+    for length, upstream, *one in zip(lengths, gradient.split(lengths), *(x.detach().split(lengths) for x in whole)):
+        one = [x.requires_grad_() for x in one]
+        out = varlen_attention(*one, rotary, SequenceBorders.of([length], CPU))
+        alone.append([out, *torch.autograd.grad(out, one, upstream)])
     for found, parts in zip(together, zip(*alone)):
         assert torch.equal(found, torch.cat(parts))
 
@@ -181,7 +136,7 @@ def attend_2_12(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -
 def by_sequence(q, k, v, borders, longest):
     assert borders.dtype == torch.int32 and borders.diff().max() == longest
     pairs = list(zip(borders.tolist(), borders.tolist()[1:]))
-    return torch.cat([plain(q[a:b], k[a:b], v[a:b]) for a, b in pairs]).to(q.dtype)
+    return torch.cat([causal(q[a:b], k[a:b], v[a:b]) for a, b in pairs]).to(q.dtype)
 
 
 @pytest.fixture
@@ -211,7 +166,7 @@ def test_varlen_kernels_of_both_versions_and_dense_attention_are_the_formula(mon
     exact = [x.detach().double().requires_grad_() for x in made]
     ends = sequences.borders
     parts = [
-        plain(turned(exact[0][a:b], *rotary), turned(exact[1][a:b], *rotary), exact[2][a:b])
+        causal(turned(exact[0][a:b], *rotary), turned(exact[1][a:b], *rotary), exact[2][a:b])
         for a, b in zip(ends, ends[1:])
     ]
     wanted = torch.cat(parts)

@@ -1,16 +1,35 @@
-"""Hugging Face folders in and out, bit for bit, and what is refused of them."""
+"""Hugging Face folders in and out, bit for bit, what is refused of them, and a critic that begins as an actor."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from testkit.tiny import write_checkpoint
+from transformers import AutoModelForSequenceClassification
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.models.hf import check_checkpoint, hf_tensors, load_weights
+from rlhfuse.models.hf import check_checkpoint, has_scalar_head, hf_tensors, load_weights
 from rlhfuse.models.hf_folder import export_checkpoint
+
+HEAD = "output_layer.weight"
+FRESH = dict(scalar_head=True, fresh_head=True)
+
+
+def same(found: dict, wanted: dict) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def store(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("scalar_head", [False, True])
@@ -22,29 +41,23 @@ def test_out_as_it_came_in(tmp_path, kind, changes, scalar_head):
     spec = ModelSpec.from_config(folder)
     weights = load_weights(folder, spec, scalar_head=scalar_head)
     export_checkpoint(hf_tensors(weights, spec, scalar_head), scalar_head, folder, tmp_path / "out")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert same(stored(tmp_path / "out"), stored(folder))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_joined_tensors_are_read_as_separate_ones_are(tmp_path, tp_size):
     phi3, llama = write_checkpoint(tmp_path / "phi3", model_type="phi3"), write_checkpoint(tmp_path / "llama")
-    stored = load_file(phi3 / "model.safetensors")
+    sizes = {"qkv": {"q": 128, "k": 64, "v": 64}, "gate_up": {"gate": 96, "up": 96}}
     separate = {}
-    for name, tensor in stored.items():
-        sizes = {"qkv": {"q": 128, "k": 64, "v": 64}, "gate_up": {"gate": 96, "up": 96}}
+    for name, tensor in stored(phi3).items():
         kind = next((kind for kind in sizes if f".{kind}_proj" in name), None)
         parts = sizes[kind] if kind else {}
         pieces = tensor.split(list(parts.values())) if kind else [tensor]
         names = [name.replace(f"{kind}_proj", f"{part}_proj") for part in parts] or [name]
         separate |= {new: piece.contiguous() for new, piece in zip(names, pieces, strict=True)}
-    save_file(separate, llama / "model.safetensors", metadata={"format": "pt"})
-    for tp_rank in range(tp_size):
-        a, b = (
-            load_weights(folder, ModelSpec.from_config(folder), tp_rank=tp_rank, tp_size=tp_size)
-            for folder in (phi3, llama)
-        )
-        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    store(llama, separate)
+    for share in (dict(tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)):
+        assert same(*(load_weights(folder, ModelSpec.from_config(folder), **share) for folder in (phi3, llama)))
 
 
 @pytest.mark.parametrize(
@@ -52,8 +65,7 @@ def test_joined_tensors_are_read_as_separate_ones_are(tmp_path, tp_size):
 )
 def test_a_tensor_that_nothing_reads_is_refused_by_name(tmp_path, name):
     folder = write_checkpoint(tmp_path / "model")
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | {name: torch.zeros(3)}, file, metadata={"format": "pt"})
+    store(folder, stored(folder) | {name: torch.zeros(3)})
     with pytest.raises(InputError, match=f"nothing reads the tensor {name}: a llama model has none"):
         check_checkpoint(folder, ModelSpec.from_config(folder), scalar_head=False)
 
@@ -61,9 +73,51 @@ def test_a_tensor_that_nothing_reads_is_refused_by_name(tmp_path, name):
 def test_tensors_that_transformers_leaves_aside_too(tmp_path):
     """Frequencies that old checkpoints hold, and the output layer of a tied model or of one with another head."""
     folder = write_checkpoint(tmp_path / "model", tie_word_embeddings=True)
-    file, spec = folder / "model.safetensors", ModelSpec.from_config(folder)
-    weights = load_file(file)
+    spec, weights = ModelSpec.from_config(folder), stored(folder)
     old = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.zeros(16) for n in range(4)}
-    save_file(weights | old | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file)
+    store(folder, weights | old | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()})
     check_checkpoint(folder, spec, scalar_head=False)
     check_checkpoint(folder, spec, scalar_head=True, fresh_head=True)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def actor(request, tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("lm"), tie_word_embeddings=request.param, seed=3)
+
+
+def test_a_missing_head_is_refused_unless_it_may_be_fresh(actor):
+    spec = ModelSpec.from_config(actor)
+    assert not has_scalar_head(actor)
+    with pytest.raises(InputError, match="no tensor score.weight; train one with tools/train_reward.py"):
+        check_checkpoint(actor, spec, scalar_head=True)
+    check_checkpoint(actor, spec, **FRESH)
+    broken = ModelSpec(**{**vars(spec), "layers": spec.layers + 1})
+    with pytest.raises(InputError, match="no tensor model.layers.4"):
+        check_checkpoint(actor, broken, **FRESH)
+
+
+def test_the_trunk_is_the_language_models_and_the_head_zero(actor):
+    spec = ModelSpec.from_config(actor)
+    own, fresh = load_weights(actor, spec), load_weights(actor, spec, **FRESH)
+    assert torch.equal(fresh.pop(HEAD), torch.zeros(1, spec.hidden))
+    own.pop(HEAD, None)
+    assert same(fresh, own)
+    last = load_weights(actor, spec, layers=range(2, 4), first=False, **FRESH)
+    assert torch.equal(last[HEAD], torch.zeros(1, spec.hidden))
+
+
+def test_a_head_that_is_there_is_read(tmp_path):
+    folder = write_checkpoint(tmp_path / "critic", scalar_head=True)
+    weights = load_weights(folder, ModelSpec.from_config(folder), **FRESH)
+    assert has_scalar_head(folder) and weights[HEAD].abs().sum() > 0
+
+
+def test_its_export_is_a_model_that_scores(actor, tmp_path):
+    spec, critic = ModelSpec.from_config(actor), tmp_path / "critic"
+    weights = load_weights(actor, spec, **FRESH)
+    weights[HEAD] = torch.arange(spec.hidden, dtype=torch.float32)[None] / spec.hidden
+    export_checkpoint(hf_tensors(weights, spec, True), True, actor, critic)
+    assert json.loads((critic / "config.json").read_text())["architectures"] == ["LlamaForSequenceClassification"]
+    model = AutoModelForSequenceClassification.from_pretrained(critic, dtype=torch.float32)
+    assert model.num_labels == 1 and torch.equal(model.score.weight, weights[HEAD])
+    assert same(load_weights(critic, ModelSpec.from_config(critic), scalar_head=True), weights)

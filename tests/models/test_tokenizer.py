@@ -195,11 +195,12 @@ def test_a_broken_tokenizer_is_one_whole_line(folder, name, text):
 
 
 def test_a_template_without_end_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "TEMPLATE_SECONDS", 0.2)
     tokenizer, turns = load_tokenizer(folder, ModelSpec.from_config(folder)), [{"role": "user", "content": "w1"}]
     tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(InputError, match="template refuses the turns .no end after 0.2 s"):
-        chat_tokens(tokenizer, turns)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer_module, "TEMPLATE_SECONDS", 0.2)
+        with pytest.raises(InputError, match="template refuses the turns .no end after 0.2 s"):
+            chat_tokens(tokenizer, turns)
     tokenizer.chat_template = "{% for a in range(2) %}{{ messages[0].content }} {% endfor %}"
     assert chat_tokens(tokenizer, turns)[-2:] == [4, 4]
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)

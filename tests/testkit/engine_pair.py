@@ -1,8 +1,9 @@
 """Two engines to which things happen between steps, and the runs of each sample alone to compare them with.
 
-    Workload   one small model, a pool of requests, and the result of each request run by itself
-    EnginePair    two engines of that workload: add, abort, preempt, move, pause, resume; every step is followed by
-            check_integrity, and every finished sample must be, bit for bit, what it is alone
+    Workload    one small model, a pool of requests, and the result of each request run by itself
+    EnginePair  two engines of that workload: add, abort, preempt, move, pause, resume; every step is followed by
+                check_integrity, and every finished sample must be, bit for bit, what it is alone
+    draw_pair, serve  such a pair of random sizes, and random things that happen to it
 
 `EnginePair.seen` counts what really happened, so that a test can show that its cases were not empty.
 """
@@ -17,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.gen.engine import Engine, EngineOptions, GenerationResult, SamplingParams
-from testkit.gen_models import random_weights, tiny_spec
-from testkit.moves import import_sequences, through_bytes
-from testkit.scripted_drafts import ScriptedDrafter
+from rlhfuse.gen.engine import Engine, GenerationResult, SamplingParams
+from testkit.gen_models import engine_of, random_weights, tiny_spec
+from testkit.moves import move_sequences
+from testkit.scripted_drafts import KINDS, ScriptedDrafter
 
 SPEC = tiny_spec(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=40, vocab=61, context=96, eos_token_ids=())
 
@@ -74,7 +75,7 @@ class Workload:
         self._alone: dict[tuple[int, int], GenerationResult] = {}
 
     def engine(self, **options: int) -> Engine:
-        return Engine(self.spec, self.weights, EngineOptions(**options), dtype=self.dtype, tp_group=self.tp_group)
+        return engine_of(self.spec, self.weights, dtype=self.dtype, tp_group=self.tp_group, **options)
 
     def alone(self, sample_id: int, block_tokens: int) -> GenerationResult:
         """The sample in an engine that holds nothing else, remembers nothing and guesses nothing."""
@@ -94,15 +95,6 @@ class Workload:
         return max(-(-(len(r.prompt) + r.params.max_tokens - 1) // block_tokens) for r in requests)
 
 
-def move(source: Engine, destination: Engine, sample_ids: list[int], *, with_kv: bool, as_bytes: bool) -> list[int]:
-    """Samples leave one engine and enter the other, as they are or through what travels between processes."""
-    mode = "kv" if with_kv else "tokens"
-    with source.export_sequences(sample_ids, mode) as transfer:
-        if as_bytes and transfer.manifest.num_blocks:
-            transfer = through_bytes(transfer)
-        return import_sequences(destination, transfer)
-
-
 class EnginePair:
     """Two engines with the same block size; `options[i]` are those of engine i."""
 
@@ -116,7 +108,7 @@ class EnginePair:
         self.aborted: set[int] = set()
 
     def guess_by_rule(self, kinds: tuple[str, str], rng: random.Random) -> None:
-        """Let each engine's guesses be what tests/gen/scripted_drafts.py says; "own" stays as it is."""
+        """Let each engine's guesses be what testkit/scripted_drafts.py says; "own" stays as it is."""
 
         def known(sample_id: int) -> tuple[int, ...]:
             return self.workload.alone(sample_id, self.block_tokens).tokens
@@ -140,33 +132,30 @@ class EnginePair:
         self.seen["aborted"] += 1
         self.check(which)
 
-    def preempt(self, which: int) -> None:
-        self.seen["preempted by hand"] += len(self.engines[which].scheduler.running)
-        self.engines[which].scheduler.preempt_all()
-        self.check(which)
-
-    def reload(self, which: int) -> None:
-        self.engines[which].load_weights(self.workload.weights)
-        self.seen["weights loaded"] += 1
+    def disturb(self, which: int, *, reload: bool) -> None:
+        """Preempt all of an engine's samples, or give it its weights again."""
+        engine = self.engines[which]
+        if reload:
+            engine.load_weights(self.workload.weights)
+            self.seen["weights loaded"] += 1
+        else:
+            self.seen["preempted by hand"] += len(engine.scheduler.running)
+            engine.scheduler.preempt_all()
         self.check(which)
 
     def move(self, source: int, sample_ids: list[int], with_kv: bool, as_bytes: bool) -> None:
         here, there = self.engines[source], self.engines[1 - source]
-        recomputed = move(here, there, sample_ids, with_kv=with_kv, as_bytes=as_bytes)
+        recomputed = move_sequences(here, there, sample_ids, "kv" if with_kv else "tokens", as_bytes)
         self.seen["moved as tokens"] += len(recomputed)
         self.seen["moved with KV"] += len(sample_ids) - len(recomputed)
         self.check(0)
         self.check(1)
 
-    def pause(self, which: int) -> None:
-        self.engines[which].pause()
-        self.paused[which] = True
-        self.seen["paused"] += 1
-        self.check(which)
-
-    def resume(self, which: int) -> None:
-        self.engines[which].resume()
-        self.paused[which] = False
+    def pause(self, which: int, on: bool) -> None:
+        engine = self.engines[which]
+        engine.pause() if on else engine.resume()
+        self.paused[which] = on
+        self.seen["paused"] += on
         self.check(which)
 
     def step(self, which: int) -> None:
@@ -174,14 +163,23 @@ class EnginePair:
         if self.paused[which]:
             return
         engine = self.engines[which]
-        before = {state.sample_id for state in engine.unfinished() if not state.waiting}
+        before = self.running(engine)
         for result in engine.step():
-            expected = self.workload.alone(result.sample_id, self.block_tokens)
-            assert result == expected, f"sample {result.sample_id}:\n{result}\nalone:\n{expected}\n{engine.options}"
+            self.compare(result, self.workload.alone(result.sample_id, self.block_tokens))
             assert result.sample_id not in self.finished | self.aborted, f"sample {result.sample_id} ended twice"
             self.finished.add(result.sample_id)
+            self.seen[result.finish_reason] += 1
         self.check(which)
-        self._note(engine, before)
+        self.seen["steps"] += 1
+        self.seen["guesses right"] += engine.last_step.accepted_tokens
+        self.seen["guesses wrong"] += engine.last_step.drafted_tokens - engine.last_step.accepted_tokens
+        self.note(engine, before)
+
+    def running(self, engine: Engine) -> set[int]:
+        return {state.sample_id for state in engine.unfinished() if not state.waiting}
+
+    def compare(self, result: GenerationResult, alone: GenerationResult) -> None:
+        assert result == alone, f"sample {result.sample_id}:\n{result}\nalone:\n{alone}"
 
     def drain(self) -> None:
         """Run both engines to the end; every sample that entered has then left exactly once, and every block too."""
@@ -189,7 +187,7 @@ class EnginePair:
         while any(engine.has_unfinished() for engine in self.engines):
             for which in (0, 1):
                 if self.paused[which]:
-                    self.resume(which)
+                    self.pause(which, on=False)
                 self.step(which)
             steps += 1
             assert steps < 10_000, "no progress"
@@ -199,14 +197,69 @@ class EnginePair:
     def check(self, which: int) -> None:
         self.engines[which].check_integrity()
 
-    def _note(self, engine: Engine, ran_before: set[int]) -> None:
+    def note(self, engine: Engine, ran_before: set[int]) -> None:
+        """See what a step left behind."""
         states = engine.unfinished()
         for state in states:  # none for a guess that was wrong
             assert state.blocks == -(-state.kv_tokens // self.block_tokens), f"{state}\n{engine.options}"
-        self.seen["steps"] += 1
-        self.seen["guesses right"] += engine.last_step.accepted_tokens
-        self.seen["guesses wrong"] += engine.last_step.drafted_tokens - engine.last_step.accepted_tokens
         self.seen["preempted for lack of blocks"] += sum(s.waiting and s.sample_id in ran_before for s in states)
         self.seen["chunked"] += any(not s.waiting and s.kv_tokens < s.total_tokens - 1 for s in states)
         held = engine.options.num_blocks - engine.free_blocks
         self.seen["prefix shared"] += sum(s.blocks for s in states) > held
+
+
+def draw_pair(
+    workload: Workload, rng: random.Random, wide: int = 0, kind: type[EnginePair] = EnginePair
+) -> tuple[EnginePair, list[int]]:
+    """Two engines of random size and the samples that they will serve; `wide`: so many, of more than four blocks."""
+    block_tokens = rng.choice((1, 2, 3, 4)) if wide else rng.choice((1, 2, 3, 4, 5, 6, 8, 16))
+    fitting = [
+        sample_id
+        for sample_id, request in workload.requests.items()
+        if not wide or len(request.prompt) + len(workload.alone(sample_id, block_tokens).tokens) - 1 > 4 * block_tokens
+    ]
+    samples = rng.sample(fitting, wide or rng.randint(1, 9))
+    fewest = workload.fewest_blocks(samples, block_tokens)
+    options = [
+        dict(
+            block_tokens=block_tokens,
+            num_blocks=fewest + int(rng.choice((0, 1, 6)) * rng.random() * fewest),
+            max_sequences=rng.randint(8, 40) if wide else rng.randint(1, 12),
+            max_batched_tokens=rng.choice((16, 48, 200)) if wide else rng.choice((1, 2, 5, 7, 16, 40, 200)),
+            draft_rows=rng.choice((0, 3, 16, 16, 40)),
+        )
+        for _ in range(2)
+    ]
+    pair = kind(workload, options)
+    pair.guess_by_rule((rng.choice(KINDS), rng.choice(KINDS)), rng)
+    return pair, samples
+
+
+def serve(pair: EnginePair, samples: list[int], rng: random.Random) -> None:
+    """Samples arrive one after another while things happen; then both engines run to the end."""
+    coming = list(samples)
+    for _ in range(rng.randint(0, 8) + len(coming) // 8):
+        for _ in range(rng.randint(0, max(1, len(coming) // 2))):
+            if coming:
+                pair.add(rng.randrange(2), coming.pop())
+        which = rng.randrange(2)
+        event = rng.randrange(13)
+        if event == 0 and (here := pair.unfinished(which)):
+            sample_id = rng.choice(here)
+            pair.abort(which, sample_id)
+            coming.insert(0, sample_id)  # and asks again later
+        elif event in (1, 2, 3):
+            pair.disturb(which, reload=event == 3)
+        elif event == 4 or (event in (5, 6) and pair.paused[which]):
+            pair.pause(which, on=event == 4)
+        elif event >= 7 and (here := pair.unfinished(which)):
+            running = [s.sample_id for s in pair.engines[which].unfinished() if s.kv_tokens]
+            movable = running if running and rng.random() < 0.8 else here
+            pair.move(which, rng.sample(movable, rng.randint(1, len(movable))), rng.random() < 0.8, rng.random() < 0.5)
+        for which in (0, 1):
+            for _ in range(rng.randint(0, 4)):
+                pair.step(which)
+    for sample_id in coming:
+        pair.add(rng.randrange(2), sample_id)
+    pair.drain()
+    assert pair.finished == set(samples) and not pair.aborted

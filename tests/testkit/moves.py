@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -21,10 +21,13 @@ def import_sequences(engine: Engine, transfer: KVTransfer) -> list[int]:
 
 
 def move_sequences(
-    source: Engine, destination: Engine, sample_ids: Iterable[int], modes: MoveMode | Mapping[int, MoveMode] = "kv"
+    source: Engine, destination: Engine, sample_ids: Iterable[int], modes: MoveMode = "kv", as_bytes: bool = False
 ) -> list[int]:
-    """Move unfinished samples; returns those whose tokens are run again. An exception leaves all in `source`."""
+    """Move unfinished samples, as they are or through what travels between processes; returns those whose tokens are
+    run again. An exception leaves all in `source`."""
     with source.export_sequences(sample_ids, modes) as transfer:
+        if as_bytes and transfer.manifest.num_blocks:
+            transfer = through_bytes(transfer)
         return import_sequences(destination, transfer)
 
 

@@ -1,8 +1,8 @@
-"""Compile Triton kernels for a GPU that is not there, with the arguments that the code under test gives them.
+"""Compile Triton kernels for GPUs that are not there, with the arguments that the code under test gives them.
 
-The interpreter in which other tests run kernels accepts much that the compiler refuses. `compiled_launches` runs a
-function in a process without the interpreter, where every launch compiles (ptxas included) and nothing runs;
-`compiled_variants` compiles nothing and says for what each launch would be compiled.
+The interpreter in which other tests run kernels accepts much that the compiler refuses. `compiled_launches` runs
+`launch_all()` of a test file in a process without the interpreter, where every launch compiles (ptxas included) and
+nothing runs; `compiled_variants` compiles nothing and says for what each launch would be compiled.
 
 The compiler is the Triton that is installed. The others of the supported torch versions are tried by
 `pytest tests/models/gpu/test_compilers.py` (slow: `scripts/test.sh --all` runs it), which takes them from the index.
@@ -11,6 +11,7 @@ By hand: `pip install --no-deps --target FOLDER triton==3.7.0`, then `PYTHONPATH
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -19,18 +20,17 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent
-SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes that one block of threads can have
+from testkit.programs import PATHS, Programs
+
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes that one block of threads can have; of A100, of H100 and H200
 
 
 @dataclass(frozen=True)
 class Launch:
     kernel: str
-    arch: int  # 80: A100, 90: H100 and H200
-    grid: tuple[int, ...]
+    arch: int  # of SHARED_MEMORY
     warps: int
     registers: int  # of a thread
     stack: int  # bytes of a thread in device memory, where spilled registers go
@@ -38,27 +38,27 @@ class Launch:
     ptx: str = field(repr=False, compare=False)
 
 
-def compiled_launches(file: str, function: str, arch: int = 90) -> list[Launch]:
-    """What `function()` of a test file launches, in order, each compiled. It works on CPU tensors, full of anything.
+def compiled_launches(programs: Programs, file: str, arch: int) -> list[Launch]:
+    """What `launch_all()` of a test file launches, in order, each compiled. It works on CPU tensors, full of anything.
 
     `file`: the caller's __file__. Fails with the compiler's words, or where a kernel wants more than a GPU has.
     """
-    launches = [Launch(**line | {"grid": tuple(line["grid"])}) for line in _run_apart(file, function, str(arch))]
+    launches = [launch for launch in (Launch(**line) for line in _run_apart(programs, file)) if launch.arch == arch]
     greedy = [launch for launch in launches if launch.shared > SHARED_MEMORY[arch]]
     assert not greedy, f"more than {SHARED_MEMORY[arch]} bytes of shared memory: {greedy}"
     return launches
 
 
-def compiled_variants(file: str, function: str) -> list[tuple[str, str, str]]:
-    """What each launch of `function()` of a test file is compiled for, in order: kernel, constants and options, and
+def compiled_variants(programs: Programs, file: str) -> list[tuple[str, str, str]]:
+    """What each launch of `launch_all()` of a test file is compiled for, in order: kernel, constants and options, and
     what Triton specializes on beside these (types, alignment of addresses, divisibility of integers)."""
-    return [tuple(line) for line in _run_apart(file, function, "")]
+    return [tuple(line) for line in _run_apart(programs, file, "variants")]
 
 
-def _run_apart(file: str, function: str, arch: str) -> Any:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, file, function, arch]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+@functools.cache  # one process compiles a file for all GPUs
+def _run_apart(programs: Programs, file: str, *mode: str) -> Any:
+    paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), PATHS)))
+    done = programs.python("-m", __name__, file, *mode, PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -77,46 +77,49 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _compile(file: str, function: str, arch: int) -> list[Launch]:
-    from triton.backends.compiler import GPUTarget
+class Absent:
+    """As much of a driver as compiling asks for; a device for each GPU, since what is compiled is kept by device."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+
+def _compile(file: str) -> list[Launch]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    class Absent:
-        """As much of a driver as compiling asks for."""
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", arch, 32)
-
-    driver.set_active(Absent())
     launches: list[Launch] = []
-    run = JITFunction.run
-    usages: dict[str, tuple[int, int]] = {}
+    run, usages = JITFunction.run, {}
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         compiled = run(kernel, *args, grid=grid, warmup=True, **options)
         if compiled.hash not in usages:
             usages[compiled.hash] = _usage(compiled.asm["cubin"])
-        metadata = compiled.metadata
-        size = grid(dict(zip(kernel.arg_names, args), **options)) if callable(grid) else tuple(grid)
-        usage = usages[compiled.hash]
-        launches.append(
-            Launch(metadata.name, arch, size, metadata.num_warps, *usage, metadata.shared, compiled.asm["ptx"])
-        )
+        facts, usage = compiled.metadata, usages[compiled.hash]
+        arch = driver.active.get_current_device()
+        launches.append(Launch(facts.name, arch, facts.num_warps, *usage, facts.shared, compiled.asm["ptx"]))
         return compiled
 
     JITFunction.run = record
-    _call(file, function)
+    launch_all = _read(file)
+    for arch in SHARED_MEMORY:
+        driver.set_active(Absent(arch))
+        launch_all()
     return launches
 
 
-def _specialize(file: str, function: str) -> list[tuple[str, str, str]]:
+def _specialize(file: str) -> list[tuple[str, str, str]]:
     from triton.runtime.jit import JITFunction
 
     from rlhfuse.rehearsal.launches import compiled_for
@@ -127,23 +130,20 @@ def _specialize(file: str, function: str) -> list[tuple[str, str, str]]:
         variants.append((kernel.__name__, *compiled_for(kernel, args, options)))
 
     JITFunction.run = record
-    _call(file, function)
+    _read(file)()
     return variants
 
 
-def _call(file: str, function: str) -> None:
-    sys.path[:0] = [str(TESTS), str(Path(file).parent), *map(str, Path(file).parents[:2])]
+def _read(file: str) -> Any:
     spec = importlib.util.spec_from_file_location("compiled_test", file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules["compiled_test"] = module
     spec.loader.exec_module(module)
-    getattr(module, function)()
+    return module.launch_all
 
 
 if __name__ == "__main__":
-    file, function, arch = sys.argv[1:]
-    if arch:
-        print(json.dumps([asdict(launch) for launch in _compile(file, function, int(arch))]))
-    else:
-        print(json.dumps(_specialize(file, function)))
+    os.environ.pop("TRITON_INTERPRET", None)
+    file, *mode = sys.argv[1:]
+    print(json.dumps(_specialize(file) if mode else [asdict(launch) for launch in _compile(file)]))

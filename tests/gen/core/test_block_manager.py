@@ -1,15 +1,9 @@
-"""Random workloads of sequences leave the block manager and the scheduler consistent."""
+"""Blocks of a prefix are found again while they hold it, and no longer."""
 
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from rlhfuse.gen.core.block_manager import BlockManager
-from rlhfuse.gen.core.scheduler import Scheduler
 from rlhfuse.gen.core.sequence import SamplingParams, Sequence
-
-FAST = settings(derandomize=True, deadline=None, max_examples=150)
 
 
 def sequence(sample_id: int, prompt: list[int], response: int = 8) -> Sequence:
@@ -43,44 +37,3 @@ def test_reused_blocks_are_forgotten():
     blocks.grow(other, 8)
     assert blocks.known_prefix(first) == []
     blocks.check_integrity([other])
-
-
-@FAST
-@given(st.data())
-def test_scheduler_stays_consistent_and_finishes(data):
-    """Few blocks, few tokens in a step, colliding prompts: every sample still gets all its tokens."""
-    block_tokens = data.draw(st.integers(1, 5))
-    num_blocks = data.draw(st.integers(-(-24 // block_tokens), 40))
-    blocks = BlockManager(num_blocks, block_tokens)
-    scheduler = Scheduler(blocks, data.draw(st.integers(1, 5)), data.draw(st.integers(1, 20)))
-    alive: dict[int, Sequence] = {}
-    for sample_id in range(data.draw(st.integers(1, 9))):
-        alive[sample_id] = sequence(sample_id, data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=16)))
-        scheduler.add(alive[sample_id])
-    done, steps = 0, 0
-    while alive:
-        steps += 1
-        assert steps < 2000, "no progress"
-        action = data.draw(st.integers(0, 30)) if steps < 60 else 30
-        if action == 0:
-            scheduler.preempt_all()
-        elif action == 1:
-            scheduler.remove(alive.pop(min(alive)))
-            continue
-        work = scheduler.schedule()
-        assert work and sum(w.num_tokens for w in work) <= scheduler.max_batched_tokens
-        assert len(scheduler.running) <= scheduler.max_sequences
-        drawing = [w.seq for w in work if w.draws]
-        for w in work:
-            assert len(w.seq.block_table) * block_tokens >= w.seq.computed_tokens + w.num_tokens
-        scheduler.complete(work)
-        for seq in drawing:
-            seq.append(seq.sample_id % 2, 0.0)
-            if seq.finish_reason:
-                scheduler.remove(alive.pop(seq.sample_id))
-                assert len(seq.tokens) == 8
-                done += 1
-        queued = [*scheduler.running, *scheduler.waiting]
-        assert sorted(s.sample_id for s in queued) == sorted(alive)
-        blocks.check_integrity(queued)
-    assert blocks.free_blocks == num_blocks

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.gen_models import random_weights, tiny_spec
+from testkit.gen_models import PROMPTS, add_all, assert_near, engine_of, run_out, tiny_spec
 from testkit.moves import move_sequences
 
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.cpu.forward import LaneKVCache
-from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.engine import SamplingParams
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -28,23 +28,14 @@ def test_blocks_are_read_as_they_were_written(lanes, heads, dtype):
 
 
 @pytest.mark.parametrize("changes", [dict(), dict(qk_norm=True, qkv_bias=True)])
-def test_torch_path_equals_cpu_kernels(prompts, changes):
+def test_torch_path_equals_cpu_kernels(changes):
     """The path that CUDA takes, run here on CPU: same tokens, close log-probabilities, and KV that can move over."""
-    spec = tiny_spec(**changes)
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
-    ours = Engine(spec, random_weights(spec), EngineOptions(num_blocks=60))
-    expected = ours.generate(prompts, params)
-    for i, prompt in enumerate(prompts):
-        ours.add(i, prompt, params)
-    moved = [r for _ in range(9) for r in ours.step()]
-    options = EngineOptions(num_blocks=60, max_batched_tokens=50, kernels="torch")
-    torch_engine = Engine(spec, random_weights(spec), options)
+    spec, params = tiny_spec(**changes), SamplingParams(max_tokens=24, ignore_eos=True)
+    ours = engine_of(spec)
+    expected = ours.generate(PROMPTS, params)
+    moved = add_all(ours, PROMPTS, params, steps=9)
+    torch_engine = engine_of(spec, max_batched_tokens=50, kernels="torch")
     assert type(ours._cache) is LaneKVCache and type(torch_engine._cache) is KVCache
-    results = torch_engine.generate(prompts, params)
+    assert_near(torch_engine.generate(PROMPTS, params), expected, 1e-4)
     assert move_sequences(ours, torch_engine, [s.sample_id for s in ours.unfinished()]) == []
-    while torch_engine.has_unfinished():
-        moved += torch_engine.step()
-    for other in (results, sorted(moved, key=lambda r: r.sample_id)):
-        for a, b in zip(expected, other):
-            assert a.tokens == b.tokens
-            assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs)) < 1e-4
+    assert_near(run_out(ours, torch_engine, results=moved), expected, 1e-4)

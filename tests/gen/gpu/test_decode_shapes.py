@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from testkit.draw_batches import draw_batch
+from testkit.profiles import examples
 
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.gpu.decode_graphs import DecodeInputs, DecodeShape, Staging, padded_arrays
@@ -30,18 +31,23 @@ def decode_batch(contexts: list[int], block_tokens: int) -> ForwardBatch:
 
 
 @pytest.mark.parametrize(
-    ("sequences", "rows"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 32), (33, 48), (190, 192), (197, 200)]
+    ("sequences", "rows", "blocks", "width"),
+    [
+        (1, 1, 1, 16),
+        (2, 2, 16, 16),
+        (3, 4, 17, 32),
+        (5, 8, 33, 64),
+        (9, 16, 65, 100),
+        (33, 48, 101, 101),
+        (197, 200, 1, 16),
+    ],
 )
-def test_rows(sequences, rows):
-    assert DecodeShape.holding(sequences, 1, 200, 64, 16).rows == rows
+def test_rows_and_width(sequences, rows, blocks, width):
+    shape = DecodeShape.holding(sequences, blocks, 200, 100, 16)
+    assert (shape.rows, shape.width) == (rows, width)
 
 
-@pytest.mark.parametrize(("blocks", "width"), [(1, 16), (16, 16), (17, 32), (33, 64), (65, 100), (101, 101)])
-def test_width(blocks, width):
-    assert DecodeShape.holding(4, blocks, 200, 100, 16).width == width
-
-
-@settings(derandomize=True, deadline=None)
+@examples(100)
 @given(st.integers(1, 600), st.integers(1, 600), st.sampled_from([1, 16, 256, 512]))
 def test_a_shape_holds_its_batch_wastes_little_and_is_its_own_shape(sequences, context, block_tokens):
     most_rows, most_blocks = 600, -(-600 // block_tokens)
@@ -58,7 +64,7 @@ def test_there_are_few_shapes():
     assert len({shape.rows for shape in shapes}) == 20 and len({shape.width for shape in shapes}) == 5
 
 
-@settings(derandomize=True, deadline=None)
+@examples(100)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=9), st.sampled_from([4, 16]), st.integers(0, 5))
 def test_padding_lies_in_the_spare_block_alone(contexts, block_tokens, more_rows):
     batch, spare = decode_batch(contexts, block_tokens), 1000

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_device_forward import WIDE, Repeater, torch_engine
 from testkit import triton_interpreter  # noqa: F401
-from testkit.gen_models import random_weights, tiny_spec
+from testkit.gen_models import PROMPTS, engine_of, random_weights, tiny_spec
 from testkit.moves import move_sequences
+from testkit.recorded_decode import WIDE, Repeater, torch_engine
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 
@@ -15,42 +15,37 @@ NINE = SamplingParams(max_tokens=9, ignore_eos=True)
 
 
 @pytest.mark.parametrize("keep, recorded", [(True, 2), (False, 6)])
-def test_nothing_is_recorded_twice_where_memory_is_kept(prompts, keep, recorded):
+def test_nothing_is_recorded_twice_where_memory_is_kept(keep, recorded):
     """Three iterations: new values in the same weights, resume, samples, pause. A new engine draws the same."""
-    spec, repeater = tiny_spec(**WIDE), Repeater()
-    weights = {name: w.clone() for name, w in random_weights(spec).items()}
-    engine = torch_engine(spec, repeater, weights=weights, keep_memory=keep)
+    repeater, weights = Repeater(), random_weights(WIDE)
+    engine = torch_engine(repeater, weights=weights, keep_memory=keep)
     engine.pause()
     shapes, caches = [], set()
     for iteration in range(3):
-        values = random_weights(spec, seed=iteration)
+        values = random_weights(WIDE, seed=iteration)
         for name, tensor in weights.items():
             tensor.copy_(values[name])
         engine.load_weights(weights)
         engine.resume()
         caches.add(engine._cache.keys.data_ptr() if keep else iteration)
-        plain = torch_engine(spec, weights=values, run_ahead=False)
+        plain = torch_engine(weights=values, run_ahead=False)
         for count in (8, 3):  # each a shape of its own
-            assert engine.generate(prompts[:count], NINE) == plain.generate(prompts[:count], NINE)
+            assert engine.generate(PROMPTS[:count], NINE) == plain.generate(PROMPTS[:count], NINE)
         engine.pause()
         shapes.append(engine.runner.recorded_shapes)
-    assert repeater.recorded == shapes[-1] == recorded and engine.runner.recording_seconds > 0
+    assert repeater.recorded == shapes[-1] == recorded
     assert shapes == ([2, 2, 2] if keep else [2, 4, 6])
     assert repeater.released == (0 if keep else 3) and len(caches) == (1 if keep else 3)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_a_paused_engine_that_keeps_its_memory_is_a_paused_engine(prompts, kernels):
-    spec = tiny_spec(**WIDE)
-    source, paused, dropped = (
-        Engine(spec, random_weights(spec), EngineOptions(num_blocks=200, kernels=kernels, keep_memory=keep))
-        for keep in (False, True, False)
-    )
-    source.add(0, prompts[2], NINE)
+def test_a_paused_engine_that_keeps_its_memory_is_a_paused_engine(kernels):
+    source, paused, dropped = (engine_of(WIDE, kernels=kernels, keep_memory=keep) for keep in (False, True, False))
+    source.add(0, PROMPTS[2], NINE)
     for engine in (paused, dropped):
         source.step()
         assert engine.cache_bytes > 0
-        engine.add(1, prompts[3], NINE)
+        engine.add(1, PROMPTS[3], NINE)
         engine.step()
         engine.pause()
         engine.pause()  # nothing is left to do
@@ -68,18 +63,17 @@ def test_a_paused_engine_that_keeps_its_memory_is_a_paused_engine(prompts, kerne
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_what_the_cache_held_is_forgotten(prompts, kernels):
+def test_what_the_cache_held_is_forgotten(kernels):
     """The same prompt under new weights: its blocks are still there and must not be found."""
-    spec, new = tiny_spec(**WIDE), random_weights(tiny_spec(**WIDE), seed=7)
-    options = EngineOptions(num_blocks=200, kernels=kernels, keep_memory=True)
-    engine = Engine(spec, random_weights(spec), options)
-    prompt = prompts[-1] * 3
+    new, options = random_weights(WIDE, seed=7), dict(kernels=kernels, keep_memory=True)
+    engine = engine_of(WIDE, **options)
+    prompt = PROMPTS[-1] * 3
     engine.generate([prompt], NINE)
     engine.pause()
     engine.release_weights()  # allowed: it is paused
     engine.load_weights(new)
     engine.resume()
-    assert engine.generate([prompt], NINE) == Engine(spec, new, options).generate([prompt], NINE)
+    assert engine.generate([prompt], NINE) == engine_of(WIDE, new, **options).generate([prompt], NINE)
     assert engine.scheduler.reused_tokens == 0
 
 

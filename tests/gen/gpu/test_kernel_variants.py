@@ -7,19 +7,18 @@ from collections import defaultdict
 from testkit.triton_compile import compiled_variants
 
 
-def generate() -> None:
+def launch_all() -> None:
     """Mixed steps and decode steps of 5, 4, 2 and 1 rows: nothing runs, so each sample is as long as it may be."""
     import torch
-    from testkit.gen_models import random_weights, tiny_spec
+    from testkit.gen_models import engine_of, tiny_spec
 
-    from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+    from rlhfuse.gen.engine import SamplingParams
     from rlhfuse.gen.gpu import sampling
     from rlhfuse.gen.gpu.draws import DrawKernels
     from rlhfuse.models.paged_attention import CacheShape, TritonAttention
 
     spec = tiny_spec(qk_norm=True)
-    options = EngineOptions(num_blocks=60, kernels="triton", attention="torch", max_sequences=5, max_batched_tokens=30)
-    engine = Engine(spec, random_weights(spec), options)
+    engine = engine_of(spec, kernels="triton", attention="torch", max_sequences=5, max_batched_tokens=30)
     shape = CacheShape(torch.float32, engine.device, spec.heads, spec.kv_heads, spec.head_dim, 16, 5)
     forward = engine.runner._forward  # whose kernels are those of CUDA
     forward._attention = TritonAttention(shape)
@@ -34,9 +33,9 @@ def generate() -> None:
     engine.generate([list(range(1, 4 * n)) for n in lengths], params)
 
 
-def test_one_variant_of_a_kernel_serves_all_steps():
+def test_one_variant_of_a_kernel_serves_all_steps(programs):
     found = defaultdict(set)
-    for kernel, constants, rest in compiled_variants(__file__, "generate"):
+    for kernel, constants, rest in compiled_variants(programs, __file__):
         found[kernel, constants].add(rest)
     names = {kernel for kernel, _ in found}
     assert names >= {"_decode_kernel", "_chunk_kernel", "_place_heads_kernel", "_cutoffs", "_scores", "_merge", "_feed"}

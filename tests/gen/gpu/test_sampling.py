@@ -1,4 +1,4 @@
-"""The Triton sampler against the CPU's: the same noise, kept tokens and draws, bit by bit, in the interpreter."""
+"""The Triton sampler against the CPU's, in the interpreter: the same noise, kept tokens and draws; and compiled."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from testkit import triton_interpreter  # noqa: F401
 from testkit.draw_batches import draw_batch
+from testkit.triton_compile import compiled_launches
 
 from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.cpu import sampling as cpu
@@ -42,10 +43,8 @@ def draw_on_cpu(logits: torch.Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.
 def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
     """Narrow, ordinary and wide rows, some of few different values."""
     generator = torch.Generator().manual_seed(seed)
-    logits = (
-        torch.randn(rows, vocab, generator=generator)
-        * torch.tensor([0.01, 1.0, 3.0, 30.0])[torch.arange(rows) % 4, None]
-    )
+    widths = torch.tensor([0.01, 1.0, 3.0, 30.0])[torch.arange(rows) % 4, None]
+    logits = torch.randn(rows, vocab, generator=generator) * widths
     logits[::5] = (logits[::5] * 4).round() / 4
     return logits
 
@@ -65,35 +64,26 @@ def random_batch(rows: int, vocab: int, seed: int, limited: bool) -> DrawBatch:
     )
 
 
-def compare(cases: list[tuple[int, int]], limited: bool) -> tuple[int, int, float]:
-    """Rows drawn, tokens that differ, and the largest difference of log-probabilities, over (rows, vocab)."""
-    drawn, other, worst = 0, 0, 0.0
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+@pytest.mark.parametrize(
+    ("limited", "cases"),
+    [
+        (False, [(60, 301), (6, 5000), (2, 32_000)]),
+        pytest.param(False, [(1200, 301), (790, 64), (6, 32_000), (4, 5000)], marks=SLOW),
+        pytest.param(True, [(490, 301), (10, 32_000)], marks=SLOW),
+    ],
+    ids=["few", "thousands", "limited"],
+)
+def test_draws_are_the_cpus(limited, cases):
+    """Not one token differs, though only those whose best scores are 1e-5 apart were to agree."""
     for seed, (rows, vocab) in enumerate(cases):
         logits, batch = random_logits(rows, vocab, seed), random_batch(rows, vocab, seed, limited)
         tokens, logprobs = draw(logits, batch)
         expected, expected_logprobs = draw_on_cpu(logits, batch)
-        drawn, other = drawn + rows, other + int((tokens != expected).sum())
-        worst = max(worst, float(np.abs(logprobs - expected_logprobs).max()))
-    return drawn, other, worst
-
-
-def test_draws_are_the_cpus():
-    """Not one token differs, though only those whose best scores are 1e-5 apart were to agree."""
-    drawn, other, worst = compare([(60, 301), (6, 5000), (2, 32_000)], limited=False)
-    assert drawn == 68 and other == 0 and worst < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_thousands_of_draws_are_the_cpus(capsys):
-    for limited, cases in (
-        (False, [(1200, 301), (790, 64), (6, 32_000), (4, 5000)]),
-        (True, [(490, 301), (10, 32_000)]),
-    ):
-        drawn, other, worst = compare(cases, limited)
-        with capsys.disabled():
-            print(f"\n{other} of {drawn} tokens differ, log-probabilities by at most {worst:.1e}")
-        assert drawn >= 500 and other == 0 and worst < 1e-6
+        assert tokens.tolist() == expected.tolist()
+        assert np.abs(logprobs - expected_logprobs).max() < 1e-6
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(3, 1), (3, 2), (8, 61), (6, 1003), (2, 9000)])
@@ -140,14 +130,15 @@ def test_wider_buffers_and_rows_that_draw_nothing(dtype):
     assert (np.delete(outputs.numpy(), places, axis=1) == NOTHING).all()
 
 
-def test_rows_that_are_not_finite():
+@pytest.mark.parametrize("drawn_by", [draw, draw_on_cpu], ids=["triton", "cpu"])
+def test_rows_that_are_not_finite(drawn_by):
     bad = [math.nan, math.inf] * 2
     logits = torch.zeros(6, 5000)
     for row, (value, place) in enumerate(zip(bad, (0, 66, 4999, 4999))):
         logits[row, place] = value
     logits[4] = -math.inf
     batch = draw_batch([{}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 3}, {}, {}])
-    tokens, logprobs = draw(logits, batch)
+    tokens, logprobs = drawn_by(logits, batch)
     assert tokens[:5].tolist() == [-1] * 5 and np.isnan(logprobs[:5]).all()
     assert tokens[5] >= 0 and abs(logprobs[5] + math.log(5000)) < 1e-5
 
@@ -177,3 +168,17 @@ def test_tokens_that_are_places_are_fed():
     wanted = torch.where(tokens < 0, newest[(~tokens).clamp(min=0, max=1999)], tokens)
     sampling.feed(tokens, newest)
     assert torch.equal(tokens, wanted)
+
+
+def launch_all() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, vocab in ((1, 128_256), (256, 262_144), (5, 301)):
+            inputs = DrawInputs(rows, torch.empty(DrawInputs.columns(0) * rows, dtype=torch.int32))
+            sampling.draw(torch.empty(rows, vocab, dtype=dtype), inputs, torch.empty(2, 256, dtype=torch.int32))
+    sampling.feed(torch.empty(256, dtype=torch.int32), torch.empty(256, dtype=torch.int32))
+
+
+def test_kernels_compile_for_gpus(programs):
+    launches = compiled_launches(programs, __file__, 90)
+    assert len(launches) == 19 and {launch.kernel for launch in launches} == {"_cutoffs", "_scores", "_merge", "_feed"}
+    assert all(launch.stack == 0 for launch in launches), "registers spill"

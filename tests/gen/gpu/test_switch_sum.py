@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from testkit.gen_models import random_weights, tiny_spec
+from testkit.gen_models import engine_of, tiny_spec
 
-from rlhfuse.base.errors import InputError, leave
+from rlhfuse.base.errors import InputError
 from rlhfuse.gen import model_runner
 from rlhfuse.gen.core.model_shard import TensorParallel
-from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.engine import SamplingParams
 from rlhfuse.gen.gpu.switch_sum import SwitchParallel, choose_parallel
 
+POOL_RANKS = 2
 CPU = torch.device("cpu")
 SPEC = tiny_spec(qk_norm=True, head_dim=16)
 PROMPTS = [[9, 10, 11], [12], list(range(20, 60)), [300, 299]]
@@ -40,17 +41,14 @@ class GlooMemory:
             part[0] += 1
 
 
-def samples(**options) -> list:
-    weights = random_weights(SPEC, tp_rank=dist.get_rank(), tp_size=2)
-    made = EngineOptions(num_blocks=24, max_sequences=8, max_batched_tokens=32, kernels="torch", **options)
-    engine = Engine(SPEC, weights, made, tp_group=dist.group.WORLD)
+def samples() -> list:
+    sizes = dict(num_blocks=24, max_sequences=8, max_batched_tokens=32)
+    engine = engine_of(SPEC, kernels="torch", tp_group=dist.group.WORLD, **sizes)
     found = engine.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, seed=4))
     return [engine.runner.lines[1], [result.tokens for result in found], [result.logprobs for result in found]]
 
 
-def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def on_rank(rank: int) -> dict:
     group, found = dist.group.WORLD, {}
     sizes = CPU, 8, SPEC.hidden, torch.float32
     for fault in ("memory", "sums"):
@@ -61,8 +59,8 @@ def run_rank(rank: int, folder: str) -> None:
         found[f"{fault} by name"] = str(error.value)
     found["plain"] = samples()
     memory = GlooMemory()
-    model_runner.choose_parallel = partial(choose_parallel, memory=memory)
-    found["switch"] = samples()
+    with mock.patch.object(model_runner, "choose_parallel", partial(choose_parallel, memory=memory)):
+        found["switch"] = samples()
     found["sums made"] = memory.sums
     parallel = SwitchParallel(group, memory, memory.buffer(2 * SPEC.hidden, torch.float32))
     x, weight = torch.rand(2, 5), torch.rand(SPEC.hidden, 5)
@@ -70,14 +68,11 @@ def run_rank(rank: int, folder: str) -> None:
     assert torch.equal(first, TensorParallel(group).product_sum(x, weight))
     many = parallel.product_sum(torch.ones(3, 5), weight)  # more rows than the memory has
     assert many.data_ptr() != first.data_ptr() == parallel.product_sum(x, weight).data_ptr()
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-    leave(0)
+    return found
 
 
-def test_two_ranks(tmp_path):
-    mp.spawn(run_rank, (str(tmp_path),), nprocs=2)
-    found, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
+def test_two_ranks(workers):
+    found, other = workers.run(on_rank)
     assert found == other, "ranks disagree"
     assert found["memory"].endswith("gloo (not by the switch: these GPUs have no multicast addresses)")
     assert "by the switch: its sums are off by" in found["sums"]

@@ -1,4 +1,4 @@
-"""Twenty samples, each moved to another engine at every position it can stand at: not one bit changes.
+"""Twenty samples (four every day), each moved to another engine at every position it can stand at: not one bit changes.
 
 Positions are numbers of steps done, from none (nothing computed, nothing drawn) through every chunk of the prompt to
 the step before the last token. With a budget of one token a step, the source stands at every single token of the
@@ -8,12 +8,11 @@ the prompt into other chunks again.
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-
 import pytest
-from testkit.engine_pair import SPEC, EnginePair, Request, Workload, move
-from testkit.scripted_drafts import RULES
+from testkit.engine_pair import SPEC, Request, Workload
+from testkit.gen_models import run_out
+from testkit.moves import move_sequences
+from testkit.profiles import share
 
 from rlhfuse.gen.engine import SamplingParams
 
@@ -49,11 +48,11 @@ def computed_tokens_before_each_step(prompt: int, budget: int) -> list[int]:
     return [*range(0, prompt, budget), *range(prompt, prompt + TOKENS - 1)]
 
 
-@pytest.mark.parametrize("with_kv", [True, False])
+@pytest.mark.parametrize("mode", ["kv", "tokens"])
 @pytest.mark.parametrize("budget", [1, 3, 4])
-def test_moved_at_every_position(workload, budget, with_kv):
-    moves = 0
-    for i, length in enumerate(LENGTHS):
+def test_moved_at_every_position(workload, budget, mode):
+    moves, tried = 0, list(enumerate(LENGTHS))[:: 100 // share(100)]
+    for i, length in tried:
         expected, request = workload.alone(i, BLOCK), workload.requests[i]
         for steps, computed in enumerate(computed_tokens_before_each_step(length, budget)):
             # without guesses a step is a token
@@ -63,80 +62,13 @@ def test_moved_at_every_position(workload, budget, with_kv):
             for _ in range(steps):
                 assert source.step() == []
             assert source.unfinished()[0].kv_tokens == computed
-            recomputed = move(source, destination, [i], with_kv=with_kv, as_bytes=steps % 2 == 0)
-            assert recomputed == ([] if with_kv and computed else [i])
-            assert not source.has_unfinished() and source.free_blocks == 9
-            source.check_integrity()
-            results = []
-            while destination.has_unfinished():
-                destination.check_integrity()
-                results += destination.step()
-            assert results == [expected], f"sample {i} moved after {steps} steps, {computed} tokens computed"
-            assert destination.free_blocks == 9
+            recomputed = move_sequences(source, destination, [i], mode, as_bytes=steps % 2 == 0)
+            assert recomputed == ([] if mode == "kv" and computed else [i])
+            assert run_out(source) == []
+            found = run_out(destination)
+            assert found == [expected], f"sample {i} moved after {steps} steps, {computed} tokens computed"
             moves += 1
-    assert moves == sum(-(-length // budget) + TOKENS - 1 for length in LENGTHS)
-
-
-@pytest.mark.parametrize("with_kv", [True, False])
-@pytest.mark.parametrize("kind", RULES)
-def test_moved_at_every_position_among_guesses(workload, kind, with_kv):
-    """Both engines guess: the source stands where its guesses took it, with rows of wrong ones behind in its blocks."""
-    positions, seen = set(), Counter()
-    for i, length in enumerate(LENGTHS):
-        for steps in range(1 + TOKENS):
-            sizes = dict(num_blocks=9, block_tokens=BLOCK, draft_rows=8)
-            pair = EnginePair(workload, [sizes, sizes])
-            pair.guess_by_rule((kind, kind), random.Random(100 * i + steps))
-            pair.add(0, i)
-            for _ in range(steps):
-                pair.step(0)
-            if not pair.finished:
-                positions.add(pair.engines[0].unfinished()[0].total_tokens - length)
-                pair.move(0, [i], with_kv, as_bytes=steps % 2 == 0)
-            pair.drain()
-            assert pair.finished == {i}
-            seen += pair.seen
-    assert seen["guesses right"] + seen["guesses wrong"] > 200
-    assert positions == set(range(TOKENS))
-
-
-def test_moved_back_and_forth_after_every_step(workload):
-    """All twenty at once, every step in the other engine, by turns with keys and values and as tokens."""
-    for every in (1, 2):  # budgets that hold all tokens: moved as tokens, a chunked prompt would begin again for ever
-        engines = [workload.engine(num_blocks=160, block_tokens=BLOCK, max_batched_tokens=b) for b in (400, 500)]
-        for request in workload.requests.values():
-            engines[0].add(request.sample_id, request.prompt, request.params)
-        results, steps = [], 0
-        while engines[0].has_unfinished():
-            results += engines[0].step()
-            steps += 1
-            running = [state.sample_id for state in engines[0].unfinished()]
-            move(engines[0], engines[1], running, with_kv=bool(steps % every), as_bytes=False)
-            engines.reverse()
-            engines[0].check_integrity()
-            engines[1].check_integrity()
-        assert sorted(results, key=lambda r: r.sample_id) == [workload.alone(i, BLOCK) for i in range(len(LENGTHS))]
-        assert not engines[1].has_unfinished() and engines[0].free_blocks == engines[1].free_blocks == 160
-
-
-def test_moved_among_samples_that_share_its_prefix(workload):
-    """The destination holds the same prompt already; the source's other samples keep their shared blocks."""
-    prompt, params = workload.requests[19].prompt, SamplingParams(max_tokens=9, seed=3)
-    together = workload.engine(num_blocks=80, block_tokens=BLOCK).generate([prompt] * 8, params)
-    for steps in range(1, 9):
-        source, destination = (workload.engine(num_blocks=80, block_tokens=BLOCK, draft_rows=0) for _ in range(2))
-        for sample_id in range(8):
-            (source if sample_id < 6 else destination).add(sample_id, prompt, params)
-        for _ in range(steps):
-            assert source.step() == destination.step() == []
-        assert move(source, destination, [0, 2, 4], with_kv=steps % 4 != 0, as_bytes=True) in ([], [0, 2, 4])
-        results = []
-        for engine in (source, destination):
-            while engine.has_unfinished():
-                engine.check_integrity()
-                results += engine.step()
-            assert engine.free_blocks == 80
-        assert sorted(results, key=lambda r: r.sample_id) == together
+    assert moves == sum(-(-length // budget) + TOKENS - 1 for _, length in tried)
 
 
 def test_moved_to_an_engine_with_other_blocks(workload):
@@ -149,9 +81,5 @@ def test_moved_to_an_engine_with_other_blocks(workload):
             source.add(request.sample_id, request.prompt, request.params)
             for _ in range(1 + request.sample_id % (TOKENS - 1)):
                 source.step()
-            move(source, destination, [request.sample_id], with_kv=False, as_bytes=True)
-            results = []
-            while destination.has_unfinished():
-                destination.check_integrity()
-                results += destination.step()
-            assert results == [expected]
+            move_sequences(source, destination, [request.sample_id], "tokens", as_bytes=True)
+            assert run_out(destination) == [expected]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from testkit.gen_models import random_weights, tiny_spec
+from testkit.gen_models import add_all, assert_near, engine_of, run_out, tiny_spec
+from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.engine import Engine, SamplingParams
 from rlhfuse.gen.migration.kv_transfer import KVTransfer
 from rlhfuse.gen.migration.peer_transfer import HeadPlan, receive_sequences, send_sequences
 from rlhfuse.parallel.groups import new_group
@@ -34,7 +35,7 @@ def test_the_plan_prints_who_sends_which_heads():
         HeadPlan.between((0, 1), (1, 2), 4)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@examples(100)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
 def test_every_rank_gets_each_of_its_heads_once(a, b, more):
     heads = a * b * more
@@ -68,25 +69,14 @@ def hand_over(rank: int, sources, destinations, dtype: str, bucket_bytes: int, r
     plan = HeadPlan.between(sources, destinations, SPEC.kv_heads)
     told = {"rank": rank, "sent": 0, "error": None, "largest": 0, "order": []}
     if side is not None:
-        ranks = (sources, destinations)[side]
-        weights = random_weights(SPEC, tp_rank=ranks.index(rank), tp_size=len(ranks))
-        weights = {name: w.to(getattr(torch, dtype)) for name, w in weights.items()}
-        engine = Engine(
-            SPEC,
-            weights,
-            EngineOptions(num_blocks=120, block_tokens=BLOCK, max_batched_tokens=32),
-            dtype=getattr(torch, dtype),
-            tp_group=groups[side] if len(ranks) > 1 else None,
-        )
+        group = groups[side] if len((sources, destinations)[side]) > 1 else None
+        sizes = dict(num_blocks=120, block_tokens=BLOCK, max_batched_tokens=32)
+        engine = engine_of(SPEC, dtype=getattr(torch, dtype), tp_group=group, **sizes)
         if side == 0:
             source_side(engine, plan, rank, bucket_bytes, already, told)
         else:
             destination_side(engine, plan, rank, bucket_bytes, refuse, already, told)
-        results = []
-        while engine.has_unfinished():
-            results += engine.step()
-            engine.check_integrity()
-        told["results"] = sorted(results, key=lambda r: r.sample_id)
+        told["results"] = run_out(engine)
     dist.barrier()
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -95,10 +85,7 @@ def hand_over(rank: int, sources, destinations, dtype: str, bucket_bytes: int, r
 
 
 def source_side(engine: Engine, plan: HeadPlan, rank: int, bucket_bytes: int, already: int, told: dict) -> None:
-    for i, prompt in enumerate(PROMPTS):
-        engine.add(i, prompt, PARAMS)
-    for _ in range(STEPS):
-        engine.step()
+    add_all(engine, PROMPTS, PARAMS, STEPS)
     told["kv"] = kv_of(engine)
     ids = [s.sample_id for s in engine.unfinished()]
     for some in [ids[:already], ids[already:]] if already else [ids]:
@@ -135,8 +122,7 @@ def destination_side(
 
 @pytest.fixture(scope="module")
 def whole():
-    engine = Engine(SPEC, random_weights(SPEC), EngineOptions(num_blocks=120, block_tokens=BLOCK))
-    return engine.generate(PROMPTS, PARAMS)
+    return engine_of(SPEC, block_tokens=BLOCK).generate(PROMPTS, PARAMS)
 
 
 def run(workers, layout, dtype="float32", bucket_bytes=64 << 20, refuse=False, already=0):
@@ -152,22 +138,22 @@ def same_bits(sources, destinations) -> None:
 
 
 def unique_blocks(sources) -> int:
-    """Of 39 prompt tokens, 9 full blocks are shared by samples 0 to 3; everything else is one's own."""
+    """Samples 0 to 3 share 9 full blocks of their 39 prompt tokens; everything else is one's own."""
     tokens = {sample: kv.shape[2] for sample, kv in sources[0]["kv"].items()}
     assert len(tokens) == len(PROMPTS) and min(tokens[i] for i in range(4)) > 39
     return sum(-(-n // BLOCK) for n in tokens.values()) - 3 * 9
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 10_000, 64 << 20])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout, bucket_bytes", [*((layout, 10_000) for layout in LAYOUTS), ("2 to 1", 1), ("1 to 2", 64 << 20)]
+)
 def test_bits_arrive_and_generation_goes_on(workers, whole, layout, bucket_bytes):
     sources, destinations = run(workers, layout, bucket_bytes=bucket_bytes)
     same_bits(sources, destinations)
     assert all(one["recomputed"] == [] and one["results"] == destinations[0]["results"] for one in destinations)
     assert all(one["results"] == [] and one["error"] is None for one in sources)
     results = destinations[0]["results"]
-    assert [r.tokens for r in results] == [r.tokens for r in whole]
-    assert max(abs(x - y) for a, b in zip(results, whole) for x, y in zip(a.logprobs, b.logprobs)) < 1e-5
+    assert_near(results, whole)
     if layout == "1 to 1":
         assert results == whole  # to the bit
     unique = unique_blocks(sources)

@@ -33,6 +33,14 @@ def text(length: int, seed: int) -> np.ndarray:
     return np.array(tokens[:length], np.int32)
 
 
+def counting(*texts: np.ndarray, **sizes: int) -> tuple[np.ndarray, ...]:
+    """Tables that have counted these texts."""
+    kept, used = tables(**sizes)
+    for tokens in texts:
+        assert ngrams.count(tokens, 1, len(tokens), *kept, used) == len(tokens)
+    return kept
+
+
 def counted(texts: list[np.ndarray]) -> dict[tuple[int, ...], dict[int, int]]:
     """What followed each suffix, latest token first: {suffix: {token: count}}."""
     found: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
@@ -106,9 +114,8 @@ def test_the_guess_is_the_best_of_interpolated_counts_and_the_samplers_noise(see
 
 
 def test_guesses_go_on_after_guesses():
-    kept, used = tables()
     tokens = text(400, 3)
-    ngrams.count(tokens, 1, 400, *kept, used)
+    kept = counting(tokens)
     several, _ = guesses(tokens[:50], 6, kept)
     assert len(several) == 6
     for place in range(6):
@@ -119,15 +126,12 @@ def test_guesses_go_on_after_guesses():
 def test_a_policy_that_is_known_is_foreseen_whatever_its_entropy():
     """Draws of a Markov chain: the coupled guess is right far more often than chance or the likeliest token."""
     rng = np.random.default_rng(0)
-    chain = rng.dirichlet(np.full(VOCAB, 0.3), VOCAB).astype(np.float32)
-    logits = np.log(np.maximum(chain, 1e-20))
+    logits = np.log(np.maximum(rng.dirichlet(np.full(VOCAB, 0.3), VOCAB).astype(np.float32), 1e-20))
     tokens = [0]
     for position in range(1, 20_000):
-        scores = [logits[tokens[-1], t] for t in range(VOCAB)]
-        tokens.append(int(np.argmax(np.array(scores) + rng.gumbel(size=VOCAB))))
+        tokens.append(int(np.argmax(logits[tokens[-1]] + rng.gumbel(size=VOCAB))))
     history = np.array(tokens, np.int32)
-    kept, used = tables(1 << 17, 1 << 18)
-    ngrams.count(history, 1, len(history), *kept, used)
+    kept = counting(history, suffixes=1 << 17, pairs=1 << 18)
     right = {0.0: 0, 1.0: 0}
     for position in range(2, 400):
         context = history[:position]
@@ -144,9 +148,8 @@ def test_a_policy_that_is_known_is_foreseen_whatever_its_entropy():
 
 
 def test_end_tokens_are_not_guessed_before_they_are_allowed():
-    kept, used = tables()
     tokens = np.array([1, 2, 3] * 60, np.int32)
-    ngrams.count(tokens, 1, 180, *kept, used)
+    kept = counting(tokens)
     free, _ = guesses(tokens[:10], 3, kept, temperature=0.0, ban=(3,), least_total=5)
     held, _ = guesses(tokens[:10], 3, kept, temperature=0.0, ban=(3,), least_total=12)
     assert free == [2, 3, 1] and 3 not in held[:2]
@@ -154,9 +157,8 @@ def test_end_tokens_are_not_guessed_before_they_are_allowed():
 
 @pytest.mark.parametrize("cut", [dict(top_k=1), dict(top_p=0.01)], ids=str)
 def test_top_k_and_top_p_leave_the_guess_what_they_leave_the_draw(cut):
-    kept, used = tables()
     tokens = text(500, 5)
-    ngrams.count(tokens, 1, 500, *kept, used)
+    kept = counting(tokens)
     counts = counted([tokens])
     for length in range(20, 120):
         p = interpolated(tokens[:length], counts)
@@ -166,10 +168,7 @@ def test_top_k_and_top_p_leave_the_guess_what_they_leave_the_draw(cut):
 
 def two_samples(prices) -> tuple[list[int], list[list[int]]]:
     """One that repeats itself and one of which nothing is known but its last token: their counts and guesses."""
-    kept, used = tables()
-    known = np.array([5, 6, 7, 8] * 40, np.int32)
-    ngrams.count(known, 1, 160, *kept, used)
-    ngrams.count(text(100, 1), 1, 100, *kept, used)
+    kept = counting(np.array([5, 6, 7, 8] * 40, np.int32), text(100, 1))
     room = np.zeros((2, 200), np.int32)
     room[0, :9] = np.array([5, 6, 7, 8, 5, 6, 7, 8, 5])
     room[1, :9] = np.array([30, 31, 32, 33, 34, 35, 36, 37, 8])

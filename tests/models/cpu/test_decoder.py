@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -38,18 +35,19 @@ def from_panels(x: np.ndarray, tokens: int) -> np.ndarray:
     return x.transpose(0, 2, 1).reshape(-1, x.shape[1])[:tokens]
 
 
-def multiply(w: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
+def panels_out(kernel, rows: int, w: np.ndarray, x: np.ndarray, threads: int) -> np.ndarray:
     panels = to_panels(x)
-    out = np.full((len(panels), w.shape[0], LANES), np.nan, np.float32)
-    decoder_cpu.multiply(w, panels, panel_offsets(len(panels), x.shape[1]), len(x), out, threads)
+    out = np.full((len(panels), rows, LANES), np.nan, np.float32)
+    kernel(w, panels, panel_offsets(len(panels), x.shape[1]), len(x), out, threads)
     return from_panels(out, len(x))
+
+
+def multiply(w: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
+    return panels_out(decoder_cpu.multiply, len(w), w, x, threads)
 
 
 def swiglu(w: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
-    panels = to_panels(x)
-    out = np.full((len(panels), w.shape[0] // 2, LANES), np.nan, np.float32)
-    decoder_cpu.multiply_swiglu(w, panels, panel_offsets(len(panels), x.shape[1]), len(x), out, threads)
-    return from_panels(out, len(x))
+    return panels_out(decoder_cpu.multiply_swiglu, len(w) // 2, w, x, threads)
 
 
 def to_rows(w: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
@@ -124,7 +122,7 @@ def test_take_tokens():
     assert np.array_equal(from_panels(out, 18), draw(TOKENS, 5)[chosen]) and not out[1, :, 2:].any()
 
 
-def test_kernels_leave_torchs_threads_alone():
+def test_kernels_leave_torchs_threads_alone(programs):
     """numba's pool, when it starts, sets OpenMP's count for the whole process."""
     code = (
         "import torch, numba; torch.set_num_threads(1)\n"
@@ -133,4 +131,5 @@ def test_kernels_leave_torchs_threads_alone():
         "torch.set_num_threads(64)\n"
         "assert share_threads() == numba.config.NUMBA_NUM_THREADS and torch.get_num_threads() == 64"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=540)
+    done = programs.python("-c", code)
+    assert done.returncode == 0, done.stderr

@@ -5,19 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.models.cpu import invariance
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -39,10 +32,9 @@ def test_the_self_test_names_what_breaks(monkeypatch):
             invariance.self_test(hidden=512, mlp=172, vocab=512)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@examples(60)
 @given(st.integers(1, 40), st.integers(1, 200), st.integers(1, 90))
 def test_linear_is_the_product_and_keeps_bits(rows, width, out):
-    torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(rows * 1000 + width)
     x, weight = torch.randn(60, width, generator=generator), torch.randn(out, width, generator=generator)
     y = invariance.linear(x[:rows], weight)

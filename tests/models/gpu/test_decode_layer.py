@@ -18,7 +18,7 @@ def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def near(found: torch.Tensor, exact: torch.Tensor) -> None:
-    """Of one rounding and float32 sums."""
+    """Within one rounding, and what float32 sums lose."""
     step = torch.finfo(found.dtype).eps
     assert ((found.double() - exact).abs() <= (0.51 * step + 2e-6) * exact.abs() + 1e-6).all()
 
@@ -92,8 +92,8 @@ def launch_all() -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_kernels_compile_and_stay_in_registers(arch):
-    launches = compiled_launches(__file__, "launch_all", arch)
+def test_kernels_compile_and_stay_in_registers(programs, arch):
+    launches = compiled_launches(programs, __file__, arch)
     assert len(launches) == 16 and not any(launch.stack for launch in launches)
     assert max(launch.registers for launch in launches) <= 128
     bfloat16 = launches[:2]

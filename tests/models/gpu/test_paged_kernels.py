@@ -4,66 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from testkit import triton_interpreter  # noqa: F401
+from testkit.paged_case import PagedCase
+from testkit.profiles import examples
 from testkit.triton_compile import compiled_launches
 
 from rlhfuse.models.gpu import paged_attention as kernels
 
-CPU = torch.device("cpu")
 
-
-def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """softmax(q k^T / sqrt(D)) v in float64; the last query sees everything, each earlier one a token less."""
-    queries, heads, dim = q.shape
-    k, v = (x.double().repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("thd,shd->hts", q.double(), k) / dim**0.5
-    visible = torch.ones(queries, k.shape[0], dtype=torch.bool).tril(k.shape[0] - queries)
-    return torch.einsum("hts,shd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
-
-
-class Case:
-    """Sequences whose keys and values lie in shuffled blocks; every other place of the cache holds NaN."""
-
-    def __init__(
-        self,
-        queries: list[int],
-        contexts: list[int],
-        heads: int,
-        groups: int,
-        dim: int,
-        block: int,
-        dtype: torch.dtype = torch.float32,
-        more_columns: int = 2,
-    ) -> None:
-        generator = torch.Generator().manual_seed(sum(contexts) + dim)
-        self.queries, self.lengths = queries, contexts
-        blocks = [-(-n // block) for n in contexts]
-        order = torch.randperm(sum(blocks) + 1, generator=generator).int()
-        self.tables = torch.full((len(contexts), max(blocks) + more_columns), int(order[-1]), dtype=torch.int32)
-        self.keys, self.values = torch.full((2, len(order), block, groups, dim), torch.nan, dtype=dtype)
-        self.q = torch.randn(sum(queries), heads, dim, generator=generator).to(dtype)
-        self.kv = [torch.randn(2, n, groups, dim, generator=generator).to(dtype) for n in contexts]
-        for s, (kv, part) in enumerate(zip(self.kv, order.split([*blocks, 1]))):
-            self.tables[s, : len(part)] = part
-            places = torch.arange(contexts[s])
-            slots = part.long()[places // block] * block + places % block
-            for memory, side in zip((self.keys, self.values), kv):
-                memory.flatten(0, 1)[slots] = side
-        self.contexts = torch.tensor(contexts, dtype=torch.int32)
-        self.starts = torch.tensor([0, *queries]).cumsum(0).int()
-        self.counters = kernels.DecodeCounters(CPU, len(contexts) * groups)
-
-    def expected(self) -> torch.Tensor:
-        return torch.cat([formula(q, *kv) for q, kv in zip(self.q.split(self.queries), self.kv)])
+class Case(PagedCase):
+    """Run by the kernels, whose counters are zero again behind them."""
 
     def decode(self, processors: int = 4) -> torch.Tensor:
-        cache = self.keys, self.values, self.tables, self.contexts
+        self.counters = kernels.DecodeCounters(self.q.device, len(self.contexts) * self.keys.shape[2])
+        cache = self.keys, self.values, self.tables, torch.tensor(self.contexts, dtype=torch.int32)
         return kernels.decode(self.q, *cache, self.counters, processors)
 
     def mixed(self, processors: int = 4) -> torch.Tensor:
-        cache = self.keys, self.values, self.tables, self.contexts, self.starts
+        self.counters = kernels.DecodeCounters(self.q.device, len(self.contexts) * self.keys.shape[2])
+        integers = (torch.tensor(numbers, dtype=torch.int32) for numbers in (self.contexts, self.starts))
+        cache = self.keys, self.values, self.tables, *integers
         return kernels.mixed(self.q, *cache, self.counters, processors, max(self.queries))
 
     def check(self, found: torch.Tensor) -> None:
@@ -71,9 +33,6 @@ class Case:
         assert found.dtype == self.q.dtype and found.shape == self.q.shape
         assert (found.double() - self.expected()).abs().max() < limit
         assert not self.counters.zeros.any(), "the next launch wants zeros"
-
-
-HEADS = [(4, 4), (8, 2), (7, 1), (12, 2), (24, 1)]  # query heads per key/value head: 1, 4, 7, 6, 24
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -86,7 +45,7 @@ def test_decode(heads, dim, block, dtype):
     case.check(case.decode(processors=20))
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@examples(25)
 @given(st.data())
 def test_decode_of_any_shape(data):
     contexts = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=4))
@@ -122,7 +81,7 @@ def test_mixed(heads, dim, block, dtype):
     case.check(case.mixed())
 
 
-@settings(derandomize=True, deadline=None, max_examples=10)
+@examples(10)
 @given(st.data())
 def test_mixed_of_any_shape(data):
     contexts = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
@@ -143,8 +102,8 @@ def launch_all() -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_kernels_compile_and_keep_their_sums_in_registers(arch):
-    launches = compiled_launches(__file__, "launch_all", arch)
+def test_kernels_compile_and_keep_their_sums_in_registers(programs, arch):
+    launches = compiled_launches(programs, __file__, arch)
     names = ["_decode_kernel", "_decode_kernel", "_chunk_kernel"]
     assert [launch.kernel for launch in launches] == names * len(COMPILED)
     decode = [launch for launch in launches if launch.kernel == "_decode_kernel"]

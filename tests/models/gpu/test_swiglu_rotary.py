@@ -1,4 +1,4 @@
-"""SwiGLU and rotation as Triton kernels, in the interpreter against float64, and compiled for real GPUs."""
+"""SwiGLU and rotation on CPU and as Triton kernels, in the interpreter against float64, and compiled for real GPUs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from testkit.triton_compile import compiled_launches
 from rlhfuse.models import rotary
 from rlhfuse.models.gpu.rotary import turn
 from rlhfuse.models.gpu.swiglu import swiglu
+from rlhfuse.models.operations import BATCH_INVARIANT
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7}  # of the largest element; the interpreter cuts bfloat16 off
@@ -19,24 +20,32 @@ def near(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
     assert (ours.double() - exact).abs().max() <= 1e-30 + BOUND[dtype] * exact.abs().max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(7, 1, 64), (3, 5, 26), (1, 2), (2, 4100), (0, 8)])
-def test_swiglu_and_its_gradient_are_the_formula_in_float64(shape, dtype):
+@pytest.mark.parametrize(
+    "function, dtype",
+    [(swiglu, torch.float32), (swiglu, torch.bfloat16), (BATCH_INVARIANT.swiglu, torch.float32)],
+    ids=["triton", "triton-bfloat16", "cpu"],
+)
+@pytest.mark.parametrize("shape", [(7, 1, 64), (3, 5, 26), (1, 2), (2, 4100)])
+def test_swiglu_and_its_gradient_are_the_formula_in_float64(shape, function, dtype):
     generator = torch.Generator().manual_seed(0)
     x = 4 * torch.randn(*shape, generator=generator)
     x.view(-1)[:1] = -200.0  # where a sigmoid without care overflows
     upstream = torch.randn(*shape[:-1], shape[-1] // 2, generator=generator).to(dtype)
     leaf = x.to(dtype).requires_grad_()
     exact = leaf.detach().double().requires_grad_()
-    y = swiglu(leaf)
+    y = function(leaf)
     y.backward(upstream)
     gate, up = exact.chunk(2, dim=-1)
     wanted = torch.nn.functional.silu(gate) * up
     wanted.backward(upstream.double())
-    if x.numel():
-        near(y.detach(), wanted.detach(), dtype)
-        near(leaf.grad, exact.grad, dtype)
-    assert y.shape == wanted.shape and leaf.grad.shape == x.shape
+    near(y.detach(), wanted.detach(), dtype)
+    near(leaf.grad, exact.grad, dtype)
+
+
+def test_swiglu_of_no_rows():
+    leaf = torch.empty(0, 8, requires_grad=True)
+    (y := swiglu(leaf)).sum().backward()
+    assert y.shape == (0, 4) and leaf.grad.shape == (0, 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,18 +74,13 @@ def launch_all() -> None:
         swiglu(x).sum().backward()
         tables = torch.zeros(64, 64), torch.zeros(64, 64)
         for back in (False, True):
-            turn(
-                torch.zeros(5, 6144, dtype=dtype)[:, :4096].unflatten(1, (32, 128)),
-                *tables,
-                torch.zeros(5).long(),
-                back,
-            )
+            heads = torch.zeros(5, 6144, dtype=dtype)[:, :4096].unflatten(1, (32, 128))
+            turn(heads, *tables, torch.zeros(5).long(), back)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_kernels_compile_without_spills(arch):
-    launches = compiled_launches(__file__, "launch_all", arch)
-    assert {launch.kernel for launch in launches} == {"_swiglu_kernel", "_swiglu_backward_kernel", "_turn"} and len(
-        launches
-    ) == 8
+def test_kernels_compile_without_spills(programs, arch):
+    launches = compiled_launches(programs, __file__, arch)
+    kernels = {launch.kernel for launch in launches}
+    assert kernels == {"_swiglu_kernel", "_swiglu_backward_kernel", "_turn"} and len(launches) == 8
     assert not any(launch.stack for launch in launches), launches

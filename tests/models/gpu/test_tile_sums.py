@@ -57,7 +57,7 @@ def launch_all() -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_kernels_compile_without_spills(arch):
-    launches = compiled_launches(__file__, "launch_all", arch)
+def test_kernels_compile_without_spills(programs, arch):
+    launches = compiled_launches(programs, __file__, arch)
     assert len(launches) == 10 and {launch.kernel for launch in launches} == {"_add", "_gradient"}
     assert not any(launch.stack for launch in launches), launches

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 
 from rlhfuse.gen.core.block_manager import BlockManager
 from rlhfuse.gen.core.forward_batch import ForwardBatch, ScheduledSequence
 from rlhfuse.gen.core.scheduler import Scheduler
 from rlhfuse.gen.core.sequence import SamplingParams, Sequence
-
-FAST = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def sequence(sample_id: int, prompt: int, response: int = 6) -> Sequence:
@@ -50,37 +49,46 @@ def batch_twin(work: list[ScheduledSequence], block_tokens: int) -> dict[str, li
     return twin
 
 
-@FAST
+@examples(200)
 @given(st.data())
-def test_batches_say_what_the_sequences_say(data):
-    """Through admission, chunks, growth, preemption and removal; some prompts outgrow the first width of the table."""
-    block_tokens = data.draw(st.integers(1, 4))
-    scheduler = Scheduler(
-        BlockManager(data.draw(st.integers(-(-46 // block_tokens), 90)), block_tokens),
-        data.draw(st.integers(1, 5)),
-        data.draw(st.integers(1, 30)),
-    )
-    alive = [sequence(i, data.draw(st.integers(1, 40))) for i in range(data.draw(st.integers(1, 7)))]
-    for seq in alive:
-        scheduler.add(seq)
-    for step in range(2000):
-        if not alive:
-            break
-        event = data.draw(st.integers(0, 25)) if step < 40 else 25
+def test_any_life_of_sequences_keeps_batches_and_blocks_right(data):
+    """Few blocks, few tokens in a step, chunks, growth, preemption, removal: every sample still gets all its tokens.
+
+    Prompts collide or share nothing; some outgrow the first width of the table.
+    """
+    block_tokens = data.draw(st.integers(1, 5))
+    blocks = BlockManager(data.draw(st.integers(-(-46 // block_tokens), 90)), block_tokens)
+    scheduler = Scheduler(blocks, data.draw(st.integers(1, 5)), data.draw(st.integers(1, 30)))
+    alike, alive = data.draw(st.booleans()), {}
+    for i in range(data.draw(st.integers(1, 9))):
+        alive[i] = sequence(i, data.draw(st.integers(1, 40)))
+        if alike:
+            alive[i].prompt[:] = [(number // (1 + i % 3)) % 2 for number in range(len(alive[i].prompt))]
+        scheduler.add(alive[i])
+    steps = 0
+    while alive:
+        steps += 1
+        assert steps < 2000, "no progress"
+        event = data.draw(st.integers(0, 30)) if steps < 60 else 30
         if event == 0:
             scheduler.preempt_all()
         elif event == 1:
-            scheduler.remove(alive.pop())
+            scheduler.remove(alive.pop(min(alive)))
             continue
         work = scheduler.schedule()
+        assert work and sum(w.num_tokens for w in work) <= scheduler.max_batched_tokens
+        assert len(scheduler.running) <= scheduler.max_sequences
         batch = ForwardBatch.of(work, scheduler.table, block_tokens)
-        assert batch.guesses is None
         twin = batch_twin(work, block_tokens)
-        assert {name: getattr(batch, name).tolist() for name in twin} == twin
-        finished = run(scheduler, work)
-        alive = [seq for seq in alive if seq not in finished]
+        assert batch.guesses is None and {name: getattr(batch, name).tolist() for name in twin} == twin
+        for seq in run(scheduler, work):
+            assert len(seq.tokens) == 6
+            del alive[seq.sample_id]
+        queued = [*scheduler.running, *scheduler.waiting]
+        assert sorted(seq.sample_id for seq in queued) == sorted(alive)
         scheduler.check_integrity()
-    assert not alive and not scheduler.running
+        blocks.check_integrity(queued)
+    assert not scheduler.running and blocks.free_blocks == blocks.num_blocks
 
 
 def test_integrity_names_a_row_that_disagrees():
@@ -99,7 +107,7 @@ def test_integrity_names_a_row_that_disagrees():
         scheduler.check_integrity()
 
 
-@FAST
+@examples(100)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=8),
     st.integers(4, 12),
@@ -115,13 +123,13 @@ def test_decoding_never_waits_for_a_prefill(prompts, budget, arrivals):
         scheduler.add(sequence(i, prompt))
     started: list[int] = []
     for step in range(1000):
-        for number, (when, tokens, whole) in enumerate(arrivals):
-            if when == step:
-                arrived = sequence(100 + number, tokens)
-                arrived.append(7, 0.0)
-                arrived.computed_tokens = arrived.total_tokens - (1 if whole else 2)
-                scheduler.blocks.grow(arrived, arrived.computed_tokens)
-                scheduler.add_running(arrived)
+        for number in (number for number, (when, _, _) in enumerate(arrivals) if when == step):
+            _, tokens, whole = arrivals[number]
+            arrived = sequence(100 + number, tokens)
+            arrived.append(7, 0.0)
+            arrived.computed_tokens = arrived.total_tokens - (1 if whole else 2)
+            scheduler.blocks.grow(arrived, arrived.computed_tokens)
+            scheduler.add_running(arrived)
         decoding = [seq for seq in scheduler.running if seq.tokens and seq.pending_tokens == 1]
         work = scheduler.schedule()
         if not work:
