@@ -99,7 +99,7 @@ def test_it_learns_what_the_reward_function_takes(alone):
 
 
 def test_it_remembers_what_recording_a_graph_took(alone):
-    """Of all shapes; where generation keeps them only the first iteration records any."""
+    """The mean of all shapes; where generation keeps them only the first iteration records any."""
     learning = control(run())
     for number, rows in enumerate(([[9, 9.0]], [], [], [[4, 0.2], [1, 0.3]], [])):
         observe(learning, number, capture=rows)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import chdir
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -53,11 +52,17 @@ def test_it_says_what_it_does_with_its_settings(runs):
     assert len(metrics_of(runs.folder / "without a decode step")) == 3
 
 
+@contextmanager
+def in_the_checkout():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        yield
+
+
 def test_little_sums_are_trained_and_evaluated(runs):
-    """The example, end to end but short: a function reward, held-out sums, and the report of both."""
+    """The example, which names its files from there, end to end but short: a function reward, held-out sums, and the report of both."""
     short = "trainer.iterations=2 trainer.eval_every=1 rollout.prompts_per_iteration=4 trainer.export=false"
-    there = partial(chdir, ROOT)  # the example names its model and files from there
-    runs.start("sums", short, config=ROOT / "examples" / "sums_grpo.yaml", watch=there)
+    runs.start("sums", short, config=ROOT / "examples" / "sums_grpo.yaml", watch=in_the_checkout)
     rows = metrics_of(runs.folder / "sums")
     assert [row["iteration"] for row in rows] == [-1, 0, 1]
     assert all(row["val/samples"] == 512 for row in rows) and 0.3 < rows[0]["val/score/mean"] < 0.45
