@@ -60,7 +60,7 @@ def in_the_checkout():
 
 
 def test_little_sums_are_trained_and_evaluated(runs):
-    """The example, which names its files from there, end to end but short: a function reward, held-out sums, and the report of both."""
+    """The example, end to end but short: a function reward, held-out sums, and the report of both."""
     short = "trainer.iterations=2 trainer.eval_every=1 rollout.prompts_per_iteration=4 trainer.export=false"
     runs.start("sums", short, config=ROOT / "examples" / "sums_grpo.yaml", watch=in_the_checkout)
     rows = metrics_of(runs.folder / "sums")
