@@ -27,11 +27,9 @@ def tokenizers(tmp_path_factory):
     """(without a chat template, with one); word i has id i + 3, <s> is 1."""
     folders = [tmp_path_factory.mktemp(name) for name in ("plain", "chat")]
     for folder, template in zip(folders, ({}, {"chat_template": TEMPLATE})):
-        write_tokenizer(folder)
+        write_tokenizer(folder, **template)
         shape = SHAPE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         (folder / "config.json").write_text(json.dumps(shape))
-        file = folder / "tokenizer_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | template))
     return [load_tokenizer(folder, ModelSpec.from_config(folder)) for folder in folders]
 
 

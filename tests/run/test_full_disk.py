@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from testkit.programs import KILLED, ended
+from testkit.runs_table import assert_same_bits, curves_of, metrics_of
 from testkit.small_disk import small_disk, small_files
 from testkit.tiny import write_checkpoint, write_run
 
@@ -22,7 +23,6 @@ from rlhfuse.monitor.loggers import TensorBoardLogger
 from rlhfuse.monitor.metrics import MetricsWriter, read_metrics
 from rlhfuse.monitor.samples import SampleText, SampleWriter, read_samples
 from rlhfuse.monitor.trace import Span, load_trace, save_trace
-from rlhfuse.run.report.compare import compare_runs
 
 ROOM = 128 << 10  # bytes
 REASONS = {"disk": "No space left on device", "limit": "File too large"}
@@ -55,8 +55,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def test_lines_that_found_room_stay_whole(narrow):
-    folder, _, _ = narrow
-    file = folder / "metrics.jsonl"
+    file = narrow[0] / "metrics.jsonl"
     writer = MetricsWriter(file)
     done = refused(lambda i: writer.write({"iteration": i, "x": "y" * 3001}), narrow, file)
     assert [row["iteration"] for row in read_metrics(file)] == list(range(done))
@@ -65,12 +64,13 @@ def test_lines_that_found_room_stay_whole(narrow):
 
 
 def test_samples_of_an_iteration_are_written_all_or_none(narrow):
-    folder, _, _ = narrow
-    file = folder / "samples.jsonl"
+    file = narrow[0] / "samples.jsonl"
     writer = SampleWriter(file)
-    done = refused(
-        lambda i: writer.write([SampleText(i, n, "p", "r" * 700, 0.0, 1, "stop") for n in (0, 1)]), narrow, file
-    )
+
+    def write(iteration: int) -> None:
+        writer.write([SampleText(iteration, number, "p", "r" * 700, 0.0, 1, "stop") for number in (0, 1)])
+
+    done = refused(write, narrow, file)
     assert [one.iteration for one in read_samples(file)] == [i for i in range(done) for _ in (0, 1)]
     assert file.read_bytes().endswith(b"}\n")
     writer.close()
@@ -79,14 +79,9 @@ def test_samples_of_an_iteration_are_written_all_or_none(narrow):
 # the writer thread of TensorBoard prints its own error, too
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_tensorboard_shows_all_that_found_room(narrow):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder, _, _ = narrow
-    logger = TensorBoardLogger(folder, 0)
-    done = refused(lambda i: logger.log({"iteration": i} | {f"a/{n}": i + n for n in range(50)}), narrow, folder)
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    assert [(one.step, one.value) for one in events.Scalars("a/49")] == [(i, i + 49.0) for i in range(done)]
+    logger = TensorBoardLogger(narrow[0], 0)
+    done = refused(lambda i: logger.log({"iteration": i} | {f"a/{n}": i + n for n in range(50)}), narrow, narrow[0])
+    assert curves_of(narrow[0], "a/49") == [[(i, i + 49.0) for i in range(done)]]
 
 
 def test_a_trace_that_finds_no_room_leaves_the_one_before(narrow):
@@ -131,7 +126,7 @@ def test_the_fix_is_that_of_the_error(number, fix):
 
 # whole runs -----------------------------------------------------------------------------------------------------
 
-FULL = (  # when the disk is full (tests/run/killed_training.py); lines, checkpoint and export then race to meet it
+FULL = (  # when the disk is full (testkit/killed_training.py); lines, checkpoint and export then race to meet it
     "0 full 1 start.1, .*: training mini-batch 1",
     "0 full 2 file begins",
     "0 full 1 exporting models",
@@ -166,7 +161,6 @@ def test_runs_end_by_one_line_and_go_on_when_there_is_room(programs, tmp_path):
             assert not (run_dir / "finished.json").exists()
             (disk / "ballast").unlink()
         programs.trained(config, *settings)
-        assert [row["iteration"] for row in read_metrics(run_dir / "metrics.jsonl")] == [0, 1, 2, 3]
+        assert [row["iteration"] for row in metrics_of(run_dir)] == [0, 1, 2, 3]
         assert (run_dir / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
-        comparisons = compare_runs(whole, run_dir)
-        assert len(comparisons) == 3 and all(c.entries > 10 and not c.differences for c in comparisons), comparisons
+        assert len(assert_same_bits(whole, run_dir)) == 3

@@ -1,20 +1,15 @@
-"""A run whose generation keeps its weights and cache between iterations trains as one that releases them."""
+"""What rests or stays between the phases of a run changes no bit: generation's weights and cache, optimizer states."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import pytest
-from testkit.tiny import write_run
-from testkit.workers import Workers
-
-from rlhfuse.monitor.metrics import read_metrics
-from rlhfuse.run.report.compare import compare_runs
-
-POOL_RANKS = 2
+from safetensors.torch import load_file
+from testkit.runs_table import FUSED, HELD_OUT, QUEUED, assert_same_bits, metrics_of, plan_of
 
 ITERATIONS, SEQUENCES = 2, 3
 
@@ -33,85 +28,58 @@ class Repeater:
         pass
 
 
-def job(rank: int, config: Path, out: Path, keep: bool, overrides: tuple[str, ...], graphs: bool) -> None:
-    """A run whose plan says `keep`, as it would on GPUs; how often the engine took memory goes to a file.
+@contextmanager
+def generation_that(keeps: bool, graphs: bool):
+    """What a rank's engine took in a run whose plan says that it `keeps` its memory, as it would on GPUs.
 
     With `graphs` it decodes as GPUs do, and what a GPU would record runs again as Python.
     """
-    from rlhfuse.config.load import load_config
     from rlhfuse.gen.gpu.forward import DeviceForward
     from rlhfuse.gen.model_runner import EngineOptions, ModelRunner
-    from rlhfuse.parallel.device import choose_device
     from rlhfuse.planning.memory import MemoryBudget
     from rlhfuse.run import trainer
-    from rlhfuse.run.launch import run_job, with_device
-    from rlhfuse.run.preflight import check_inputs
 
-    caches, weights, recorder = [], [], Repeater()
-    held_out = f"data.val_files=[{config.parent}/held_out.jsonl]"
-    settings = with_device(load_config(config, [f"trainer.output_dir={out}", held_out, *overrides]))
+    caches, weights, recorder, seen = [], [], Repeater(), {}
+    take, bind, options, build = ModelRunner.new_cache, ModelRunner.bind, trainer.engine_options, DeviceForward.__init__
+
+    def take_cache(self: ModelRunner):
+        caches.append(self.options.max_sequences)
+        return take(self)
+
+    def bind_weights(self: ModelRunner, given) -> None:
+        bind(self, given)
+        if self.options.max_sequences == SEQUENCES:  # not the model that kernels are compiled with
+            weights.append(self.weights.addresses())
+
+    def with_recorder(self, *args) -> None:
+        *others, _, kernels, attention, layer, rows = args
+        build(self, *others, recorder, kernels, attention, layer, rows)
+
+    def as_on_a_gpu(*args) -> EngineOptions:
+        return replace(options(*args), kernels="torch", draft_rows=0)
+
     with pytest.MonkeyPatch.context() as patch:
-        take, bind, options, build = (
-            ModelRunner.new_cache,
-            ModelRunner.bind,
-            trainer.engine_options,
-            DeviceForward.__init__,
-        )
-
-        def take_cache(self: ModelRunner):
-            caches.append(self.options.max_sequences)
-            return take(self)
-
-        def bind_weights(self: ModelRunner, given) -> None:
-            bind(self, given)
-            if self.options.max_sequences == SEQUENCES:  # not the model that kernels are compiled with
-                weights.append(self.weights.addresses())
-
-        def with_recorder(self, *args) -> None:
-            *others, _, kernels, attention, layer, rows = args
-            build(self, *others, recorder, kernels, attention, layer, rows)
-
-        def as_on_a_gpu(*args) -> EngineOptions:
-            return replace(options(*args), kernels="torch", draft_rows=0)
-
-        patch.setattr(MemoryBudget, "keeps_generation", lambda self, activations: keep)
+        patch.setattr(MemoryBudget, "keeps_generation", lambda self, activations: keeps)
         patch.setattr(ModelRunner, "new_cache", take_cache)
         patch.setattr(ModelRunner, "bind", bind_weights)
         if graphs:
             patch.setattr(DeviceForward, "__init__", with_recorder)
             patch.setattr(trainer, "engine_options", as_on_a_gpu)
-        run_job(check_inputs(settings, 2), out.name, rank, choose_device("cpu", 0, 1))
-    seen = {"caches": caches.count(SEQUENCES), "loads": len(weights), "addresses": len(set(weights))}
-    (out / f"engine-{rank}.json").write_text(json.dumps(seen | {"recorded": recorder.recorded}))
+        yield seen
+    seen |= {"caches": caches.count(SEQUENCES), "loads": len(weights), "addresses": len(set(weights))}
+    seen |= {"recorded": recorder.recorded}
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    """Two iterations with a critic, and held-out prompts after each."""
-    folder = tmp_path_factory.mktemp("kept")
-    settings = dict(
-        trainer__iterations=ITERATIONS,
-        trainer__eval_every=1,
-        rollout__max_response_tokens=12,
-        rollout__max_sequences_per_instance=SEQUENCES,
-    )
-    rows = [json.dumps({"prompt": f"w{i} w{2 * i + 5}"}) for i in range(5)]
-    (folder / "held_out.jsonl").write_text("\n".join(rows) + "\n")
-    return write_run(folder, **settings)
-
-
-def twice(workers: Workers, config: Path, name: str, overrides: tuple[str, ...], graphs: bool = False):
+def both(runs, name: str, settings: str, graphs: bool = False):
     """Released and kept: the same bits; metrics of each, and what each rank's engine took."""
-    folders = [config.parent / f"{name}-{kind}" for kind in ("released", "kept")]
-    for out, keep in zip(folders, (False, True)):
-        workers.run(job, config, out, keep, overrides, graphs)
-    for compared in compare_runs(*folders):
-        assert compared.entries > 10 and not compared.differences, compared
-    plans = [json.loads((out / "plan.json").read_text()) for out in folders]
-    assert [plan["keeps_generation"] for plan in plans] == [False, True]
-    rows = [read_metrics(out / "metrics.jsonl") for out in folders]
+    folders, ranks = [runs.folder / f"{name} {kind}" for kind in ("released", "kept")], []
+    for run, keeps in zip(folders, (False, True)):
+        watch = partial(generation_that, keeps, graphs)
+        ranks.append(runs.start(run.name, settings, QUEUED, "trainer.eval_every=1", HELD_OUT, watch=watch))
+    assert_same_bits(*folders)
+    assert [plan_of(run)["keeps_generation"] for run in folders] == [False, True]
+    rows = [metrics_of(run) for run in folders]
     assert all(len(seen) == ITERATIONS and all(row["val/samples"] == 5 for row in seen) for seen in rows)
-    ranks = [[json.loads((out / f"engine-{rank}.json").read_text()) for rank in range(2)] for out in folders]
     loads = 2 * ITERATIONS  # for each iteration and each evaluation
     for released, kept in zip(*ranks):
         assert released["caches"] == released["loads"] == kept["loads"] == loads
@@ -119,18 +87,60 @@ def twice(workers: Workers, config: Path, name: str, overrides: tuple[str, ...],
     return rows, ranks
 
 
-def test_keeping_changes_no_bit(workers, config):
+def test_keeping_changes_no_bit(runs):
     """Generation and inference fused, the tail moved."""
-    rows, _ = twice(workers, config, "fused", ("fusion.threshold=8",))
+    rows, _ = both(runs, "fused", FUSED)
     assert all("timing_s/graph_capture" not in row for seen in rows for row in seen)  # CPU kernels record nothing
 
 
-def test_a_run_records_once(workers, config):
+def test_a_run_records_once(runs):
     """Every sample is of full length, so that each generation decodes the same shapes."""
-    serial = ("fusion.inter_stage=false", "rollout.ignore_eos=true", "trainer.export=false")
-    (released, kept), ranks = twice(workers, config, "graphs", serial, graphs=True)
+    serial = "fusion.inter_stage=false rollout.ignore_eos=true trainer.export=false"
+    (released, kept), ranks = both(runs, "graphs", serial, graphs=True)
     assert ["timing_s/graph_capture" in row for row in released] == [True] * ITERATIONS
     assert ["timing_s/graph_capture" in row for row in kept] == [True] + [False] * (ITERATIONS - 1)
     for again, once in zip(*ranks):
         assert again["recorded"] > once["recorded"] > 0
         assert again["recorded"] <= 2 * ITERATIONS * once["recorded"]
+
+
+@contextmanager
+def rested_bytes():
+    """Host bytes of each time that a model's states had left."""
+    from rlhfuse.parallel.offload import RestingTensors
+
+    rested, free = [], RestingTensors.free
+
+    def counted(states: RestingTensors) -> None:
+        if states._resting and not states._freed:
+            rested.append(states.host_bytes)
+        free(states)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RestingTensors, "free", counted)
+        yield rested
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_rests_on_the_host_changes_no_bit(runs):
+    """With the actor held at first, evaluations, checkpoints, and an end in the middle."""
+    common = f"""{HELD_OUT} trainer.eval_every=2 trainer.eval_before_train=true critic.warmup_iterations=1
+        trainer.save_every=1 trainer.dtype=bfloat16"""
+    stays, rests = runs.folder / "stays", runs.folder / "rests"
+    stay = "trainer.offload_optimizer=false trainer.iterations=3"
+    assert runs.start("stays", common, stay, watch=rested_bytes) == [[], []]
+    for iterations, resume in ((2, "never"), (3, "auto")):
+        rest = f"trainer.offload_optimizer=true trainer.iterations={iterations} trainer.resume={resume}"
+        rested = runs.start("rests", common, rest, watch=rested_bytes)
+        # both models before the first evaluation or iteration, and after every training but the last, if that ends
+        assert {len(times) for times in rested} == {2 * (3 if iterations == 2 else 2)}
+        assert all(min(times[-2:]) > 1e5 for times in rested)
+    assert len(assert_same_bits(stays, rests)) == 3
+    for rank in range(2):
+        one, two = (load_file(run / f"checkpoints/iteration-3/rank-{rank}.safetensors") for run in (stays, rests))
+        assert one.keys() == two.keys() and len(one) > 30 and all(one[key].equal(two[key]) for key in one)
+    plan = plan_of(rests)
+    assert plan["offload"]["first_phase"] == "generation"
+    by_phase = {phase["phase"]: phase for phase in plan["memory"]}
+    assert by_phase["generation"]["optimizer"] == 0 < by_phase["training"]["optimizer"]
+    assert by_phase["inference"]["host"] > by_phase["training"]["optimizer"]

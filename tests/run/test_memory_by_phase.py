@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import yaml
+from testkit.runs_table import metrics_of, plan_of
 from testkit.tiny import write_checkpoint, write_run
 
-ROOT = Path(__file__).resolve().parents[2]
 PHASES = ("moves", "generation", "inference", "training")
 WIDE = dict(
     hidden_size=256,
@@ -27,7 +20,7 @@ WIDE = dict(
 
 
 @pytest.mark.slow
-def test_phases_need_what_was_planned(tmp_path):
+def test_phases_need_what_was_planned(programs, tmp_path):
     file = write_run(
         tmp_path,
         rollout__max_response_tokens=200,
@@ -35,21 +28,14 @@ def test_phases_need_what_was_planned(tmp_path):
         trainer__iterations=2,
         fusion__bucket_mib=2,
         trainer__export=False,
+        algorithm__minibatches=1,
     )
     for role in ("actor", "reward"):
         write_checkpoint(tmp_path / role, scalar_head=role == "reward", seed=1, scale=0.1, **WIDE)
-    raw = yaml.safe_load(file.read_text())
-    raw["algorithm"]["minibatches"] = 1
-    file.write_text(yaml.safe_dump(raw))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["tools/train_ppo.py"]
-    subprocess.run([*command, "--config", str(file)], cwd=ROOT, env=environment, check=True, timeout=900)
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    last = {name: rows[-1][f"perf/peak_memory_gb/{name}"] * 1e9 for name in ("base", *PHASES)}
+    programs.trained(file)
+    last = {name: metrics_of(tmp_path / "run")[-1][f"perf/peak_memory_gb/{name}"] * 1e9 for name in ("base", *PHASES)}
     differences = {}
-    for phase in plan["memory"]:
+    for phase in plan_of(tmp_path / "run")["memory"]:
         parts = ("weights", "optimizer", "gradients", "activations", "kv", "buckets", "host")
         planned = sum(phase[part] for part in parts)
         measured = last[phase["phase"]] - last["base"]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from testkit.tiny import write_checkpoint, write_run, write_tokenizer
+from testkit.programs import call_tool
+from testkit.tiny import change_json, write_checkpoint, write_run, write_tokenizer
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config
@@ -20,7 +21,6 @@ from rlhfuse.run.launch import dry_run
 from rlhfuse.run.preflight import check_inputs
 
 ROLES = ("actor", "critic", "reference", "reward")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -58,54 +58,54 @@ def test_the_dry_run_prints_the_plan_that_the_planner_makes(good, capsys):
     assert out.splitlines().count(told) == 1
 
 
-def test_a_missing_checkpoint(folder):
-    shutil.rmtree(folder / "reward")
-    assert "reward" in refused(folder) and "folder" in refused(folder)
-
-
-def test_a_half_written_checkpoint(folder):
-    file = folder / "actor" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    assert "half-written" in refused(folder) and str(file) in refused(folder)
-
-
-def test_a_checkpoint_without_its_weights(folder):
-    (folder / "actor" / "model.safetensors").unlink()
-    assert "model.safetensors is missing" in refused(folder)
-
-
-def test_a_checkpoint_of_another_shape_than_its_config(folder):
-    config = json.loads((folder / "actor" / "config.json").read_text())
-    (folder / "actor" / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
-    assert "gate_proj" in refused(folder)
-
-
-def test_a_checkpoint_with_parts_that_are_not_implemented(folder):
-    file = folder / "actor" / "model.safetensors"
+def add_bias(file: Path) -> None:
     weights = load_file(file)
     save_file(weights | {"model.layers.1.mlp.up_proj.bias": weights["model.norm.weight"].clone()}, file)
-    assert "nothing reads the tensor model.layers.1.mlp.up_proj.bias" in refused(folder)
-    config = json.loads((folder / "actor" / "config.json").read_text())
-    (folder / "actor" / "config.json").write_text(json.dumps(config | {"partial_rotary_factor": 0.5}))
-    assert "actor/config.json: partial_rotary_factor=0.5 is not supported; only 1 is" in refused(folder)
-    config |= {"model_type": "mistral", "sliding_window": 30}
-    (folder / "actor" / "config.json").write_text(json.dumps(config))
-    assert "= 40 > sliding_window(30) of actor; lower one of them" in refused(folder)
 
 
-def test_a_reward_model_without_scalar_head(folder):
-    write_checkpoint(folder / "reward", seed=2)
-    assert "score.weight" in refused(folder) and "train_reward" in refused(folder)
+def replace_line(file: Path, number: int, text: str) -> None:
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:number], text, *lines[number + 1 :]]) + "\n")
 
 
-def test_a_tokenizer_that_does_not_fit(folder):
-    write_tokenizer(folder / "actor", words=300)
-    assert "302" in refused(folder) and "200" in refused(folder)
+CONFIG, WEIGHTS = "actor/config.json", "actor/model.safetensors"
+DAMAGED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "no checkpoint": (lambda to: shutil.rmtree(to / "reward"), ("reward", "folder")),
+    "half of one": (
+        lambda to: os.truncate(to / WEIGHTS, os.path.getsize(to / WEIGHTS) - 100),
+        ("half-written", WEIGHTS),
+    ),
+    "no weights": (lambda to: (to / WEIGHTS).unlink(), ("model.safetensors is missing",)),
+    "another shape than its config": (lambda to: change_json(to / CONFIG, intermediate_size=128), ("gate_proj",)),
+    "a part that nothing reads": (
+        lambda to: add_bias(to / WEIGHTS),
+        ("nothing reads the tensor model.layers.1.mlp.up_proj.bias",),
+    ),
+    "a part that is not implemented": (
+        lambda to: change_json(to / CONFIG, partial_rotary_factor=0.5),
+        ("actor/config.json: partial_rotary_factor=0.5 is not supported; only 1 is",),
+    ),
+    "a window that is too narrow": (
+        lambda to: change_json(to / CONFIG, model_type="mistral", sliding_window=30),
+        ("= 40 > sliding_window(30) of actor; lower one of them",),
+    ),
+    "no scalar head": (lambda to: write_checkpoint(to / "reward", seed=2), ("score.weight", "train_reward")),
+    "a tokenizer that does not fit": (lambda to: write_tokenizer(to / "actor", words=300), ("302", "200")),
+    "no tokenizer": (lambda to: (to / "actor/tokenizer.json").unlink(), ("actor.tokenizer",)),
+    "a malformed prompt": (lambda to: replace_line(to / "prompts.jsonl", 3, "{not json"), ("prompts.jsonl:4",)),
+    "no prompts": (lambda to: (to / "prompts.jsonl").write_text(""), ("no rows",)),
+    "a run in its folder": (
+        lambda to: ((to / "run").mkdir(), (to / "run/metrics.jsonl").touch()),
+        ("holds a run",),
+    ),
+}
 
 
-def test_a_model_folder_without_tokenizer(folder):
-    (folder / "actor" / "tokenizer.json").unlink()
-    assert "actor.tokenizer" in refused(folder)
+@pytest.mark.parametrize("damage, words", DAMAGED.values(), ids=DAMAGED)
+def test_what_is_damaged_is_named(folder, damage, words):
+    damage(folder)
+    said = refused(folder)
+    assert all(word in said for word in words), said
 
 
 def test_a_reward_model_without_tokenizer_is_refused_by_a_run_and_named_by_a_dry_one(folder, capsys):
@@ -119,12 +119,10 @@ def test_a_reward_model_without_tokenizer_is_refused_by_a_run_and_named_by_a_dry
 
 
 def test_end_tokens_of_the_tokenizer_are_in_force_where_the_models_files_name_none(folder, capsys):
-    config = json.loads((folder / "actor" / "config.json").read_text())
-    (folder / "actor" / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    change_json(folder / CONFIG, eos_token_id=None)
     inputs = check_inputs(load_config(folder / "run.yaml"), 2)
     assert inputs.models.specs["actor"].eos_token_ids == (2,) == inputs.draft.specs["actor"].eos_token_ids
-    tokenizer = json.loads((folder / "actor" / "tokenizer_config.json").read_text())
-    (folder / "actor" / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"eos_token": None}))
+    change_json(folder / "actor" / "tokenizer_config.json", eos_token=None)
     assert "names an end token: set rollout.stop_token_ids" in refused(folder)
     assert check_inputs(load_config(folder / "run.yaml", ["rollout.ignore_eos=true"]), 2)
 
@@ -195,15 +193,6 @@ def test_only_the_models_of_the_run_are_looked_for(folder):
     assert "critic" not in plan.render() and plan.seconds.fused > 0
 
 
-def test_malformed_prompts_name_the_line(folder):
-    file = folder / "prompts.jsonl"
-    lines = file.read_text().splitlines()
-    file.write_text("\n".join([*lines[:3], "{not json", *lines[4:]]) + "\n")
-    assert f"{file}:4" in refused(folder)
-    file.write_text("")
-    assert "no rows" in refused(folder)
-
-
 def test_a_schedule_for_other_layouts(good, tmp_path):
     from rlhfuse.config.spec import ParallelLayout
     from rlhfuse.schedule.io import save_schedule
@@ -217,34 +206,17 @@ def test_a_schedule_for_other_layouts(good, tmp_path):
     assert "other.json" in refused(good.parent, f"fusion.schedule={tmp_path / 'other.json'}")
 
 
-def test_an_output_folder_that_holds_a_run(folder):
-    (folder / "run").mkdir()
-    (folder / "run" / "metrics.jsonl").write_text("")
-    assert "holds a run" in refused(folder)
-
-
 @pytest.mark.parametrize(
     "override, line",
-    [
-        (
-            "trainer.iteration=3",
-            "argument 'trainer.iteration=3': unknown key trainer.iteration; did you mean trainer.iterations?",
-        ),
-        ("trainer.export=2", "argument 'trainer.export=2': trainer.export=2 must be true or false"),
-        pytest.param(  # the others are read after torch and Megatron are loaded
-            "data.max_prompt_tokens=2",
-            "{folder}/prompts.jsonl:1: the prompt has 3 tokens, more than data.max_prompt_tokens=2; raise it, or set "
-            "data.filter_long_prompts=true to drop such rows",
-            marks=pytest.mark.slow,
-        ),
-    ],
+    {
+        "trainer.iteration=3": "argument 'trainer.iteration=3': unknown key trainer.iteration; did you mean "
+        "trainer.iterations?",
+        "trainer.export=2": "argument 'trainer.export=2': trainer.export=2 must be true or false",
+        "data.max_prompt_tokens=2": "{folder}/prompts.jsonl:1: the prompt has 3 tokens, more than "
+        "data.max_prompt_tokens=2; raise it, or set data.filter_long_prompts=true to drop such rows",
+    }.items(),
 )
 def test_the_program_exits_with_2_and_one_line(good, override, line):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools/train_ppo.py"), "--config", str(good), "--dry-run", override],
-        capture_output=True,
-        text=True,
-        timeout=540,
-    )
+    done = call_tool("train_ppo", "--config", good, "--dry-run", override)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.splitlines() == ["error: " + line.format(folder=good.parent)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 import types
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from testkit.runs_table import metrics_of
 from testkit.tiny import write_run
 
 import rlhfuse
@@ -20,7 +20,6 @@ from rlhfuse.config.load import load_config
 from rlhfuse.data.reward_function import RewardFunction, name_of
 from rlhfuse.run.python_entry import _arguments
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os
 import rlhfuse
@@ -110,22 +109,18 @@ def test_what_cannot_be_used_is_refused_before_a_process_starts(monkeypatch):
         rlhfuse.train({}, reward=score)
 
 
-def test_a_script_without_a_guard_trains_and_is_read_down_to_its_call(tmp_path):
+def test_a_script_without_a_guard_trains_and_is_read_down_to_its_call(programs, tmp_path):
     """Twice: with a function that is refused when it is tried, and whole, on two ranks."""
     folder = tmp_path / "try #1"  # what YAML would take for a comment
     folder.mkdir()
     write_run(folder, rollout__max_response_tokens=8)
     (folder / "script.py").write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=540
-    )
+    done = programs.python("script.py", cwd=folder)
     assert done.returncode == 0, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "returned 1 numbers for 4 samples (tried before the start" in errors[0], done.stderr
     assert "refused: InputError False" in done.stdout
-    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    scores = [row["critic/score/mean"] for row in rows]
+    scores = [row["critic/score/mean"] for row in metrics_of(folder / "run")]
     assert f"folder: run scores: {scores}" in done.stdout and len(scores) == 2 and max(scores) < 0
     assert "tried on" in done.stdout and "done: run" in done.stdout
     read = (folder / "read.txt").read_text().split()

@@ -9,14 +9,14 @@ from collections import Counter
 
 import pytest
 from testkit.programs import killed_forked
+from testkit.runs_table import assert_same_bits, curves_of, metrics_of
 from testkit.tiny import write_run
 
-from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.run.report.compare import compare_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
-# RANK WHO COUNT REGEX of tests/run/killed_training.py; a checkpoint begins after every iteration. Random moments of all
+# RANK WHO COUNT REGEX of testkit/killed_training.py; a checkpoint begins after every iteration. Random moments of all
 # ranks are for benchmarks/kills.py
 KILLS = (
     "0 one 1 building models",
@@ -73,27 +73,17 @@ def test_kills_of_one_rank_and_within_a_save(programs, whole, tmp_path):
     print(dict(ends), flush=True)
     assert {phase for phase, _ in ends} >= PHASES.keys() and {who for _, who in ends} == {"one", "all"}
     programs.trained(config, *settings)
-    assert [row["iteration"] for row in read_metrics(broken / "metrics.jsonl")] == list(range(ITERATIONS))
-    comparisons = compare_runs(run_dir, broken)
-    assert len(comparisons) == 3 and all(c.entries > 10 and not c.differences for c in comparisons), comparisons
+    assert [row["iteration"] for row in metrics_of(broken)] == list(range(ITERATIONS))
+    assert len(assert_same_bits(run_dir, broken)) == 3
     assert (broken / "samples.jsonl").read_bytes() == (run_dir / "samples.jsonl").read_bytes()
-    curves = tensorboard_curves(broken)
-    assert curves == tensorboard_curves(run_dir)
-    assert all([step for step, _ in curve] == list(range(ITERATIONS)) for curve in curves.values())
+    curves = curves_of(broken / "tensorboard", *CURVES)
+    assert curves == curves_of(run_dir / "tensorboard", *CURVES)
+    assert all([step for step, _ in curve] == list(range(ITERATIONS)) for curve in curves)
     assert [one.name for one in (broken / "checkpoints").glob("*.partial")] == []
 
 
 def phase_of(where: str) -> str:
     return next((phase for phase, texts in PHASES.items() if re.search(texts, where)), "between")
-
-
-def tensorboard_curves(run_dir):
-    """(step, value) of CURVES, as TensorBoard shows them: what a later start repeated is purged."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run_dir / "tensorboard"))
-    events.Reload()
-    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in CURVES}
 
 
 def test_other_layouts_and_world_sizes(programs, tmp_path):
@@ -124,7 +114,7 @@ def test_other_layouts_and_world_sizes(programs, tmp_path):
         }
         log = programs.trained(config, *(f"{key}={value}" for key, value in settings.items()), ranks=ranks)
         assert f"actor_train d1t1p4 -> {actor}" in log
-        assert [row["iteration"] for row in read_metrics(here / "metrics.jsonl")] == [0, 1, 2, 3]
+        assert [row["iteration"] for row in metrics_of(here)] == [0, 1, 2, 3]
         compared = compare_runs(whole, here)
         print(json.dumps({actor: {c.what: c.largest for c in compared}}))
         assert all(c.largest < 1e-5 for c in compared)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from testkit.programs import ended
 from testkit.tiny import write_run
-from testkit.workers import Workers
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config
@@ -20,19 +17,12 @@ from rlhfuse.monitor.run_lock import RUN_LOCK, RunLock
 from rlhfuse.run.preflight import check_inputs
 from rlhfuse.run.run_directory import make_folder, run_directory
 
-pytestmark = pytest.mark.timeout(600)
+POOL_RANKS = 2
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture(scope="module")
-def pair():
-    pool = Workers(2)
-    yield pool
-    pool.close()
 
 
 def enter(rank: int, config: Path, run_dir: Path, *overrides: str, meanwhile: str = "") -> list[str] | str:
@@ -68,59 +58,49 @@ def attempt(run_dir: Path, text: str = '{"iteration": 0}\n') -> None:
 OF_ATTEMPT = ("metrics.jsonl", "plan.json", "samples.jsonl", "tensorboard/events")
 
 
-def test_auto_keeps_what_an_attempt_without_checkpoint_left(pair, config, tmp_path):
+def test_auto_keeps_what_an_attempt_without_checkpoint_left(workers, config, tmp_path):
     run_dir = tmp_path / "run"
     expected = [RUN_LOCK, "notes.txt"]
     for number in (1, 2):
         attempt(run_dir)
         expected += [f"attempt-{number}/{name}" for name in OF_ATTEMPT]
-        assert pair.run(enter, config, run_dir, "trainer.resume=auto") == [sorted(expected)] * 2
+        assert workers.run(enter, config, run_dir, "trainer.resume=auto") == [sorted(expected)] * 2
         assert (run_dir / f"attempt-{number}" / "metrics.jsonl").read_text() == '{"iteration": 0}\n'
     attempt(run_dir, "")  # has done nothing
-    found = pair.run(enter, config, run_dir, "trainer.resume=auto")[0]
+    found = workers.run(enter, config, run_dir, "trainer.resume=auto")[0]
     assert "metrics.jsonl" in found and not [name for name in found if "attempt-3" in name]
     assert not (run_dir / RUN_LOCK).exists()
 
 
-def test_what_another_run_saved_meanwhile_is_left_alone(pair, config, tmp_path):
+def test_what_another_run_saved_meanwhile_is_left_alone(workers, config, tmp_path):
     attempt(tmp_path)
-    messages = pair.run(enter_late, config, tmp_path, "trainer.resume=auto")
+    messages = workers.run(enter_late, config, tmp_path, "trainer.resume=auto")
     assert messages == [f"another run saved in {tmp_path} while this one began; start it again"] * 2
     assert (tmp_path / "metrics.jsonl").exists() and (tmp_path / "checkpoints" / "iteration-3").exists()
 
 
-def test_never_refuses_what_an_attempt_left(pair, config, tmp_path):
+def test_never_refuses_what_an_attempt_left(workers, config, tmp_path):
     attempt(tmp_path / "run")
-    for message in pair.run(enter, config, tmp_path / "run", "trainer.resume=never"):
+    for message in workers.run(enter, config, tmp_path / "run", "trainer.resume=never"):
         assert "holds a run already; choose another folder or set trainer.resume=auto" in message
 
 
-def test_a_folder_in_use_ends_all_ranks_by_one_line(pair, config, tmp_path):
+def test_a_folder_in_use_ends_all_ranks_by_one_line(workers, config, tmp_path):
     with RunLock(tmp_path):
-        messages = pair.run(enter, config, tmp_path)
+        messages = workers.run(enter, config, tmp_path)
     assert len(set(messages)) == 1 and f"run that is alive, pid {os.getpid()} on " in messages[0]
-    assert pair.run(enter, config, tmp_path) == [[RUN_LOCK]] * 2
+    assert workers.run(enter, config, tmp_path) == [[RUN_LOCK]] * 2
 
 
-def test_a_second_run_in_the_same_folder_leaves_with_2(programs, config, tmp_path):
-    with RunLock(tmp_path):
-        process = programs.train(config, f"trainer.output_dir={tmp_path}", "fusion.intra_stage=false")
-        out = ended(process)
-    lines = [line for line in out.splitlines() if line.startswith("error: ")]
-    assert process.returncode == 1 and "exitcode  : 2" in out, out  # torchrun's own, and the program's
-    assert len(lines) == 1 and re.search(rf"{tmp_path} belongs to a run that is alive, pid {os.getpid()}", lines[0])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_that_has_lost_its_folder_writes_no_more(programs, config, tmp_path):
+def test_a_run_that_has_lost_its_folder_writes_no_more(runs, tmp_path):
     """Another run takes it over while the first iteration is under way."""
-    lock, function = tmp_path / "run" / RUN_LOCK, tmp_path / "takes.py"
+    lock, function = runs.folder / "run" / RUN_LOCK, tmp_path / "takes.py"
     function.write_text(
         f"def take(completions):\n    open({str(lock)!r}, 'w').close()\n    return [0.0] * len(completions)\n"
     )
-    settings = f"trainer.output_dir={lock.parent}", f"reward.function={function}:take", "reward.signature=trl"
-    process = programs.train(config, *settings, "trainer.iterations=2")
-    assert f"{lock} is no longer of this run" in ended(process) and process.returncode
+    settings = f"reward.function={function}:take reward.signature=trl"
+    for said in runs.start("run", settings, errors=True):
+        assert f"{lock} is no longer of this run" in said
     assert (lock.parent / "metrics.jsonl").read_bytes() == b""
 
 
@@ -133,10 +113,10 @@ def test_runs_of_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
     assert make_folder(given, "story") == make_folder(given, "story") == tmp_path / "given"
 
 
-def test_leftovers_of_killed_writers_go_at_the_start(pair, config, tmp_path):
+def test_leftovers_of_killed_writers_go_at_the_start(workers, config, tmp_path):
     (tmp_path / "export" / ".actor.7.replaced").mkdir(parents=True)
     (tmp_path / "export" / ".critic.7.under-way").mkdir()
     (tmp_path / ".trace.json.ab12.under-way").write_text("[")
     (tmp_path / ".hidden").write_text(json.dumps("the user's"))
-    assert pair.run(enter, config, tmp_path)[0] == [".hidden", RUN_LOCK]
+    assert workers.run(enter, config, tmp_path)[0] == [".hidden", RUN_LOCK]
     assert [one.name for one in (tmp_path / "export").iterdir()] == ["actor"]

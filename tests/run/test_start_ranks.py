@@ -8,10 +8,10 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
+from testkit.programs import eventually
 
 from rlhfuse.run.launch import start_ranks
 
@@ -59,10 +59,10 @@ def kept(monkeypatch):
         signal.signal(one, handler)
 
 
-def start(tmp_path, what):
-    program = tmp_path / "rank.py"
-    program.write_text(RANK)
-    return start_ranks(2, [str(program), what, str(tmp_path)])
+@pytest.fixture
+def start(programs, tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    return lambda what: start_ranks(2, [str(tmp_path / "rank.py"), what, str(tmp_path)])
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,12 @@ def start(tmp_path, what):
         ("killed", 137, "error: rank 1 was ended by SIGKILL\n"),
     ],
 )
-def test_the_exit_code_is_passed_on_and_the_error_is_the_last_line(tmp_path, capfd, monkeypatch, what, code, last):
+def test_the_exit_code_is_passed_on_and_the_error_is_the_last_line(
+    start, tmp_path, capfd, monkeypatch, what, code, last
+):
     told = tmp_path / "told.json"
     monkeypatch.setitem(os.environ, "TORCHELASTIC_ERROR_FILE", str(told))
-    assert start(tmp_path, what) == code
+    assert start(what) == code
     assert capfd.readouterr().err == last and (tmp_path / "0").exists() and (tmp_path / "1").exists()
     assert told.exists() == (what == "told")
     if what == "told":
@@ -85,14 +87,13 @@ def test_the_exit_code_is_passed_on_and_the_error_is_the_last_line(tmp_path, cap
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_reaches_every_rank_once(tmp_path, capfd, number, code):
+def test_a_signal_reaches_every_rank_once(start, tmp_path, capfd, number, code):
     def interrupt():
-        while not all((tmp_path / f"{rank} is ready").exists() for rank in (0, 1)):
-            time.sleep(0.02)
+        eventually(lambda: all((tmp_path / f"{rank} is ready").exists() for rank in (0, 1)))
         os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    assert start(tmp_path, "waits") == code
+    assert start("waits") == code
     assert all((tmp_path / f"{rank} got {number.name}").exists() for rank in (0, 1))
     assert "Traceback" not in capfd.readouterr().err
 

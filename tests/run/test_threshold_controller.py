@@ -46,66 +46,65 @@ def control(config):
     )
 
 
-def iteration(lengths):
-    """What an iteration shows: every step of one sequence took a millisecond, meetings three."""
+def observe(controller, number, lengths=None, **observed) -> str:
+    """Show it an iteration in which every step of one sequence took a millisecond, or what is `observed` by kind."""
     rows = {"decode": [1, 10, 1e-3], "prefill": [10, 1, 1e-3]}
     rows |= {"score": [10, 1, 1e-3], "load": [1e-3], "migration": [100, 1e-3]}
     rows |= {"meeting": [3e-3], "release": [2e-3], "reward": [4, 1, 0.2], "capture": [4, 0.1]}
     assert set(rows) == set(OBSERVED)
+    lengths = lengths or long_tail(64, longest=256)
     batch = SimpleNamespace(prompt_lengths=torch.tensor(lengths.prompt), response_lengths=torch.tensor(lengths.output))
-    return SimpleNamespace(observations={kind: [row] for kind, row in rows.items()}), batch
+    report = SimpleNamespace(observations={kind: [row] for kind, row in rows.items()} | observed)
+    return controller.observe(number, report, batch)
 
 
 def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
     """R_t, limits and the choice how a sample moves; then its own observations take over."""
-    profile, lengths = linear_cost(), long_tail(64, longest=256)
+    profile = linear_cost()
     write_json(tmp_path / "costs.json", profile.to_dict())
     priced = control(run(fusion__profile=str(tmp_path / "costs.json")))
     assert priced.limits.move_cost == move_cost(profile, priced._instance_limits())
-    said = priced.observe(0, *iteration(lengths))
     before = f"costs of fusion.profile={tmp_path}/costs.json"
-    assert f"costs measured over 1 iteration, against {before}: decode step -" in said
+    assert f"costs measured over 1 iteration, against {before}: decode step -" in observe(priced, 0)
     assert (priced._costs.barrier_seconds(), priced._costs.release_seconds()) == (3e-3, 2e-3)
     analytic = control(run())
     assert analytic.limits.move_cost != priced.limits.move_cost
-    said = analytic.observe(0, *iteration(lengths))
+    said = observe(analytic, 0)
     assert "costs measured over 1 iteration, against analytic costs: " in said
     assert said.endswith("tools/plan.py --search fusion.profile=FILE finds better ones by"), "far from what was planned"
 
 
-def test_it_learns_what_the_reward_function_takes(alone):
-    """The mean of all calls; a checkpoint of before, which knows of none, is gone on from."""
-    learning, lengths = control(run()), long_tail(64, longest=256)
-    for number, row in enumerate(([9, 64, 9.0], [4, 64, 0.2], [0, 64, 0.0], [4, 64, 0.4])):  # the first compiles
-        report, batch = iteration(lengths)
-        report.observations["reward"] = [row]
-        learning.observe(number, report, batch)
-    assert astuple(learning._costs.reward_call()) == pytest.approx((0.075, 64))
-    state = learning.state()
+def restored(controller, unseen: str = "", unpriced: str = ""):
+    """Another one, from its checkpoint as of before there was this kind of observation, or of cost."""
+    state = controller.state()
     for observed in state["observations"]:
-        del observed["reward"]
-    del state["costs"]["reward"]
+        observed.pop(unseen, None)
+    if unpriced:
+        del state["costs"][unpriced]
     later = control(run())
     later.restore(state, "a checkpoint")
+    return later
+
+
+def test_it_learns_what_the_reward_function_takes(alone):
+    """The mean of all calls; a checkpoint of before, which knows of none, is gone on from."""
+    learning = control(run())
+    for number, row in enumerate(([9, 64, 9.0], [4, 64, 0.2], [0, 64, 0.0], [4, 64, 0.4])):  # the first compiles
+        observe(learning, number, reward=[row])
+    assert astuple(learning._costs.reward_call()) == pytest.approx((0.075, 64))
+    later = restored(learning, "reward", "reward")
     assert later._costs.reward_call() is None
-    later.observe(4, *iteration(lengths))
+    observe(later, 4)
     assert later._costs.reward_call() == RewardCost(0.05, 1)
 
 
 def test_it_remembers_what_recording_a_graph_took(alone):
-    """Of all shapes; where generation keeps them only the first iteration records any."""
-    learning, lengths = control(run()), long_tail(64, longest=256)
+    """The mean of all shapes; where generation keeps them only the first iteration records any."""
+    learning = control(run())
     for number, rows in enumerate(([[9, 9.0]], [], [], [[4, 0.2], [1, 0.3]], [])):
-        report, batch = iteration(lengths)
-        report.observations["capture"] = rows
-        learning.observe(number, report, batch)
+        observe(learning, number, capture=rows)
         assert learning._costs.capture_seconds() == pytest.approx(1.0 if number < 3 else 0.1)
-    state = learning.state()
-    for observed in state["observations"]:
-        del observed["capture"]
-    later = control(run())
-    later.restore(state, "a checkpoint")
-    assert later._costs.capture_seconds() == pytest.approx(0.1)
+    assert restored(learning, "capture")._costs.capture_seconds() == pytest.approx(0.1)
 
 
 def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypatch):
@@ -123,9 +122,7 @@ def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypa
     monkeypatch.setattr(followed, "_choose", choose_slowly)
     said = []
     for number in range(8):
-        report, batch = iteration(long_tail(64, longest=256, seed=number))
-        report.observations["meeting"] = [[1e-3 * number]]
-        said.append(followed.observe(number, report, batch))
+        said.append(observe(followed, number, long_tail(64, longest=256, seed=number), meeting=[[1e-3 * number]]))
         recent = range(max(number - 3, min(number, 1)), number + 1)  # four, without the first once there is another
         assert followed._costs.barrier_seconds() == pytest.approx(1e-3 * statistics.median(recent))
         clock.seconds += 48.0
@@ -151,28 +148,22 @@ def test_the_log_names_costs_that_changed():
 def test_iterations_without_a_decode_step_keep_the_line_of_those_before(alone):
     """A policy that ends every sample with its first token: longer than what is remembered."""
     followed = control(run())
-    followed.observe(0, *iteration(long_tail(64, longest=256)))
+    observe(followed, 0)
     before = followed._costs
     for number in range(1, 8):
-        report, batch = iteration(replace(long_tail(64, longest=256), output=(1,) * 64))
-        report.observations["decode"] = []
-        assert "warning" not in followed.observe(number, report, batch)
+        assert "warning" not in observe(followed, number, replace(long_tail(64), output=(1,) * 64), decode=[])
         for work in ((1, 30), (4, 900)):
             assert followed._costs.decode_step_seconds(*work) == pytest.approx(before.decode_step_seconds(*work))
-    followed.restore(followed.state(), "checkpoint")
+    restored(followed)
 
 
 def test_nothing_that_was_ever_seen_keeps_the_costs_of_the_plan(alone):
     followed = control(run())
-    planned_costs = followed._costs
-    report, batch = iteration(long_tail(64, longest=256))
-    report.observations |= {"decode": [], "score": [], "load": []}
-    assert "warning" not in followed.observe(0, report, batch)
-    for price in ("decode_step_seconds", "score_seconds"):
-        assert getattr(followed._costs, price)(*((1, 64) if price[0] == "d" else (512, 8))) == pytest.approx(
-            getattr(planned_costs, price)(*((1, 64) if price[0] == "d" else (512, 8))), rel=0.5
-        )
-    assert followed._costs.swap_in_seconds() == planned_costs.swap_in_seconds()
+    before = followed._costs
+    assert "warning" not in observe(followed, 0, decode=[], score=[], load=[])
+    assert followed._costs.decode_step_seconds(1, 64) == pytest.approx(before.decode_step_seconds(1, 64), rel=0.5)
+    assert followed._costs.score_seconds(512, 8) == pytest.approx(before.score_seconds(512, 8), rel=0.5)
+    assert followed._costs.swap_in_seconds() == before.swap_in_seconds()
 
 
 @pytest.mark.parametrize("part", ["_fit", "_choose", "_instance_limits"])
@@ -185,13 +176,12 @@ def test_an_error_of_a_prediction_is_one_warning_and_what_was_in_force_stays(alo
 
     with monkeypatch.context() as patched:
         patched.setattr(followed, part, fails)
-        said = [followed.observe(number, *iteration(long_tail(64, longest=256))) for number in range(2)]
+        said = [observe(followed, number) for number in range(2)]
     assert said == ["warning: costs and R_t stay as they were (ZeroDivisionError: made up)", ""]
     assert (followed._costs, followed.limits, followed.threshold) == before
     followed.save_costs(tmp_path / "costs.json")
     assert not (tmp_path / "costs.json").exists()  # nothing is measured yet
-    other = control(run())
-    other.restore(followed.state(), "checkpoint")
+    other = restored(followed)
     assert other._costs == before[0] and other.threshold == before[2]
-    followed.observe(2, *iteration(long_tail(64, longest=256)))
+    observe(followed, 2)
     assert followed._costs != before[0]

@@ -18,15 +18,12 @@ import threading
 from pathlib import Path
 
 import psutil
+import train_ppo
 
-ROOT = Path(__file__).resolve().parents[2]
-
-import train_ppo  # noqa: E402
-
-from rlhfuse.base.errors import run_program  # noqa: E402
+from rlhfuse.base.errors import run_program
 from rlhfuse.checkpoint import writer as checkpoint_writer
-from rlhfuse.checkpoint.writer import CheckpointWriter  # noqa: E402
-from rlhfuse.monitor.watchdog import Watchdog  # noqa: E402
+from rlhfuse.checkpoint.writer import CheckpointWriter
+from rlhfuse.monitor.watchdog import Watchdog
 
 
 class Killer:
@@ -96,11 +93,8 @@ def main() -> int:
         killer.hear("commit ends")
         return size
 
-    Watchdog.progress, checkpoint_writer.write_rank_file, CheckpointWriter._commit = (
-        heard_progress,
-        heard_write,
-        heard_commit,
-    )
+    Watchdog.progress, CheckpointWriter._commit = heard_progress, heard_commit
+    checkpoint_writer.write_rank_file = heard_write
     return train_ppo.main()
 
 

@@ -59,8 +59,11 @@ def with_models(**groups) -> RunConfig:
     return RunConfig().with_(**models, **groups)
 
 
-def write_tokenizer(folder: Path, words: int = 197) -> Path:
-    """A word-level tokenizer of `words` words w0, w1, ... beside <unk>, <s> and </s>; puts <s> first."""
+def write_tokenizer(folder: Path, words: int = 197, **more: object) -> Path:
+    """A word-level tokenizer of `words` words w0, w1, ... beside <unk>, <s> and </s>; puts <s> first.
+
+    `more`: of its tokenizer_config.json.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i + 3 for i in range(words)}
@@ -70,9 +73,14 @@ def write_tokenizer(folder: Path, words: int = 197) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, **more}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def change_json(file: Path, **values: object) -> None:
+    """Set values of the object that a JSON file holds."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def write_run(folder: Path, **settings: object) -> Path:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from testkit.paths import ROOT
+from testkit.programs import call_tool
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.device_defaults import resolve_device
@@ -17,27 +15,16 @@ from rlhfuse.run.profiling.points import check_world, points_of, tensor_degrees,
 
 POOL_RANKS = 2
 
-ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "examples" / "tiny"
-SETTINGS = [
-    f"actor.path={TINY}/actor",
-    f"reward.path={TINY}/reward",
-    "trainer.device=cpu",
-    "parallel.generation=d2t1p1",
-    "parallel.actor_train=d1t1p2",
-    "parallel.critic_train=d1t1p2",
-    "data.max_prompt_tokens=32",
-    "rollout.max_response_tokens=32",
-    "rollout.prompts_per_iteration=4",
-    "rollout.samples_per_prompt=1",
-    "algorithm.minibatches=1",
-    "rollout.max_batched_tokens=128",
-    "fusion.least_threshold=0",
-]
+QUICKSTART = ROOT / "examples" / "quickstart.yaml"
+SETTINGS = f"""actor.path={TINY}/actor reward.path={TINY}/reward trainer.device=cpu
+    parallel.generation=d2t1p1 parallel.actor_train=d1t1p2 parallel.critic_train=d1t1p2
+    data.max_prompt_tokens=32 rollout.max_response_tokens=32 rollout.prompts_per_iteration=4 algorithm.minibatches=1
+    rollout.samples_per_prompt=1 rollout.max_batched_tokens=128 fusion.least_threshold=0""".split()
 
 
 def quickstart(*changes: str):
-    return resolve_device(load_config(ROOT / "examples" / "quickstart.yaml", [*SETTINGS, *changes]))
+    return resolve_device(load_config(QUICKSTART, [*SETTINGS, *changes]))
 
 
 def profile_on(rank: int, changes: tuple[str, ...]) -> tuple[dict, list[str]]:
@@ -84,9 +71,7 @@ def extremes_on(rank: int) -> tuple[list[float], float]:
     from rlhfuse.run.profiling.work import Builder, GenerationWork
     from rlhfuse.run.rank_models import layers_of
 
-    config = resolve_device(
-        quickstart("rollout.max_response_tokens=480")
-    )  # with the prompt, the models' whole context of 512
+    config = quickstart("rollout.max_response_tokens=480")  # with the prompt, the models' whole context of 512
     points = points_of(config)
     specs, device = read_specs(config), choose_device("cpu", 0, 1)
     layers = layers_of(config, specs, device)
@@ -131,11 +116,21 @@ def test_a_run_at_another_tensor_degree_has_it_in_all_tasks():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", [["parallel.inference=d2t1p1"], ["parallel=auto", "trainer.recompute=auto"]])
-def test_the_program_measures_each_degree(tmp_path, layouts):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["tools/profile_costs.py", "--config", "examples/quickstart.yaml", *SETTINGS, "--limit", "2"]
-    command += [*layouts, "--tensor", "1,2", "--out", str(tmp_path / "p.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
+def test_the_program_measures_each_degree(programs, tmp_path, layouts):
+    measured = (
+        "--config",
+        QUICKSTART,
+        *SETTINGS,
+        "--limit",
+        2,
+        *layouts,
+        "--tensor",
+        "1,2",
+        "--out",
+        tmp_path / "p.json",
+    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    done = programs.python(*torchrun, ROOT / "tools/profile_costs.py", *measured)
     assert done.returncode == 0, done.stderr
     profiles = load_costs(tmp_path / "p.json")
     assert profiles.degrees == (1, 2)
@@ -155,16 +150,12 @@ def test_the_program_measures_each_degree(tmp_path, layouts):
     ],
 )
 def test_bad_input_ends_the_program_with_2(tmp_path, arguments, message):
-    command = [sys.executable, "tools/profile_costs.py", "--config", "examples/quickstart.yaml"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path / "p.json"), *arguments], cwd=ROOT, capture_output=True, text=True, timeout=540
-    )
+    done = call_tool("profile_costs", "--config", QUICKSTART, "--out", tmp_path / "p.json", *arguments)
     assert done.returncode == 2 and message in done.stderr and not list(tmp_path.iterdir()), done.stderr
 
 
-def test_an_existing_profile_is_kept(tmp_path):
+def test_an_existing_profile_is_kept(programs, tmp_path):
     (tmp_path / "p.json").write_text("{}")
-    command = [sys.executable, "tools/profile_costs.py", "--config", "examples/quickstart.yaml"]
-    done = subprocess.run([*command, "--out", str(tmp_path / "p.json")], cwd=ROOT, capture_output=True, text=True)
+    done = programs.tool("profile_costs", "--config", QUICKSTART, "--out", tmp_path / "p.json")
     assert done.returncode == 2 and "exists; give another name or --force" in done.stderr
     assert (tmp_path / "p.json").read_text() == "{}"
