@@ -1,14 +1,12 @@
-"""Layer 0: layouts print and parse back, model specs count parameters, programs leave with the right code."""
+"""Layouts print and parse back, model specs count parameters."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 
 LLAMA = {
@@ -31,7 +29,6 @@ def spec_of(folder, **changes):
     return ModelSpec.from_config(folder)
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 16), st.none() | st.integers(0, 1000), st.integers(1, 4))
 def test_layout_prints_and_parses_back(dp, tp, pp, first, chunks):
     ranks = None if first is None else (first, first + dp * tp * pp - 1)
@@ -65,7 +62,6 @@ def test_layout_refuses_a_wrong_number_of_ranks():
         ParallelLayout.parse("d2t2p1@0-2")
 
 
-@settings(derandomize=True, deadline=None)
 @given(layers=st.integers(1, 100), pp=st.integers(1, 100))
 def test_stage_layers_cover_the_model_evenly(layers, pp):
     stages = ParallelLayout(1, 1, pp).stage_layers(layers)
@@ -218,62 +214,3 @@ def test_layout_that_does_not_fit_the_model(tmp_path, text, message):
 def test_hardware_must_have_rates():
     with pytest.raises(InputError, match="hardware x: flops is 0"):
         HardwareSpec("x", 0, 1, 1, 1, 1, 1, 0)
-
-
-def leave_with(main):
-    with pytest.raises(SystemExit) as caught:
-        run_program(main)
-    return caught.value.code
-
-
-def raiser(error):
-    def main():
-        raise error
-
-    return main
-
-
-def test_programs_leave_with_the_right_code(capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert leave_with(lambda: None) == 0 and leave_with(lambda: 1) == 1
-    assert leave_with(raiser(InputError("a value\n  and its fix"))) == 2
-    assert capsys.readouterr().err == "error: a value and its fix\n"
-    assert leave_with(raiser(KeyboardInterrupt())) == 130
-    with pytest.raises(ZeroDivisionError):
-        run_program(raiser(ZeroDivisionError()))
-
-
-def test_only_rank_0_prints_the_error(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    assert leave_with(raiser(InputError("x"))) == 2
-    assert capsys.readouterr().err == ""
-
-
-def test_a_program_may_leave_without_being_torn_down():
-    source = """
-import atexit, threading, time
-from rlhfuse.base.errors import run_program
-
-class Kept:
-    def __del__(self):
-        print("torn down")
-
-kept = Kept()
-kept.itself = kept
-atexit.register(print, "exit function")
-
-def main():
-    threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
-    print("main", end=" ")
-    return 3
-
-run_program(main, tear_down=TEAR_DOWN)
-"""
-    said = {}
-    for tear_down in (True, False):
-        text = source.replace("TEAR_DOWN", str(tear_down))
-        ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
-        assert (ended.returncode, ended.stderr) == (3, "")
-        said[tear_down] = ended.stdout.split("\n")[:-1]
-    assert said[False] == ["main thread", "exit function"]
-    assert said[True] == [*said[False], "torn down"]

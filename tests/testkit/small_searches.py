@@ -38,7 +38,5 @@ def all_rows(made: Setting) -> list[Row]:
 def with_price(row: Row, seconds: float, needed_bytes: float) -> Row:
     """As it is, with that price in all."""
     return replace(
-        row,
-        price=replace(row.price, schedules=row.price.schedules + seconds - row.seconds),
-        needed_bytes=needed_bytes,
+        row, price=replace(row.price, schedules=row.price.schedules + seconds - row.seconds), needed_bytes=needed_bytes
     )

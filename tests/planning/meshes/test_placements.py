@@ -5,9 +5,10 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from testkit.four_ranks import run
+from testkit.profiles import examples
 
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -180,7 +181,7 @@ seconds = st.integers(0, 40).map(float)
 
 
 @given(st.tuples(*[seconds] * 6), st.booleans(), st.booleans())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_a_period_is_what_repeated_iterations_come_to(took, with_reference, with_reward):
     left, right = Mesh(0, 2), Mesh(2, 2)
     names = ("generation", "reference_inference", "actor_train", "reward_inference", "critic_inference", "critic_train")

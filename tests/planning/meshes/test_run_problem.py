@@ -6,9 +6,10 @@ from itertools import product
 from statistics import fmean
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from testkit.four_ranks import run
+from testkit.profiles import examples
 from testkit.sim_helpers import long_tail
 
 from rlhfuse.base.errors import InputError
@@ -149,7 +150,7 @@ some_options = st.lists(
 
 
 @given(some_options, some_options, st.integers(2, 14))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_what_is_left_out_is_never_needed(left, right, memory):
     """Two calls on one rank: the sum of what they hold, and the more of what passes, within memory."""
 

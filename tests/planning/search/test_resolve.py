@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from testkit.four_ranks import SPECS, config
+from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.auto_layouts import layout_rows, searched_keys
@@ -76,7 +77,7 @@ def test_everything_auto_becomes_a_table_that_can_be_planned():
     assert chosen.startswith("layouts of the search: generation=") and f"actor_train={table.actor_train}" in chosen
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.sets(st.sampled_from([*GIVEN, "sequence_parallel"])), st.booleans(), st.sampled_from([AUTO, 2, 4]))
 def test_what_is_given_stays_and_all_else_is_decided_the_same_every_time(rows, recompute, microbatches):
     keys = {f"parallel__{row}": AUTO if row in rows else layout for row, layout in GIVEN.items()}
