@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
@@ -33,6 +34,13 @@ def setting(world_size: int = 2, specs=SPECS, **keys) -> Setting:
 def all_rows(made: Setting) -> list[Row]:
     """Every table that fits, by a search that has answered nothing else."""
     return [row for row, _ in Ranking(made).ranked()]
+
+
+@cache
+def known(world_size: int = 2, large: bool = False, **keys) -> tuple[Setting, list[Row]]:
+    """A setting of small or large models and all its rows, ranked once."""
+    made = setting(world_size, LARGE_SPECS if large else SPECS, **keys)
+    return made, all_rows(made)
 
 
 def with_price(row: Row, seconds: float, needed_bytes: float) -> Row:
