@@ -33,7 +33,7 @@ def test_a_list_is_the_worst_of_its_kinds_on_all_ranks_and_its_own_kind_on_few()
 
 
 def test_each_number_of_a_mixture_is_the_worse_one():
-    """Of two machines of which the second has twice as much of everything, either way round."""
+    """Two machines of which the second has twice as much of everything, either way round."""
     numbers = [field.name for field in fields(HardwareSpec) if field.type in ("int", "float")]
     one = replace(KNOWN["h100"], **{name: 8 for name in numbers}, switch_sums=False)
     other = replace(one, name="other", **{name: 16 for name in numbers}, switch_sums=True)

@@ -24,7 +24,7 @@ def all_cuts(layers: int, stages: int):
 
 
 def parameters(cut, places: int, layer: int, ends) -> int:
-    """Of the fullest rank."""
+    """Those of the fullest rank."""
     stages = [count * layer + end for count, end in zip(cut, ends)]
     return max(sum(stages[place::places]) for place in range(places))
 

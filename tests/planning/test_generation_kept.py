@@ -24,7 +24,7 @@ def phase(name: str, **parts: int) -> PhaseMemory:
 
 
 def budget(limit: float, hardware: str = "h100", inference: int = 9, graphs: int = 1) -> MemoryBudget:
-    """Of two kinds of ranks: 4 and 2 GB of weights that train; 3 of the copy for generation, 5 of its cache."""
+    """Two kinds of ranks: 4 and 2 GB of weights that train; 3 of the copy for generation, 5 of its cache."""
     kinds = tuple(
         RankMemory(
             (place, 0),

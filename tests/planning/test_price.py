@@ -45,7 +45,7 @@ def long_run(seed: int, **keys) -> SearchCase:
 
 
 def winner(seed: int) -> tuple[Row, PlanDraft] | None:
-    """Of a random run in which something fits, with a short search for its schedule."""
+    """The best table of a random run, if any fits, with a short search for its schedule."""
     case = random_case(seed)
     case = replace(case, config=case.config.with_(fusion={"search_seconds": 0.1}))
     try:

@@ -24,7 +24,7 @@ def plane(seconds: float, largest: float | None = None) -> Grid:
 
 
 def training(layer: float, ends: float, *split: float, backward: float | None = None) -> TrainingGrids:
-    """Of no tensor ranks; `split`: B and W of a layer, `backward`: the whole one where it takes other seconds."""
+    """Grids of one rank; `split`: B and W of a layer, `backward`: the whole one where it takes other seconds."""
     return TrainingGrids(1, line(layer), line(backward or layer), line(ends), line(ends), *map(line, split))
 
 

@@ -232,7 +232,7 @@ SPECS = {role: SMALL for role in ("actor", "critic", "reference", "reward")}
 
 @pytest.mark.ci
 def test_slow_machines_get_less():
-    """Of a run's own prices on machines of two kinds, either way round."""
+    """A run's own prices on machines of two kinds, either way round."""
     draft = draft_plan(run(trainer__hardware="h100", fusion__intra_stage="serial"), SPECS, 4)
     work, half = RunWork.of(draft), {"flops": H100.flops / 2}
     slow = replace(H100, name="slow", memory_bandwidth=H100.memory_bandwidth / 2, **half)

@@ -92,7 +92,7 @@ def test_the_same_layouts_take_what_the_plan_says(lengths):
 
 
 def test_scoring_takes_what_the_simulation_says():
-    """Of one model after generation, its weights loaded first."""
+    """One model after generation, its weights loaded first."""
     draft = draft_plan(on_gpus(), SPECS, 4, long_tail(300, longest=256))
     work = RunWork.of(draft)
     costs = {name: work.cost(name, draft.tasks[0].layout, H100) for name in ("generation", "reference_inference")}
@@ -208,7 +208,7 @@ def test_every_option_cuts_the_model_and_the_batch():
 
 
 def test_a_smaller_cache_is_leaner_and_no_faster():
-    """Of responses of one length on one instance, that wait for one another where not all have room."""
+    """Responses of one length on one instance, that wait for one another where not all have room."""
     config = on_gpus(rollout__prompts_per_iteration=512, rollout__max_sequences_per_instance=2048)
     work = RunWork.of(draft_plan(config, SPECS, 4))
     caches = RunProblem.of(work, machines_by_name("h100", ranks=4)).problem.calls["generation"]
@@ -309,7 +309,7 @@ def test_ranks_that_share_cores(monkeypatch, cores):
 
 
 def test_communicators_are_those_of_the_plan():
-    """Of generation and inference without tensor ranks the plan has none but that in which weights move."""
+    """For generation and inference without tensor ranks the plan has none but that in which weights move."""
     for layout in ("d1t1p4", "d2t1p2", "d2t2p1"):
         draft = alone(parallel__actor_train=layout)
         made = RunProblem.of_draft(draft)

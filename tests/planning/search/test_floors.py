@@ -65,7 +65,7 @@ def test_the_work_of_a_node_bounds_every_schedule():
 
 
 def training_problems(seeds: range) -> list[tuple[SearchCase, FusionProblem]]:
-    """Of drawn rows of random runs."""
+    """Problems of drawn rows of random runs."""
     found = []
     for seed in range(share(300)):
         case, rng = random_case(seed, (4, 8, 8, 16), most_tables=3000), random.Random(seed)
@@ -167,7 +167,7 @@ def measured_cost(rng: random.Random) -> MeasuredCost:
 
 
 def costs_of(setting: Setting, rng: random.Random, kind: str) -> tuple[CostModel, InstanceLimits, int, int]:
-    """Of a drawn generation row; and its instances, and replicas of the models that score on one."""
+    """Costs and limits of a drawn generation row, its instances, and replicas of the models that score on one."""
     table = drawn_table(space_of_setting(setting), rng)
     costs = setting.generation_costs(table)
     limits = setting.limits(table, costs)

@@ -119,7 +119,7 @@ def test_where_nothing_was_measured_it_is_said_with_the_degrees(ranking, answer)
 
 @pytest.fixture(scope="module")
 def profiled() -> Setting:
-    """Of a run that names a profile."""
+    """The setting of a run that names a profile."""
     keys = dict(fusion__actor_microbatches=1, trainer__recompute="none", parallel__sequence_parallel=False)
     made = setting(4, **keys, **GPUS)
     return replace(made, config=made.config.with_(fusion={"profile": "profile.json"}))

@@ -85,7 +85,8 @@ def is_ruled(row: Row, most: int, depth: int) -> bool:
     return training == {(most, depth, 1)} and (table.generation.tp, table.inference.tp) == (most, most)
 
 
-@pytest.mark.parametrize("world_size", [16, pytest.param(32, marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("world_size", [16, 32])
 def test_by_rule_is_the_table_that_is_laid_out_by_hand(world_size, most=4):
     """The models have four groups of keys: four tensor ranks are the most."""
     keys = dict(fusion__actor_microbatches=1, trainer__recompute="none", parallel__inference=f"d{world_size // 4}t4p1")
@@ -111,7 +112,10 @@ def test_there_is_no_rule_for_so_few_ranks():
     assert not any("by rule" in wish.wanted for wish in cheap_wishes(ranking, ranking.found(1).best))
 
 
-@pytest.mark.parametrize("keys", [{}, dict(world_size=4, parallel__generation="d2t2p1", **GPUS)])
+GIVEN = dict(world_size=4, parallel__generation="d2t2p1", fusion__actor_microbatches=1, **GPUS)
+
+
+@pytest.mark.parametrize("keys", [{}, GIVEN])
 def test_serial_is_the_best_of_tables_priced_as_serial_runs(keys):
     made, (best, *_) = known(**keys)
     again, unfused = known(**keys, fusion__inter_stage=False, fusion__intra_stage="serial")
