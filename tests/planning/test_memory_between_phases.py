@@ -13,6 +13,7 @@ from rlhfuse.config.load import load_config
 from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
 from rlhfuse.planning.memory import readable_bytes
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.price import GenerationPrice, with_schedules
 from rlhfuse.planning.run_plan import PlanReport
 
 RUN = """
@@ -97,6 +98,8 @@ def test_it_leaves_before_the_weights_move_where_those_have_no_room_beside_it(fi
     draft = drafted(file, "trainer.recompute=full", f"trainer.memory_limit_gb={limit}")
     assert draft.memory.offload.first_phase == "moves" and static(draft)["moves"].optimizer == 0
     assert draft.memory.offload.seen_seconds(moving=10.0, minibatch=10.0) == draft.memory.offload.seconds
+    generation = GenerationPrice(0, None, "", 1.0, 1.0, None, None)
+    assert with_schedules(draft, generation, 10.0, 10.0).offload == draft.memory.offload.seconds
     report = make_plan(draft).report
     told = "they leave before the weights move and come back during the first mini-batch"
     seconds = f"{report.offload.seconds:.2g} s"

@@ -85,6 +85,8 @@ def test_lengths_give_a_threshold():
 )
 def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):
     plan = shared_plan(**keys).report
+    budget = draft_plan(run(**keys), SPECS, 4).memory
+    assert all(budget.needed(phase) == needed(phase) for phase in budget.static)
     for phase in plan.memory:
         assert plan.needed_bytes(phase) == needed(phase) and plan.memory_limit == limit
         rows = [line for line in plan.render().splitlines() if line.startswith(f"  {phase.phase} ")]
