@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from testkit.paths import ROOT
 
 from rlhfuse.base.cuda_environment import WANTED, recording_obstacle, set_cuda_environment
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_what_is_missing_is_set_and_what_is_there_stays():
     environ = {"CUDA_MODULE_LOADING": "LAZY"}
-    assert set_cuda_environment(environ) == [
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        "PYTORCH_ALLOC_CONF",
-        "NCCL_GRAPH_REGISTER",
-    ]
+    assert set_cuda_environment(environ) == ["CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "NCCL_GRAPH_REGISTER"]
     assert environ == {
         "CUDA_MODULE_LOADING": "LAZY",
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
@@ -53,8 +45,16 @@ def test_graphs_with_nccl_want_no_registered_buffers_where_segments_grow(environ
     assert re.search(refused, found) and bool(found) == bool(refused)
 
 
+@pytest.fixture
+def unset(monkeypatch):
+    """An environment that says nothing of it."""
+    for name in os.environ:
+        if name in WANTED or "ALLOC_CONF" in name:
+            monkeypatch.delenv(name)
+
+
 @pytest.mark.parametrize("program", ["train_ppo", "profile_costs"])
-def test_programs_set_it_before_torch_is_imported(program):
+def test_programs_set_it_before_torch_is_imported(programs, unset, program):
     """At the first import of torch, by whatever module, every name is there."""
     code = f"""
 import os, sys
@@ -64,16 +64,13 @@ class Watch:
             print([os.environ.get(key) for key in {list(WANTED)!r}])
             sys.exit(0)
 sys.meta_path.insert(0, Watch())
-sys.path.insert(0, "tools")
 import {program}
 import torch
 """
-    clean = {name: value for name, value in os.environ.items() if name not in WANTED and "ALLOC_CONF" not in name}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True)
+    done = programs.python("-c", code)
     assert done.stdout.strip() == str(list(WANTED.values())), done.stderr
 
 
-@pytest.mark.parametrize("script", ["scripts/slurm/train.sbatch"])
 @pytest.mark.parametrize(
     "given, kept",
     [
@@ -82,17 +79,11 @@ import torch
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": None}),
     ],
 )
-def test_launch_scripts_export_it(script, given, kept):
+def test_launch_scripts_export_it(programs, unset, given, kept):
     """The script's own lines, run by bash: what a child of it sees."""
-    text = (ROOT / script).read_text()
+    text = (ROOT / "scripts/slurm/train.sbatch").read_text()
     (lines,) = re.findall(r"^export CUDA_MODULE_LOADING.*?^fi$", text, re.M | re.S)
     assert text.index(lines) < re.search(r"^exec ", text, re.M).start()
-    clean = {name: value for name, value in os.environ.items() if name not in WANTED and "ALLOC_CONF" not in name}
-    code = f"import os; print([os.environ.get(n) for n in {list(WANTED)!r}])".replace("'", '"')
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", f"{lines}\n{sys.executable} -c '{code}'"],
-        env=clean | given,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == str([{**WANTED, **given, **kept}[name] for name in WANTED]), done.stderr
+    done = programs.run("bash", "-euo", "pipefail", "-c", f"{lines}\nenv", **given)
+    seen = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    assert [seen.get(name) for name in WANTED] == [{**WANTED, **given, **kept}[name] for name in WANTED], done.stderr

@@ -4,12 +4,17 @@ import json
 
 import pytest
 
-from rlhfuse.base.errors import RewardError, Stopped, run_program
+from rlhfuse.base import errors
+from rlhfuse.base.errors import InputError, RewardError, Stopped, run_program
 
 
 def ended(error, capsys, **options):
+    """Exit code and stderr of a program that raises the error, or returns what is none."""
+
     def main():
-        raise error
+        if isinstance(error, BaseException):
+            raise error
+        return error
 
     with pytest.raises(SystemExit) as caught:
         run_program(main, **options)
@@ -19,6 +24,9 @@ def ended(error, capsys, **options):
 @pytest.mark.parametrize(
     "error, code, said",
     [
+        (None, 0, ""),
+        (1, 1, ""),
+        (InputError("a value\n  and its fix"), 2, "error: a value and its fix\n"),
         (RewardError("sample 3\n raised x"), 1, "error: sample 3 raised x\n"),
         (FloatingPointError("no number"), 1, "error: no number\n"),
         (Stopped("stopped: go on with x"), 130, "stopped: go on with x\n"),
@@ -29,6 +37,8 @@ def ended(error, capsys, **options):
 def test_one_line_says_it(monkeypatch, capsys, error, code, said):
     monkeypatch.delenv("RANK", raising=False)
     assert ended(error, capsys) == (code, said)
+    with pytest.raises(ZeroDivisionError):
+        ended(ZeroDivisionError(), capsys)
 
 
 def test_a_rank_that_fails_leaves_its_error_for_torchrun(monkeypatch, capsys, tmp_path):
@@ -44,6 +54,42 @@ def test_a_rank_that_fails_leaves_its_error_for_torchrun(monkeypatch, capsys, tm
     assert told == "error: rank 3: ZeroDivisionError: by 0"
 
 
-def test_ranks_say_once_that_the_run_has_stopped(monkeypatch, capsys):
+def test_ranks_say_once_that_the_run_has_stopped_or_was_given_bad_input(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
     assert ended(Stopped("stopped"), capsys) == (130, "") == ended(KeyboardInterrupt(), capsys)
+    assert ended(InputError("x"), capsys) == (2, "") and waited == [errors.RANK_0_FIRST_SECONDS]
+
+
+def test_a_program_may_leave_without_being_torn_down(programs):
+    source = """
+import atexit, threading
+from rlhfuse.base.errors import run_program
+
+class Kept:
+    def __del__(self):
+        print("torn down")
+
+kept = Kept()
+kept.itself = kept
+atexit.register(print, "exit function")
+
+def last():
+    threading.main_thread().join()  # the interpreter says that it has ended before it waits for others
+    print("thread")
+
+def main():
+    threading.Thread(target=last).start()
+    print("main", end=" ", flush=True)
+    return 3
+
+run_program(main, tear_down=TEAR_DOWN)
+"""
+    said = {}
+    for tear_down in (True, False):
+        done = programs.python("-c", source.replace("TEAR_DOWN", str(tear_down)))
+        assert (done.returncode, done.stderr) == (3, "")
+        said[tear_down] = done.stdout.split("\n")[:-1]
+    assert said[False] == ["main thread", "exit function"]
+    assert said[True] == [*said[False], "torn down"]

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -50,12 +48,11 @@ write_text(sys.argv[1] + ".json", "{}")
 
 
 @pytest.mark.parametrize("moment, left", [(1, "one"), (2, "one"), (3, "two")])
-def test_a_killed_writer_leaves_the_old_or_the_new_one(tmp_path, moment, left):
+def test_a_killed_writer_leaves_the_old_or_the_new_one(programs, tmp_path, moment, left):
     out = tmp_path / "out"
     out.mkdir()
     (out / "file").write_text("one")
-    process = subprocess.run([sys.executable, "-c", KILLED, str(out), str(moment)])
-    assert process.returncode == -signal.SIGKILL
+    assert programs.python("-c", KILLED, out, moment).returncode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) > 1 or moment == 2
     remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (out / "file").read_text() == left

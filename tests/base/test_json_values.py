@@ -56,36 +56,23 @@ def test_files_of_others_may_hold_what_nobody_reads():
         json_value("9" * 5001, "x", own=False)
 
 
-def no_file(kind, path):
-    """Something at `path` that is no file with an end."""
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "loop":
-        path.symlink_to(path)
-    elif kind == "dangling":
-        path.symlink_to(path.with_name("nowhere"))
-    return path
-
-
-NO_FILES = {
-    "folder": "it is a folder",
-    "pipe": "it is no regular file",
-    "device": "it is no regular file",
-    "loop": "Too many levels of symbolic links",
-    "dangling": "does not exist",
-    "missing": "does not exist",
+NO_FILES = {  # how it comes about, and what is said of it
+    "folder": (os.mkdir, "it is a folder"),
+    "pipe": (os.mkfifo, "it is no regular file"),
+    "device": (lambda path: os.symlink("/dev/zero", path), "it is no regular file"),
+    "loop": (lambda path: os.symlink(path, path), "Too many levels of symbolic links"),
+    "dangling": (lambda path: os.symlink("nowhere", path), "does not exist"),
+    "missing": (lambda path: None, "does not exist"),
 }
 
 
 @pytest.mark.parametrize("kind", NO_FILES)
 @pytest.mark.parametrize("read", [read_json, read_text, lambda path, fix: list(read_lines(path, fix)), read_rows])
 def test_what_is_no_file_is_named_and_never_waited_for(tmp_path, kind, read):
-    path = no_file(kind, tmp_path / "p.parquet")  # the one kind of rows that a library reads
-    with pytest.raises(InputError, match=NO_FILES[kind]) as caught:
+    path = tmp_path / "p.parquet"  # the one kind of rows that a library reads
+    make, message = NO_FILES[kind]
+    make(path)
+    with pytest.raises(InputError, match=message) as caught:
         list(read(path, fix="give a file"))
     assert str(path) in str(caught.value) and str(caught.value).endswith("; give a file")
 

@@ -10,6 +10,8 @@ import pytest
 
 from rlhfuse.base.kernel_cache import KernelGroup, compile_apart, is_cached
 
+pytestmark = pytest.mark.usefixtures("programs")  # compilers are processes
+
 KERNEL = """
 import os
 import sys

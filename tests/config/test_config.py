@@ -3,21 +3,13 @@
 from pathlib import Path
 
 import pytest
+from testkit.config_file import MINIMAL, load
+from testkit.paths import ROOT
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import dump_config, load_config
 from rlhfuse.config.rules import idle_settings
 from rlhfuse.config.settings import AlgorithmConfig
-
-ROOT = Path(__file__).resolve().parents[2]
-
-MINIMAL = "actor: {path: models/a}\nreward: {path: models/r}\ndata: {train_files: [p.jsonl]}\n"
-
-
-def load(folder, text=MINIMAL, overrides=()):
-    file = folder / "run.yaml"
-    file.write_text(text)
-    return load_config(file, overrides)
 
 
 def test_defaults_follow_other_keys(tmp_path):
@@ -35,22 +27,22 @@ def test_overrides_win_over_the_file(tmp_path):
     config = load(tmp_path, text, ["rollout.samples_per_prompt=8", "actor.optim.lr=1e-3", "data.train_files=[a,b]"])
     assert config.rollout.samples_per_prompt == 8 and config.actor.optim.lr == 1e-3
     assert config.critic.optim.lr == 1e-5 and config.data.train_files == ("a", "b")
-    assert config.threshold() == 5
+    assert config.threshold() == 5 and load(tmp_path, dump_config(config)) == config
 
 
-VAL = ["data.val_files=[held_out.jsonl]"]
+VAL = "data.val_files=[held_out.jsonl]"
 
 
 @pytest.mark.parametrize(
     "overrides, place, estimator",
     [
-        ([], "reward", "k1"),
-        (["algorithm.name=rloo"], "reward", "k1"),
-        (["algorithm.name=grpo"], "loss", "k3"),
-        (["algorithm.name=grpo", "algorithm.kl_in=reward"], "reward", "k1"),
-        (["algorithm.name=grpo", "algorithm.kl_estimator=k2"], "loss", "k2"),
-        (["algorithm.kl_in=loss"], "loss", "k3"),
-        (["algorithm.kl_estimator=k3"], "reward", "k3"),
+        ("", "reward", "k1"),
+        ("algorithm.name=rloo", "reward", "k1"),
+        ("algorithm.name=grpo", "loss", "k3"),
+        ("algorithm.name=grpo algorithm.kl_in=reward", "reward", "k1"),
+        ("algorithm.name=grpo algorithm.kl_estimator=k2", "loss", "k2"),
+        ("algorithm.kl_in=loss", "loss", "k3"),
+        ("algorithm.kl_estimator=k3", "reward", "k3"),
     ],
 )
 def test_the_kl_has_its_place_and_estimator(tmp_path, overrides, place, estimator):
@@ -68,54 +60,91 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
     assert load(tmp_path).actor.optim.lr_decay_iterations == 0
 
 
-def test_resolved_config_reads_back_equal(tmp_path):
-    config = load(tmp_path, overrides=["trainer.output_dir=runs/x", "fusion.threshold=7"])
-    assert load(tmp_path, dump_config(config)) == config
-
-
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["trainer.iteration=3"], "unknown key trainer.iteration; did you mean trainer.iterations"),
-        (["algorithm.clip_epsilon=3"], "did you mean algorithm.clip_eps"),
-        (["actor.optim.learning_rate=3"], "unknown key actor.optim.learning_rate"),
-        (["trainer.iterations"], "not of the form key=value"),
-        (["trainer.iterations=many"], "trainer.iterations"),
-        (["trainer.iterations=-1"], r"trainer.iterations=-1 must be in \[0, 16777216\]"),
-        (["trainer.iterations=0"], "trainer.iterations=0 trains nothing: data.val_files is empty; give a file"),
-        (["trainer.eval_every=2"], "trainer.eval_every=2: data.val_files is empty"),
-        (["trainer.eval_before_train=true"], "trainer.eval_before_train=true: data.val_files is empty"),
-        ([*VAL, "trainer.keep_best=true"], "trainer.keep_best=true goes by the held-out score; set trainer.eval_every"),
-        ([*VAL, "eval.temperature=0.0001"], "eval.temperature=0.0001 must be 0 .greedy. or at least 0.001"),
-        ([*VAL, "eval.temperature=0", "eval.samples_per_prompt=2"], "gives equal responses"),
+        ("trainer.iteration=3", "unknown key trainer.iteration; did you mean trainer.iterations"),
+        ("algorithm.clip_epsilon=3", "did you mean algorithm.clip_eps"),
+        ("actor.optim.learning_rate=3", "unknown key actor.optim.learning_rate"),
+        ("trainer.iterations", "not of the form key=value"),
+        ("trainer.iterations=many", "trainer.iterations"),
+        ("trainer.iterations=-1", r"trainer.iterations=-1 must be in \[0, 16777216\]"),
+        ("trainer.iterations=0", "trainer.iterations=0 trains nothing: data.val_files is empty; give a file"),
+        ("trainer.eval_every=2", "trainer.eval_every=2: data.val_files is empty"),
+        ("trainer.eval_before_train=true", "trainer.eval_before_train=true: data.val_files is empty"),
+        (f"{VAL} trainer.keep_best=true", "trainer.keep_best=true goes by the held-out score; set trainer.eval_every"),
+        (f"{VAL} eval.temperature=0.0001", "eval.temperature=0.0001 must be 0 .greedy. or at least 0.001"),
+        (f"{VAL} eval.temperature=0 eval.samples_per_prompt=2", "gives equal responses"),
         (
-            [*VAL, "actor.optim.name=sgd", "trainer.keep_best=true", "trainer.eval_every=1"],
+            f"{VAL} actor.optim.name=sgd trainer.keep_best=true trainer.eval_every=1",
             "actor.optim.name=sgd has no checkpoints",
         ),
-        (["rollout.temperature=0"], r"rollout.temperature=0.0 must be in \[0.001, 1000\]"),
-        (["rollout.top_p=1.5"], r"must be in \(0, 1\]"),
-        (["algorithm.gamma=2"], r"algorithm.gamma=2.0 must be in \[0, 1\]"),
-        (["algorithm.kl_estimator=k4"], "must be one of auto, k1, k2, k3"),
-        (["trainer.dtype=float16"], "must be one of auto, float32, bfloat16"),
-        (["fusion.threshold=some"], "must be auto or a number of samples"),
-        (["fusion.threshold=65"], "65 > 64 samples of one iteration"),
-        (["fusion.threshold=²"], "must be auto or a number of samples"),
-        (["trainer.seed=${"], r"argument 'trainer.seed=\$\{' cannot be read"),
+        ("rollout.temperature=0", r"rollout.temperature=0.0 must be in \[0.001, 1000\]"),
+        ("algorithm.kl_estimator=k4", "must be one of auto, k1, k2, k3"),
+        ("trainer.dtype=float16", "must be one of auto, float32, bfloat16"),
+        ("fusion.threshold=65", "65 > 64 samples of one iteration"),
+        ("fusion.threshold=²", "must be auto or a number of samples"),
+        ("trainer.seed=${", r"argument 'trainer.seed=\$\{' cannot be read"),
         (["trainer.seed=" + "[" * 100_000], r"argument 'trainer.seed=\[\[.* is nested more than 100 deep"),
         (["trainer.seed=" + "[" * 90 + "]" * 90], r"argument 'trainer.seed=\[\["),
         (["trainer.seed=" + "y" * (1 << 20)], r"trainer.seed='y{200}' must be a whole number"),
         (["x" * (1 << 20) + "=1"], "unknown key x{200}; did you mean"),
-        (["a=b=c"], "unknown key a; did you mean"),
-        (["=x"], "unknown key ; did you mean"),
-        (["actor.ü=1"], "unknown key actor.ü; did you mean actor.path"),
-        (["trainer.seed=[1"], r"argument 'trainer.seed=\[1' cannot be read"),
-        (["trainer.seed=${nothing}"], "trainer.seed: Interpolation key 'nothing' not found"),
-        (["=3"], "unknown key ; did you mean"),
-        (["parallel.generation=d1p1"], "parallel.generation=d1p1: layout 'd1p1' is not of the form d1t2p4"),
-        (["actor.path="], "argument 'actor.path=': actor.path=None must be a text"),
-        (["actor.path=''"], "actor.path is not set"),
-        (["data.train_files=[]"], "data.train_files is empty"),
-        (["trainer=3"], "trainer must be a mapping"),
+        ("a=b=c", "unknown key a; did you mean"),
+        ("=x", "unknown key ; did you mean"),
+        ("actor.ü=1", "unknown key actor.ü; did you mean actor.path"),
+        ("trainer.seed=[1", r"argument 'trainer.seed=\[1' cannot be read"),
+        ("trainer.seed=${nothing}", "trainer.seed: Interpolation key 'nothing' not found"),
+        ("parallel.generation=d1p1", "parallel.generation=d1p1: layout 'd1p1' is not of the form d1t2p4"),
+        ("actor.path=", "argument 'actor.path=': actor.path=None must be a text"),
+        ("actor.path=''", "actor.path is not set"),
+        ("data.train_files=[]", "data.train_files is empty"),
+        ("trainer=3", "trainer must be a mapping"),
+        ("parallel=automatic", "parallel must be auto or a mapping, not 'automatic'"),
+        ("parallel.generation=Auto", "parallel.generation=Auto: layout 'Auto' is not of the form d1t2p4"),
+        ("parallel.sequence_parallel=maybe", "sequence_parallel='maybe' must be auto or true or false"),
+        ("trainer.recompute=some", "must be one of none, full, auto"),
+        ("parallel.headroom=1", r"parallel.headroom=1.0 must be in \[0, 1\)"),
+        ("parallel.length=x", "unknown key parallel.length; did you mean parallel.lengths"),
+        # settings that contradict each other
+        ("algorithm.name=dpo", "algorithm.name='dpo' must be one of ppo, grpo, rloo, reinforce"),
+        ("algorithm.name=grpo rollout.samples_per_prompt=1", "rollout.samples_per_prompt=1 must be at least 2"),
+        ("algorithm.name=rloo algorithm.gamma=0.9", "algorithm.gamma=0.9 must be 1"),
+        ("algorithm.name=grpo critic.path=c", "grpo has no critic, but critic.path=c; drop critic.path"),
+        ("algorithm.group_std=false", "group_std=false belongs to grpo"),
+        ("reference.path=none", "algorithm.kl_coef=0.05 must be 0"),
+        ("algorithm.kl_target=6 algorithm.kl_coef=0", "cannot start at 0"),
+        ("algorithm.kl_in=both", "must be one of auto, reward, loss"),
+        ("fusion.intra_stage=fast", "must be one of search, interleaved, time_sharing, serial"),
+        ("algorithm.kl_in=loss algorithm.kl_estimator=k1", "k1 in the loss has a gradient of mean 0"),
+        ("algorithm.name=grpo algorithm.kl_estimator=k1", "use k3, or algorithm.kl_in=reward"),
+        ("actor.optim.warmup_iterations=1 actor.optim.lr_warmup_ratio=0.1", "both say how long the warm-up is"),
+        ("critic.optim.lr_scheduler_type=cosine critic.optim.warmup_iterations=10", "no iteration after the warm-up"),
+        ("algorithm.kl_coef=-1", "algorithm.kl_coef=-1.0 must be at least 0"),
+        ("algorithm.kl_coef=nan", "algorithm.kl_coef=nan must be finite"),
+        ("algorithm.dual_clip=0.5", "algorithm.dual_clip=0.5 must be above 1"),
+        ("algorithm.clip_eps=0", r"algorithm.clip_eps=0.0 must be in \(0, 1\)"),
+        ("algorithm.whiten_advantages=some", "must be one of auto, true, false"),
+        ("algorithm.overlong_penalty=1", "belong together; set both or neither"),
+        ("algorithm.overlong_penalty=1 algorithm.overlong_tokens=500", "overlong_tokens=500 > rollout"),
+        ("reward.path=''", "reward.path is not set, nor is reward.function"),
+        ("reward.function_weight=2", "weighs a function, but reward.function is not set"),
+        ("reward.function=m:f reward.model_weight=0", "discards what reward.path gives; drop reward.path"),
+        ("reward.signature=other", "reward.signature='other' must be one of auto, verl, trl"),
+        ("reward.timeout_seconds=0", r"reward.timeout_seconds=0.0 must be in \(0, 1e\+07\]"),
+        ("algorithm.score_scale=0", "discards every score"),
+        (
+            "reward.function=m:f trainer.hang_seconds=60 trainer.watchdog_seconds=30",
+            "reward.timeout_seconds=60 must be below trainer.hang_seconds=60",
+        ),
+        ("fusion.search_seconds=700", "fusion.search_seconds=700 must be below trainer.hang_seconds=600"),
+        ("trainer.watchdog_seconds=600", "trainer.watchdog_seconds=600 must be below trainer.hang_seconds=600"),
+        ("fusion.least_threshold=65", "fusion.least_threshold=65 > 64 samples"),
+        ("fusion.least_threshold=9 fusion.threshold=8", "fusion.threshold=8 < fusion.least_threshold=9"),
+        ("trainer.resume=''", "must be auto, never or the path of a checkpoint"),
+        ("trainer.wandb=offline trainer.wandb_project=''", "set it or trainer.wandb=off"),
+        ("data.add_bos=true data.apply_chat_template=true", "data.add_bos=true is for plain text"),
+        ("critic.optim.name=sgd trainer.save_every=1", "critic.optim.name=sgd has no checkpoints"),
+        ("actor.optim.name=sgd trainer.resume=x", "actor.optim.name=sgd has no checkpoints"),
     ],
 )
 def test_refusals_name_the_key(tmp_path, overrides, message):
@@ -127,78 +156,18 @@ def test_refusals_name_the_key(tmp_path, overrides, message):
 @pytest.mark.parametrize(
     "overrides, roles, scorers",
     [
-        ([], "actor critic reference reward", "reference critic reward"),
-        (["algorithm.name=grpo"], "actor reference reward", "reference reward"),
-        (["reference.path=none", "algorithm.kl_coef=0"], "actor critic reward", "critic reward"),
-        (["reward.path=''", "reward.function=m:f", "critic.path=c"], "actor critic reference", "reference critic"),
-        (["reward.function=m:f"], "actor critic reference reward", "reference critic reward"),
-        (
-            "algorithm.name=rloo reference.path=None algorithm.kl_coef=0 reward.path='' reward.function=m:f".split(),
-            "actor",
-            "",
-        ),
+        ("", "actor critic reference reward", "reference critic reward"),
+        ("algorithm.name=grpo", "actor reference reward", "reference reward"),
+        ("reference.path=none algorithm.kl_coef=0", "actor critic reward", "critic reward"),
+        ("reward.path='' reward.function=m:f critic.path=c", "actor critic reference", "reference critic"),
+        ("reward.function=m:f", "actor critic reference reward", "reference critic reward"),
+        ("algorithm.name=rloo reference.path=None algorithm.kl_coef=0 reward.path='' reward.function=m:f", "actor", ""),
     ],
 )
 def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, roles, scorers):
     config = load(tmp_path, overrides=overrides)
     assert config.roles() == tuple(roles.split()) and config.scorers() == tuple(scorers.split())
     assert config.trained() == tuple(role for role in ("actor", "critic") if role in roles.split())
-
-
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["algorithm.name=dpo"], "algorithm.name='dpo' must be one of ppo, grpo, rloo, reinforce"),
-        (["algorithm.name=grpo", "rollout.samples_per_prompt=1"], "rollout.samples_per_prompt=1 must be at least 2"),
-        (["algorithm.name=rloo", "algorithm.gamma=0.9"], "algorithm.gamma=0.9 must be 1"),
-        (["algorithm.name=grpo", "critic.path=c"], "grpo has no critic, but critic.path=c; drop critic.path"),
-        (["algorithm.group_std=false"], "group_std=false belongs to grpo"),
-        (["reference.path=none"], "algorithm.kl_coef=0.05 must be 0"),
-        (["algorithm.kl_target=6", "algorithm.kl_coef=0"], "cannot start at 0"),
-        (["algorithm.kl_in=both"], "must be one of auto, reward, loss"),
-        (["fusion.intra_stage=fast"], "must be one of search, interleaved, time_sharing, serial"),
-        (["algorithm.kl_in=loss", "algorithm.kl_estimator=k1"], "k1 in the loss has a gradient of mean 0"),
-        (["algorithm.name=grpo", "algorithm.kl_estimator=k1"], "use k3, or algorithm.kl_in=reward"),
-        (["actor.optim.warmup_iterations=1", "actor.optim.lr_warmup_ratio=0.1"], "both say how long the warm-up is"),
-        (
-            ["critic.optim.lr_scheduler_type=cosine", "critic.optim.warmup_iterations=10"],
-            "no iteration after the warm-up",
-        ),
-        (["algorithm.kl_coef=-1"], "algorithm.kl_coef=-1.0 must be at least 0"),
-        (["algorithm.kl_coef=nan"], "algorithm.kl_coef=nan must be finite"),
-        (["algorithm.score_scale=inf"], "algorithm.score_scale=inf must be finite"),
-        (["algorithm.dual_clip=0.5"], "algorithm.dual_clip=0.5 must be above 1"),
-        (["algorithm.clip_eps=0"], r"algorithm.clip_eps=0.0 must be in \(0, 1\)"),
-        (["algorithm.epochs=0"], "algorithm.epochs=0 must be at least 1"),
-        (["algorithm.whiten_advantages=some"], "must be one of auto, true, false"),
-        (["algorithm.overlong_penalty=1"], "belong together; set both or neither"),
-        (["algorithm.overlong_penalty=1", "algorithm.overlong_tokens=500"], "overlong_tokens=500 > rollout"),
-        (["reward.path=''"], "reward.path is not set, nor is reward.function"),
-        (["reward.function_weight=2"], "weighs a function, but reward.function is not set"),
-        (["reward.function=m:f", "reward.model_weight=0"], "discards what reward.path gives; drop reward.path"),
-        (["reward.signature=other"], "reward.signature='other' must be one of auto, verl, trl"),
-        (["reward.timeout_seconds=0"], r"reward.timeout_seconds=0.0 must be in \(0, 1e\+07\]"),
-        (["algorithm.score_scale=0"], "discards every score"),
-        (
-            ["reward.function=m:f", "trainer.hang_seconds=60", "trainer.watchdog_seconds=30"],
-            "reward.timeout_seconds=60 must be below trainer.hang_seconds=60",
-        ),
-        (["fusion.search_seconds=700"], "fusion.search_seconds=700 must be below trainer.hang_seconds=600"),
-        (["trainer.watchdog_seconds=600"], "trainer.watchdog_seconds=600 must be below trainer.hang_seconds=600"),
-        (["fusion.least_threshold=65"], "fusion.least_threshold=65 > 64 samples"),
-        (["fusion.least_threshold=9", "fusion.threshold=8"], "fusion.threshold=8 < fusion.least_threshold=9"),
-        (["trainer.resume=''"], "must be auto, never or the path of a checkpoint"),
-        (["trainer.wandb=offline", "trainer.wandb_project=''"], "set it or trainer.wandb=off"),
-        (["data.add_bos=true", "data.apply_chat_template=true"], "data.add_bos=true is for plain text"),
-        (["critic.optim.name=sgd", "trainer.save_every=1"], "critic.optim.name=sgd has no checkpoints"),
-        (["actor.optim.name=sgd", "trainer.resume=x"], "actor.optim.name=sgd has no checkpoints"),
-        (["reward.workers=0"], r"reward.workers=0 must be in \[1, 1024\]"),
-    ],
-)
-def test_settings_that_contradict_each_other(tmp_path, overrides, message):
-    with pytest.raises(InputError, match=message) as caught:
-        load(tmp_path, overrides=overrides)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["true", "True", "auto", "false"])
@@ -208,7 +177,7 @@ def test_whitening_is_a_choice_or_follows_the_algorithm(text):
         assert AlgorithmConfig(name=name, whiten_advantages=text).whitens == expected
 
 
-def test_whitening_may_be_given_as_a_yaml_truth(tmp_path):
+def test_whitening_may_be_a_truth_of_yaml(tmp_path):
     config = load(tmp_path, MINIMAL + "algorithm: {whiten_advantages: false}\n")
     assert not config.algorithm.whitens and load(tmp_path, dump_config(config)) == config
 
@@ -228,6 +197,7 @@ def test_whitening_may_be_given_as_a_yaml_truth(tmp_path):
         ('actor: {path: "' + "${" * 100_000 + '"}', "nested more than 100 deep"),
         ('actor: {path: "${actor.path}"}', r"run.yaml: actor.path: Recursive interpolation detected"),
         (b"actor: {path: \xff}", "run.yaml:1: not UTF-8 .byte 0xff at 14."),
+        ("rollout: {temprature: 1}", "run.yaml: unknown key rollout.temprature; did you mean rollout.temperature"),
     ],
 )
 def test_broken_files(tmp_path, text, message):
@@ -244,59 +214,54 @@ def test_missing_file(tmp_path):
         load_config(tmp_path)
 
 
-def test_key_of_the_file_is_named_with_the_file(tmp_path):
-    with pytest.raises(InputError, match="run.yaml: unknown key rollout.temprature; did you mean rollout.temperature"):
-        load(tmp_path, MINIMAL + "rollout: {temprature: 1}\n")
-
-
 @pytest.mark.parametrize(
     "overrides, told",
     [
-        ([], ""),
-        (["parallel.inference=d2t1p1", "algorithm.name=grpo"], ""),
+        ("", ""),
+        ("parallel.inference=d2t1p1 algorithm.name=grpo", ""),
         (
-            ["fusion.intra_stage=false", "fusion.schedule=no.json"],
+            "fusion.intra_stage=false fusion.schedule=no.json",
             "fusion.schedule=no.json (fusion.intra_stage is not search)",
         ),
-        (["fusion.inter_stage=false", "fusion.threshold=4"], "fusion.threshold=4 (fusion.inter_stage=false)"),
-        (["fusion.threshold=4", "fusion.threshold_file=t"], "fusion.threshold_file=t (fusion.threshold is given)"),
-        (["reward.workers=2", "reward.signature=trl"], "reward.signature=trl (reward.function is not set)"),
-        (["reward.workers=2"], "reward.workers=2 (reward.function is not set)"),
-        (["algorithm.name=grpo", "critic.optim.lr=1"], "critic.optim.lr=1.0 (there is no critic)"),
-        (["algorithm.name=rloo", "algorithm.lam=0.5"], "algorithm.lam=0.5 (belongs to ppo)"),
-        (["algorithm.name=grpo", "algorithm.value_clip_eps=0"], "algorithm.value_clip_eps=0.0 (there is no critic)"),
-        (["algorithm.kl_coef=0", "algorithm.kl_horizon=5"], "algorithm.kl_horizon=5 (algorithm.kl_target=0)"),
-        (["algorithm.kl_coef=0", "algorithm.kl_estimator=k2"], ""),
-        (["algorithm.kl_coef=0", "algorithm.kl_in=loss"], ""),
+        ("fusion.inter_stage=false fusion.threshold=4", "fusion.threshold=4 (fusion.inter_stage=false)"),
+        ("fusion.threshold=4 fusion.threshold_file=t", "fusion.threshold_file=t (fusion.threshold is given)"),
+        ("reward.workers=2 reward.signature=trl", "reward.signature=trl (reward.function is not set)"),
+        ("reward.workers=2", "reward.workers=2 (reward.function is not set)"),
+        ("algorithm.name=grpo critic.optim.lr=1", "critic.optim.lr=1.0 (there is no critic)"),
+        ("algorithm.name=rloo algorithm.lam=0.5", "algorithm.lam=0.5 (belongs to ppo)"),
+        ("algorithm.name=grpo algorithm.value_clip_eps=0", "algorithm.value_clip_eps=0.0 (there is no critic)"),
+        ("algorithm.kl_coef=0 algorithm.kl_horizon=5", "algorithm.kl_horizon=5 (algorithm.kl_target=0)"),
+        ("algorithm.kl_coef=0 algorithm.kl_estimator=k2", ""),
+        ("algorithm.kl_coef=0 algorithm.kl_in=loss", ""),
         (
-            ["algorithm.name=grpo", "algorithm.kl_coef=0", "algorithm.kl_in=reward", "algorithm.kl_estimator=k3"],
+            "algorithm.name=grpo algorithm.kl_coef=0 algorithm.kl_in=reward algorithm.kl_estimator=k3",
             "without effect here: algorithm.kl_in=reward (algorithm.kl_coef=0)",
         ),
         (
-            ["reference.path=none", "algorithm.kl_coef=0", "algorithm.kl_in=loss", "algorithm.kl_estimator=k2"],
+            "reference.path=none algorithm.kl_coef=0 algorithm.kl_in=loss algorithm.kl_estimator=k2",
             "algorithm.kl_in=loss (reference.path=none), algorithm.kl_estimator=k2 (reference.path=none)",
         ),
-        (["reference.path=none", "algorithm.kl_coef=0", "algorithm.name=grpo"], ""),
-        (["rollout.ignore_eos=true", "rollout.min_tokens=3"], "rollout.min_tokens=3 (nothing ends a response but"),
-        (["rollout.ignore_eos=true", "rollout.min_tokens=3", "rollout.stop=[x]"], ""),
-        (["trainer.device=cpu", "rollout.cuda_graphs=false"], "rollout.cuda_graphs=False (trainer.device=cpu)"),
-        (["actor.optim.name=sgd", "actor.optim.beta1=0.5"], "actor.optim.beta1=0.5 (sgd has none)"),
-        (["fusion.schedule=s", "fusion.search_seconds=3"], "fusion.search_seconds=3.0 (fusion.schedule is given)"),
-        (["trainer.wandb_project=mine"], "trainer.wandb_project=mine (trainer.wandb=off)"),
+        ("reference.path=none algorithm.kl_coef=0 algorithm.name=grpo", ""),
+        ("rollout.ignore_eos=true rollout.min_tokens=3", "rollout.min_tokens=3 (nothing ends a response but"),
+        ("rollout.ignore_eos=true rollout.min_tokens=3 rollout.stop=[x]", ""),
+        ("trainer.device=cpu rollout.cuda_graphs=false", "rollout.cuda_graphs=False (trainer.device=cpu)"),
+        ("actor.optim.name=sgd actor.optim.beta1=0.5", "actor.optim.beta1=0.5 (sgd has none)"),
+        ("fusion.schedule=s fusion.search_seconds=3", "fusion.search_seconds=3.0 (fusion.schedule is given)"),
+        ("trainer.wandb_project=mine", "trainer.wandb_project=mine (trainer.wandb=off)"),
         (
-            ["reference.path=none", "algorithm.kl_coef=0", "parallel.reference_inference=d1t2p1"],
+            "reference.path=none algorithm.kl_coef=0 parallel.reference_inference=d1t2p1",
             "parallel.reference_inference=d1t2p1 (reference.path=none)",
         ),
         (
-            ["reward.path=''", "reward.function=m:f", "parallel.reward_inference=d1t2p1"],
+            "reward.path='' reward.function=m:f parallel.reward_inference=d1t2p1",
             "parallel.reward_inference=d1t2p1 (there is no reward model)",
         ),
         (
-            ["critic.optim.name=sgd", "critic.optim.eps=0.5", "actor.optim.min_lr_ratio=0.1"],
+            "critic.optim.name=sgd critic.optim.eps=0.5 actor.optim.min_lr_ratio=0.1",
             "actor.optim.min_lr_ratio=0.1 (the rate is constant), critic.optim.eps=0.5 (sgd has none)",
         ),
-        (["critic.optim.min_lr_ratio=0.1"], "critic.optim.min_lr_ratio=0.1 (the rate is constant)"),
-        (["trainer.keep_checkpoints=3"], "trainer.keep_checkpoints=3 (trainer.save_every=0)"),
+        ("critic.optim.min_lr_ratio=0.1", "critic.optim.min_lr_ratio=0.1 (the rate is constant)"),
+        ("trainer.keep_checkpoints=3", "trainer.keep_checkpoints=3 (trainer.save_every=0)"),
     ],
 )
 def test_a_setting_without_effect_is_named(tmp_path, overrides, told):

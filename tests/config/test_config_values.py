@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import yaml
+from testkit.config_file import MINIMAL, load
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.load import dump_config, load_config, validate
+from rlhfuse.config.load import dump_config, validate
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO, LARGEST, LARGEST_REAL
 from rlhfuse.data.sampler import COPY_BITS, ITERATION_BITS, PROMPT_BITS
 
-MINIMAL = "actor: {path: models/a}\nreward: {path: models/r}\ndata: {train_files: [p.jsonl]}\n"
 OR_AUTO = {key: 1 for key, value, field in RunConfig().leaves() if value == AUTO and field.annotation is int}
 LEAVES = {key: value for key, value, _ in RunConfig().leaves()} | OR_AUTO
 NUMBERS = {key: value for key, value in LEAVES.items() if type(value) in (int, float)}
@@ -53,64 +53,23 @@ def refused(key: str, value: Any) -> str:
 
 @pytest.mark.parametrize("key, wrong", CASES)
 def test_a_wrong_type_is_refused_by_its_key(tmp_path, key, wrong):
-    file = tmp_path / "run.yaml"
-    *groups, name = key.split(".")
-    nested = "".join(f"{'  ' * depth}{group}:\n" for depth, group in enumerate(groups))
-    file.write_text(f"{nested}{'  ' * len(groups)}{name}: {wrong}\n")
     with pytest.raises(InputError) as caught:
-        load_config(file)
+        load(tmp_path, "\n".join(f"{'  ' * depth}{name}:" for depth, name in enumerate(key.split("."))) + f" {wrong}\n")
     assert f"run.yaml: {key}" in str(caught.value) and "\n" not in str(caught.value)
 
 
-ANYTHING: tuple[Any, ...] = (
-    None,
-    True,
-    0,
-    -1,
-    2.5,
-    10**40,
-    10**400,
-    math.nan,
-    math.inf,
-    "",
-    "x",
-    "${x}",
-    "1e400",
-    b"x",
-)
-ANYTHING += (
-    date(2024, 1, 1),
-    [],
-    {},
-    [1],
-    ["x"],
-    [None],
-    [[]],
-    [[1]],
-    [{}],
-    {"x": 1},
-    {1: 2},
-    {"x": {"y": []}},
-    (1, 2),
-)
+PLAIN = (None, True, 0, -1, 2.5, 10**40, 10**400, math.nan, math.inf, "", "x", "${x}", "1e400", b"x", date(2024, 1, 1))
+NESTED = ([], {}, [1], ["x"], [None], [[]], [[1]], [{}], {"x": 1}, {1: 2}, {"x": {"y": []}}, (1, 2))
 
 
 @pytest.mark.parametrize("key", [*LEAVES, *sorted({key.rpartition(".")[0] for key in LEAVES}), "rollout.0", ""])
 def test_any_value_at_any_key_is_taken_or_refused_in_one_line(tmp_path, key):
-    for value in ANYTHING:
-        for read in (
-            lambda raw: validate(raw, "a file"),
-            lambda raw: _load(tmp_path / "run.yaml", yaml.dump(raw)),
-        ):
+    for value in PLAIN + NESTED:
+        for read in (lambda raw: validate(raw, "a file"), lambda raw: load(tmp_path, yaml.dump(raw))):
             try:
                 assert isinstance(read(nested(key, value)), RunConfig), value
             except InputError as error:
                 assert "\n" not in str(error), value
-
-
-def _load(file, text):
-    file.write_text(text)
-    return load_config(file)
 
 
 def test_texts_that_may_be_a_truth_are_one_of_the_names():
@@ -122,111 +81,74 @@ def test_texts_that_may_be_a_truth_are_one_of_the_names():
 # numbers --------------------------------------------------------------------------------------------------------
 
 TINY = 5e-324  # the smallest float above 0
-# key: (the least and the largest that are taken, the nearest below and above that are not)
+# the least and the largest that are taken, the nearest below and above that are not
 AT_LEAST_0, AT_LEAST_1 = ((0, LARGEST), (-1, LARGEST + 1)), ((1, LARGEST), (0, LARGEST + 1))
 REAL_0 = ((0.0, LARGEST_REAL), (-TINY, 3.1e38))
 REAL = ((-LARGEST_REAL, LARGEST_REAL), (-3.1e38, 3.1e38))
 ABOVE_0 = ((TINY, LARGEST_REAL), (0.0, 3.1e38))
 SHARE = ((0.0, 1.0), (-TINY, 1.0000001))
+TOP_P = ((TINY, 1.0), (0.0, 1.0000001))
 DECAY = ((0.0, 0.9999999), (-TINY, 1.0))
 SECONDS = ((TINY, 1e7), (0.0, 10000001.0))
 PROCESSES = ((1, 1024), (0, 1025))
-
-
-def bits(count: int) -> tuple:
-    return (1, 2**count), (0, 2**count + 1)
-
-
-OPTIMIZER = dict(
-    lr=REAL_0,
-    warmup_iterations=AT_LEAST_0,
-    lr_warmup_ratio=SHARE,
-    min_lr_ratio=SHARE,
-    lr_decay_iterations=AT_LEAST_0,
-    weight_decay=REAL_0,
-    beta1=DECAY,
-    beta2=DECAY,
-    eps=ABOVE_0,
-    clip_grad=REAL_0,
-)
-ALGORITHM = dict(
-    gamma=SHARE,
-    lam=SHARE,
-    kl_coef=REAL_0,
-    kl_target=REAL_0,
-    kl_horizon=AT_LEAST_1,
-    clip_eps=((TINY, 0.9999999), (0.0, 1.0)),
-    clip_eps_high=REAL_0,
-    dual_clip=REAL_0,
-    value_clip_eps=REAL_0,
-    value_loss_coef=REAL_0,
-    entropy_coef=REAL,
-    minibatches=AT_LEAST_1,
-    epochs=AT_LEAST_1,
-    score_scale=REAL,
-    score_clip=REAL_0,
-    missing_eos_penalty=REAL_0,
-    length_penalty=REAL_0,
-    overlong_penalty=REAL_0,
-    overlong_tokens=AT_LEAST_0,
-)
-ROLLOUT = dict(
-    prompts_per_iteration=bits(PROMPT_BITS),
-    samples_per_prompt=bits(COPY_BITS),
-    max_response_tokens=AT_LEAST_1,
-    min_tokens=AT_LEAST_0,
-    temperature=((0.001, 1000.0), (0.0009999, 1000.1)),
-    top_k=AT_LEAST_0,
-    top_p=((TINY, 1.0), (0.0, 1.0000001)),
-    block_tokens=AT_LEAST_1,
-    draft_rows=AT_LEAST_0,
-    kv_blocks_per_instance=AT_LEAST_0,
-    max_sequences_per_instance=AT_LEAST_1,
-    max_batched_tokens=AT_LEAST_1,
-)
-EVAL = dict(
-    samples_per_prompt=bits(COPY_BITS),
-    temperature=((0.0, 1000.0), (-TINY, 1000.1)),
-    top_p=((TINY, 1.0), (0.0, 1.0000001)),
-    max_response_tokens=AT_LEAST_0,
-)
-FUSION = dict(
-    least_threshold=AT_LEAST_0,
-    bs_max=AT_LEAST_0,
-    search_seconds=SECONDS,
-    actor_microbatches=AT_LEAST_1,
-    bucket_mib=AT_LEAST_1,
-)
-TRAINER = dict(
-    iterations=((0, 2**ITERATION_BITS), (-1, 2**ITERATION_BITS + 1)),
-    eval_every=AT_LEAST_0,
-    save_every=AT_LEAST_0,
-    keep_checkpoints=AT_LEAST_1,
-    seed=((0, 2**63 - 1), (-1, 2**63)),
-    memory_limit_gb=REAL_0,
-    host_memory_gb=REAL_0,
-    peak_tflops=REAL_0,
-    threads_per_rank=PROCESSES,
-    watchdog_seconds=SECONDS,
-    hang_seconds=SECONDS,
-    sample_texts=AT_LEAST_0,
-    trace_iterations=AT_LEAST_0,
-)
-REWARD = dict(timeout_seconds=SECONDS, workers=PROCESSES, model_weight=REAL, function_weight=REAL)
-GROUPS = {
-    "actor.optim": OPTIMIZER,
-    "critic.optim": OPTIMIZER,
-    "critic": dict(warmup_iterations=AT_LEAST_0),
-    "algorithm": ALGORITHM,
-    "rollout": ROLLOUT,
-    "eval": EVAL,
-    "fusion": FUSION,
-    "trainer": TRAINER,
-    "reward": REWARD,
-    "data": dict(max_prompt_tokens=AT_LEAST_1),
-    "parallel": dict(headroom=((0.0, 0.9999999), (-TINY, 1.0))),
+PROMPTS, COPIES = (((1, 2**bits), (0, 2**bits + 1)) for bits in (PROMPT_BITS, COPY_BITS))
+KEYS = {  # by the limits that they have
+    "actor.optim critic.optim": {
+        AT_LEAST_0: "warmup_iterations lr_decay_iterations",
+        REAL_0: "lr weight_decay clip_grad",
+        ABOVE_0: "eps",
+        SHARE: "lr_warmup_ratio min_lr_ratio",
+        DECAY: "beta1 beta2",
+    },
+    "critic": {AT_LEAST_0: "warmup_iterations"},
+    "algorithm": {
+        AT_LEAST_0: "overlong_tokens",
+        AT_LEAST_1: "kl_horizon minibatches epochs",
+        REAL_0: "kl_coef kl_target clip_eps_high dual_clip value_clip_eps value_loss_coef score_clip "
+        "missing_eos_penalty length_penalty overlong_penalty",
+        REAL: "entropy_coef score_scale",
+        SHARE: "gamma lam",
+        ((TINY, 0.9999999), (0.0, 1.0)): "clip_eps",
+    },
+    "rollout": {
+        AT_LEAST_0: "min_tokens top_k draft_rows kv_blocks_per_instance",
+        AT_LEAST_1: "max_response_tokens block_tokens max_sequences_per_instance max_batched_tokens",
+        PROMPTS: "prompts_per_iteration",
+        COPIES: "samples_per_prompt",
+        TOP_P: "top_p",
+        ((0.001, 1000.0), (0.0009999, 1000.1)): "temperature",
+    },
+    "eval": {
+        AT_LEAST_0: "max_response_tokens",
+        COPIES: "samples_per_prompt",
+        TOP_P: "top_p",
+        ((0.0, 1000.0), (-TINY, 1000.1)): "temperature",
+    },
+    "fusion": {
+        AT_LEAST_0: "least_threshold bs_max",
+        AT_LEAST_1: "actor_microbatches bucket_mib",
+        SECONDS: "search_seconds",
+    },
+    "trainer": {
+        AT_LEAST_0: "eval_every save_every sample_texts trace_iterations",
+        AT_LEAST_1: "keep_checkpoints",
+        REAL_0: "memory_limit_gb host_memory_gb peak_tflops",
+        SECONDS: "watchdog_seconds hang_seconds",
+        PROCESSES: "threads_per_rank",
+        ((0, 2**ITERATION_BITS), (-1, 2**ITERATION_BITS + 1)): "iterations",
+        ((0, 2**63 - 1), (-1, 2**63)): "seed",
+    },
+    "reward": {REAL: "model_weight function_weight", SECONDS: "timeout_seconds", PROCESSES: "workers"},
+    "data": {AT_LEAST_1: "max_prompt_tokens"},
+    "parallel": {DECAY: "headroom"},
 }
-LIMITS = {f"{group}.{name}": row for group, rows in GROUPS.items() for name, row in rows.items()}
+LIMITS = {
+    f"{group}.{name}": limits
+    for groups, rows in KEYS.items()
+    for group in groups.split()
+    for limits, names in rows.items()
+    for name in names.split()
+}
 
 
 def test_every_number_has_its_limits_here():
@@ -244,32 +166,23 @@ def test_a_number_at_its_limits_is_taken_and_beyond_them_refused(key):
 
 
 def test_a_number_may_be_left_to_be_chosen(tmp_path):
-    in_rollout = {"rollout.block_tokens", "rollout.draft_rows"}
-    assert OR_AUTO.keys() == in_rollout | {
-        "data.max_prompt_tokens",
-        "algorithm.minibatches",
-        "fusion.actor_microbatches",
-    }
+    rest = {"data.max_prompt_tokens", "algorithm.minibatches", "fusion.actor_microbatches"}
+    assert OR_AUTO.keys() == rest | {"rollout.block_tokens", "rollout.draft_rows"}
     for key in OR_AUTO:
         config = validate(nested(key, 7), "a file")
         assert validate(nested(key, AUTO), "a file") == RunConfig() != config
         assert refused(key, "many") == f"a file: {key}='many' must be auto or a whole number"
-        (tmp_path / "dumped.yaml").write_text(MINIMAL)
-        (tmp_path / "dumped.yaml").write_text(dump_config(load_config(tmp_path / "dumped.yaml", [f"{key}=7"])))
-        assert load_config(tmp_path / "dumped.yaml", [f"{key}=auto"]) == load_config(tmp_path / "dumped.yaml").with_(
-            **nested(key, AUTO)
-        )
+        dumped = dump_config(load(tmp_path, overrides=f"{key}=7"))
+        assert load(tmp_path, dumped, f"{key}=auto") == load(tmp_path, dumped).with_(**nested(key, AUTO))
 
 
 def test_limits_hold_in_a_file_and_in_an_argument(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL + "trainer: {seed: 9223372036854775807}\ncritic: {optim: {lr: 1e-6}}\n")
-    config = load_config(file, ["rollout.temperature=1e3", "trainer.export=no"])
+    text = MINIMAL + "trainer: {seed: 9223372036854775807}\ncritic: {optim: {lr: 1e-6}}\n"
+    config = load(tmp_path, text, "rollout.temperature=1e3 trainer.export=no")
     assert config.trainer.seed == 2**63 - 1 and config.rollout.temperature == 1000 and not config.trainer.export
-    file.write_text(dump_config(config))
-    assert load_config(file) == config
+    assert load(tmp_path, dump_config(config)) == config
     with pytest.raises(InputError, match="trainer.seed=-1 must be in"):
-        load_config(file, ["trainer.seed=-1"])
+        load(tmp_path, text, "trainer.seed=-1")
 
 
 @pytest.mark.parametrize("key", sorted(LEAVES))
@@ -278,12 +191,10 @@ def test_a_misspelt_key_is_told_its_name(key):
 
 
 def test_an_argument_may_mend_a_range_but_no_type(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL + "trainer: {iterations: 0}\n")
-    assert load_config(file, ["trainer.iterations=3"]).trainer.iterations == 3
-    file.write_text(MINIMAL + "trainer: {iterations: many}\n")
+    given, asked = MINIMAL + "trainer: {iterations: %s}\n", "trainer.iterations=3"
+    assert load(tmp_path, given % 0, asked).trainer.iterations == 3
     with pytest.raises(InputError, match="run.yaml: trainer.iterations='many' must be a whole number"):
-        load_config(file, ["trainer.iterations=3"])
+        load(tmp_path, given % "many", asked)
 
 
 def test_a_config_is_frozen_and_its_changes_are_validated():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 from testkit.sim_helpers import linear_cost
 
 from rlhfuse.base.errors import InputError
@@ -55,7 +56,7 @@ def test_packing_costs_less_than_one_long_sequence():
     assert cost().forward_seconds(4096, 16) < cost().forward_seconds(4096, 1)
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@examples(50)
 @given(st.integers(1, 400), st.integers(0, 200_000), st.integers(1, 50))
 def test_work_never_gets_cheaper_as_it_grows(batch, context, more):
     assert cost().decode_step_seconds(batch + more, context) >= cost().decode_step_seconds(batch, context)

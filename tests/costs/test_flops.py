@@ -24,13 +24,10 @@ def test_a_forward_by_hand():
     assert forward_flops(SPEC, [], outputs=0) == 0
 
 
-def test_tied_embeddings_compute_as_much():
+def test_tied_embeddings_compute_as_much_and_biases_as_much_as_they_hold():
     tied = ModelSpec(**{**SPEC.__dict__, "tied_embeddings": True})
     assert tied.parameters() < SPEC.parameters()
     assert forward_flops(tied, [5], 5) == forward_flops(SPEC, [5], 5)
-
-
-def test_biases_count_as_much_as_they_hold():
     biased = ModelSpec(**{**SPEC.__dict__, "qkv_bias": True, "proj_bias": True})
     assert biased.parameters() - SPEC.parameters() == 2 * (8 + 4 + 4 + 8)  # of q, k, v and output, in two layers
     assert forward_flops(biased, [5], 5) - forward_flops(SPEC, [5], 5) == 2 * 5 * 2 * 24

@@ -7,19 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 from testkit.sim_helpers import linear_cost
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.costs.fits import Line
-from rlhfuse.costs.measured import (
-    BytesObservation,
-    MeasuredCost,
-    TokensObservation,
-    load_measured_cost,
-)
+from rlhfuse.costs.measured import BytesObservation, MeasuredCost, TokensObservation, load_measured_cost
 from rlhfuse.costs.speculation import DecodeObservation
 
 
@@ -54,7 +50,7 @@ def test_fit_recovers_the_costs():
         assert noisy.decode_step_seconds(batch, context) == pytest.approx(expected, rel=0.1)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 5000), st.floats(0, 1)), min_size=1, max_size=12))
 def test_a_fit_is_non_negative_and_no_worse_than_a_constant(rows):
     line = Line.fit([row[:2] for row in rows], [row[2] for row in rows])
@@ -88,24 +84,22 @@ def test_measured_costs_print_save_and_load(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["measured.json"]
 
 
-def test_seconds_to_record_a_graph_are_optional_in_a_file():
-    costs = replace(linear_cost(), capture=0.05)
-    assert MeasuredCost.from_dict(costs.to_dict()) == costs and "capture    50.0 ms a shape" in str(costs)
-    raw = costs.to_dict()
-    del raw["capture"]
-    assert MeasuredCost.from_dict(raw) == linear_cost() and linear_cost().capture_seconds() == 0
-
-
-def test_the_reward_function_is_optional_in_a_file():
+def test_graphs_and_the_reward_function_are_optional_in_a_file():
     """Files of before have no such key, and runs without a function know no time."""
-    costs = linear_cost(reward=0.05)
-    assert MeasuredCost.from_dict(costs.to_dict()) == costs and "50000.0 us a call" in str(costs)
-    raw = linear_cost().to_dict()
-    assert raw.pop("reward") is None and MeasuredCost.from_dict(raw) == linear_cost()
+    plain, graphs, reward = linear_cost(), replace(linear_cost(), capture=0.05), linear_cost(reward=0.05)
+    assert MeasuredCost.from_dict(graphs.to_dict()) == graphs and "capture    50.0 ms a shape" in str(graphs)
+    assert MeasuredCost.from_dict(reward.to_dict()) == reward and "50000.0 us a call" in str(reward)
+    raw = plain.to_dict()
+    assert raw.pop("reward") is None and raw.pop("capture") == 0
+    assert MeasuredCost.from_dict(raw) == plain and plain.capture_seconds() == 0
 
 
 NAN, INF = float("nan"), float("inf")
-UNBOUNDED = ("swap_in", "meeting", "release", "capture")
+UNBOUNDED = [
+    (key, bad) for key in ("swap_in", "meeting", "release", "capture") for bad in (-1.0, 1e300, NAN, INF, 10**400)
+]
+GUESSES = {"guess_seconds": 0.0, "tokens": [1.5], "guesses": [1.0]}
+NO_GUESSES = [{"guesses": [bad]} for bad in (NAN, 10**400, -1.0)] + [{"tokens": [1e300]}, {"guess_seconds": INF}]
 
 
 @pytest.mark.parametrize(
@@ -118,23 +112,10 @@ UNBOUNDED = ("swap_in", "meeting", "release", "capture")
         ({"prefill": {}}, "prefill.constant is missing"),
         ({"prefill": 3}, "prefill must be a JSON object, not int"),
         ({"reward": {"seconds": -1.0}}, "reward: seconds of a reward call must be in .*, not -1"),
-        *(
-            ({key: bad}, f"{key} must be in|not finite")
-            for key in UNBOUNDED
-            for bad in (-1.0, 1e300, NAN, INF, 10**400)
-        ),
+        *(({key: bad}, f"{key} must be in|not finite") for key, bad in UNBOUNDED),
         ({"reward": {"seconds": 1.0, "at_once": 10**400}}, "at_once"),
         ({"reward": {"seconds": 1.0, "at_once": 0}}, r"at_once must be in \[1, "),
-        *(
-            ({"speculation": {"guess_seconds": 0.0, "tokens": [1.5], "guesses": [bad]} | more}, "must be in|not finite")
-            for bad, more in (
-                (NAN, {}),
-                (10**400, {}),
-                (-1.0, {}),
-                (1.0, {"tokens": [1e300]}),
-                (1.0, {"guess_seconds": INF}),
-            )
-        ),
+        *(({"speculation": GUESSES | bad}, "must be in|not finite") for bad in NO_GUESSES),
     ],
 )
 def test_bad_cost_files_are_refused(change, message):

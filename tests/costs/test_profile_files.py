@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from testkit.flat_profile import of_degree
+from testkit.paths import ROOT
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config
-from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.profile_files import TensorProfiles, load_costs, load_run_costs
-from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
+from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.planning.draft import read_specs
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "examples" / "tiny"
 BASE = [f"actor.path={TINY}/actor", f"reward.path={TINY}/reward", "trainer.device=cpu", "fusion.least_threshold=0"]
 
@@ -30,20 +30,16 @@ def config_of(**parallel: str):
 def profile(degree: int) -> ProfiledCost:
     """All of whose seconds are the degree."""
     config = config_of()
-    plane = Grid(((1.0, 2.0), (1.0, 2.0)), (float(degree),) * 4)
-    line = Grid(((1.0, 2.0),), (float(degree),) * 2)
-    facts = made_for(config, read_specs(config))
-    facts |= {key: degree for key in facts if key.endswith("_tp")}
-    return ProfiledCost(
-        made_for=facts,
-        decode=plane,
-        prefill=plane,
-        score={role: plane for role in config.scorers()},
-        swap_in=float(degree),
-        move=line,
-        all_reduce=line,
-        training={role: TrainingGrids(degree, line, line, line, line) for role in config.trained()},
-    )
+    return of_degree(config, read_specs(config), degree)
+
+
+def refused(folder, profiles) -> str:
+    """What a run is told that is given these profiles."""
+    write_json(folder / "p.json", TensorProfiles(tuple(profiles)).to_dict())
+    config = config_of()
+    with pytest.raises(InputError) as caught:
+        load_run_costs(config, read_specs(config), folder / "p.json")
+    return str(caught.value)
 
 
 def test_each_task_is_priced_by_the_profile_of_its_degree(tmp_path):
@@ -75,21 +71,13 @@ def test_a_degree_that_was_not_measured_is_refused_by_name():
 
 
 def test_profiles_of_other_models_are_refused(tmp_path):
-    other = [replace(one, made_for={**one.made_for, "actor": "1 layer"}) for one in (profile(1), profile(2))]
-    write_json(tmp_path / "p.json", TensorProfiles(tuple(other)).to_dict())
-    config = config_of()
-    with pytest.raises(InputError, match="p.json was made for actor=1 layer, this run has"):
-        load_run_costs(config, read_specs(config), tmp_path / "p.json")
-
-
-def test_profiles_without_a_role_of_the_run_are_refused_by_its_name(tmp_path):
-    """Made for a run without a critic, given to one that has it."""
+    """Or made for a run without a critic, and given to one that has it."""
+    measured = profile(1), profile(2)
+    other = [replace(one, made_for={**one.made_for, "actor": "1 layer"}) for one in measured]
+    assert "p.json was made for actor=1 layer, this run has" in refused(tmp_path, other)
     bare = []
-    for one in (profile(1), profile(2)):
+    for one in measured:
         facts = {key: value for key, value in one.made_for.items() if not key.startswith("critic")}
         score, training = ({r: g for r, g in grids.items() if r != "critic"} for grids in (one.score, one.training))
         bare.append(replace(one, made_for=facts, score=score, training=training))
-    write_json(tmp_path / "p.json", TensorProfiles(tuple(bare)).to_dict())
-    config = config_of()
-    with pytest.raises(InputError, match="p.json was made for critic=None, this run has .* layers"):
-        load_run_costs(config, read_specs(config), tmp_path / "p.json")
+    assert re.search("p.json was made for critic=None, this run has .* layers", refused(tmp_path, bare))

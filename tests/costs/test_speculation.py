@@ -92,9 +92,7 @@ def test_beyond_the_rows_a_step_is_plain():
     assert found.token_seconds(1.0, 3) == found.token_seconds(1.0, 40) == 1.0
 
 
-@pytest.mark.parametrize(
-    "wrong", [((7.0,), ()), ((), ()), ((1.0,), (0.5,)), ((-1.0,), (1.0,))], ids=["lengths", "none", "tokens", "guesses"]
-)
-def test_what_cannot_be_is_refused(wrong):
+@pytest.mark.parametrize("tokens, guesses", [((7.0,), ()), ((), ()), ((1.0,), (0.5,)), ((-1.0,), (1.0,))], ids=str)
+def test_what_cannot_be_is_refused(tokens, guesses):
     with pytest.raises(InputError):
-        Speculation(1e-5, *wrong)
+        Speculation(1e-5, tokens, guesses)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
@@ -23,7 +24,7 @@ def all_cuts(layers: int, stages: int):
 
 
 def parameters(cut, places: int, layer: int, ends) -> int:
-    """Of the fullest rank."""
+    """Those of the fullest rank."""
     stages = [count * layer + end for count, end in zip(cut, ends)]
     return max(sum(stages[place::places]) for place in range(places))
 
@@ -40,7 +41,7 @@ def pipelines(draw):
     return layers, places, seconds, draw(st.integers(1, 6)), draw(st.lists(small, min_size=stages, max_size=stages))
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@examples(200)
 @given(pipelines())
 def test_no_cut_is_faster_and_of_those_that_tie_none_is_leaner(made):
     layers, places, seconds, layer, ends = made
@@ -57,7 +58,6 @@ def test_no_cut_is_faster_and_of_those_that_tie_none_is_leaner(made):
     assert max(map(sum, seconds.of(found))) == min(max(map(sum, seconds.of(cut))) for cut in alike)
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 12))
 def test_without_ends_the_cut_is_the_even_one(layers, stages):
     stages = min(layers, stages)
@@ -124,7 +124,7 @@ def deals(draw):
     return layers, draw(st.integers(0, 3)), draw(rows), least, [a + b for a, b in zip(least, more)]
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@examples(300)
 @given(deals())
 def test_layers_are_dealt_as_one_by_one(deal):
     """Ties and places that are full included; layers may weigh nothing."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from testkit.four_ranks import full, planned, run
+from testkit.four_ranks import full, shared_plan
+from testkit.llama3 import SIZES, llama3
+from testkit.paths import ROOT
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config
@@ -25,24 +26,11 @@ from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 
-ROOT = Path(__file__).resolve().parents[2]
-LLAMA3 = {
-    "8B": dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=14336),
-    "70B": dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, intermediate_size=28672),
-}
-SHARED = dict(
-    model_type="llama", num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, eos_token_id=128001
-)
-
 
 @pytest.fixture(scope="module")
 def sizes(tmp_path_factory) -> dict[str, Path]:
-    """Folders with a config.json and nothing else."""
     base = tmp_path_factory.mktemp("llama3")
-    for name, shape in LLAMA3.items():
-        (base / name).mkdir()
-        (base / name / "config.json").write_text(json.dumps({**SHARED, **shape}))
-    return {name: base / name for name in LLAMA3}
+    return {size: llama3(base, size) for size in SIZES}
 
 
 def example(name: str, sizes: dict[str, Path], *overrides: str) -> PlanDraft:
@@ -155,4 +143,4 @@ def test_seconds_of_training_are_products_bytes_and_all_reduces():
 
 
 def test_a_cpu_has_no_data_sheet():
-    assert planned(run()).report.efficiency is None
+    assert shared_plan().report.efficiency is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from testkit.four_ranks import SPECS, planned, run
+from testkit.four_ranks import SPECS, run, shared_plan
 
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning import reasons
@@ -24,7 +24,7 @@ def phase(name: str, **parts: int) -> PhaseMemory:
 
 
 def budget(limit: float, hardware: str = "h100", inference: int = 9, graphs: int = 1) -> MemoryBudget:
-    """Of two kinds of ranks: 4 and 2 GB of weights that train; 3 of the copy for generation, 5 of its cache."""
+    """Two kinds of ranks: 4 and 2 GB of weights that train; 3 of the copy for generation, 5 of its cache."""
     kinds = tuple(
         RankMemory(
             (place, 0),
@@ -91,18 +91,17 @@ def test_it_goes_where_the_optimizer_has_to():
 
 
 def test_a_plan_keeps_a_small_model_on_gpus_and_none_on_cpus():
-    cpu, gpu = planned(run()).report, planned(run(**GPU)).report
+    cpu, gpu = shared_plan().report, shared_plan(**GPU).report
     assert not cpu.keeps_generation and cpu.memory[-1].kv == 0
     assert gpu.keeps_generation and [p.kv for p in gpu.memory] == [0] + 4 * [gpu.memory[2].kv]
     assert "kept: the weights and cache of generation" in gpu.render()
-    graphless = planned(run(**GPU, rollout__cuda_graphs=False)).report
+    graphless = shared_plan(**GPU, rollout__cuda_graphs=False).report
     assert graphless.keeps_generation and "graphs are recorded" not in graphless.render()
 
 
 def test_where_there_is_no_room_nothing_else_changes():
     """A limit between what the phases need with generation kept and without: schedule, cap and cache are the same."""
-    roomy = draft_plan(run(**GPU), SPECS, 4)
-    plan = make_plan(roomy)
+    roomy, plan = draft_plan(run(**GPU), SPECS, 4), shared_plan(**GPU)
     peaks = evaluate(plan.schedule).node_peak_memory
     without, kept = roomy.memory.needed(roomy.memory.fullest(peaks)), roomy.memory.keeping_bytes(peaks)
     assert without < kept
@@ -117,6 +116,5 @@ def test_where_there_is_no_room_nothing_else_changes():
 
 
 def test_every_rank_knows():
-    draft = draft_plan(run(**GPU), SPECS, 4)
-    plan = make_plan(draft)
+    draft, plan = draft_plan(run(**GPU), SPECS, 4), shared_plan(**GPU)
     assert plan.report.keeps_generation and parse_plan(draft, plan.to_text()).report == plan.report

@@ -34,9 +34,8 @@ def test_each_iteration_pays_unless_generation_is_kept(monkeypatch):
         parts += released.seconds.weight_moves
         assert getattr(released.seconds, kind) == pytest.approx(parts + SHAPES * SHAPE_SECONDS)
     assert kept.seconds.gen_infer_serial == released.seconds.gen_infer_serial
-    assert (
-        "5 shapes as CUDA graphs takes 0.173 s in the first iteration alone: 34.7 ms each, estimated" in kept.render()
-    )
+    told = "5 shapes as CUDA graphs takes 0.173 s in the first iteration alone: 34.7 ms each, estimated"
+    assert told in kept.render()
     text = released.render()
     assert "takes 0.173 s in every iteration" in text
     rows = [line.split()[:-2] for line in text.splitlines()]

@@ -22,15 +22,7 @@ def problem() -> FusionProblem:
 
 def budget(**passing: tuple[float, ...]) -> MemoryBudget:
     made = PassingMemory(passing, dict.fromkeys(passing, 7.0), dict.fromkeys(passing, (5.0, 3.0))) if passing else None
-    return MemoryBudget(
-        (),
-        hardware_by_name("h100", "cuda"),
-        1e9,
-        "",
-        1.0,
-        GenerationMemory(0, 0, 0),
-        passing=made,
-    )
+    return MemoryBudget((), hardware_by_name("h100", "cuda"), 1e9, "", 1.0, GenerationMemory(0, 0, 0), passing=made)
 
 
 def test_what_passes_counts_where_it_meets_what_is_held():

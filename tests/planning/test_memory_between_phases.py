@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
+from functools import cache
 
 import pytest
-from testkit.four_ranks import SPECS, planned, run
+from testkit.four_ranks import SPECS, planned, run, shared_plan
+from testkit.llama3 import llama3
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config
 from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
 from rlhfuse.planning.memory import readable_bytes
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.price import GenerationPrice, with_schedules
 from rlhfuse.planning.run_plan import PlanReport
 
-LLAMA3_70B = dict(
-    model_type="llama",
-    hidden_size=8192,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    intermediate_size=28672,
-    vocab_size=128256,
-    max_position_embeddings=8192,
-)
 RUN = """
 actor: {{path: {model}}}
 critic: {{path: {model}}}
@@ -31,7 +23,7 @@ reference: {{path: {model}}}
 reward: {{path: {model}}}
 data: {{train_files: [none.jsonl], max_prompt_tokens: 1024}}
 rollout: {{prompts_per_iteration: 1024, samples_per_prompt: 1, max_response_tokens: 1024}}
-fusion: {{actor_microbatches: 128, intra_stage: false}}
+fusion: {{actor_microbatches: 128, intra_stage: false, threshold: 64}}
 parallel: {{headroom: 0.0, sequence_parallel: true, actor_train: d2t4p8, critic_train: d2t4p8, generation: d8t8p1}}
 trainer: {{device: cuda, hardware: h100, dtype: bfloat16}}
 """
@@ -40,15 +32,20 @@ trainer: {{device: cuda, hardware: h100, dtype: bfloat16}}
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     """Four models of 70B on 64 H100."""
-    folder = tmp_path_factory.mktemp("70B")
-    (folder / "config.json").write_text(json.dumps(LLAMA3_70B))
+    folder = llama3(tmp_path_factory.mktemp("llama3"), "70B")
     (folder / "run.yaml").write_text(RUN.format(model=folder))
     return folder / "run.yaml"
 
 
+@cache
 def drafted(file, *overrides: str) -> PlanDraft:
     config = load_config(file, overrides)
     return draft_plan(config, read_specs(config), 64)
+
+
+@cache
+def reported(file, *overrides: str) -> PlanReport:
+    return make_plan(drafted(file, *overrides)).report
 
 
 def static(draft: PlanDraft) -> dict:
@@ -77,7 +74,7 @@ def test_four_models_of_70b_fit_64_gpus_because_the_optimizer_leaves(file):
 
 
 def test_the_plan_tells_where_it_rests_and_what_that_costs(file):
-    report = make_plan(drafted(file)).report
+    report = reported(file)
     assert PlanReport.from_dict(report.to_dict()).offload == report.offload
     (line,) = [line for line in report.reasons if "offload_optimizer" in line]
     assert line.startswith("trainer.offload_optimizer=auto: a phase would not fit beside it, on the host outside")
@@ -101,6 +98,8 @@ def test_it_leaves_before_the_weights_move_where_those_have_no_room_beside_it(fi
     draft = drafted(file, "trainer.recompute=full", f"trainer.memory_limit_gb={limit}")
     assert draft.memory.offload.first_phase == "moves" and static(draft)["moves"].optimizer == 0
     assert draft.memory.offload.seen_seconds(moving=10.0, minibatch=10.0) == draft.memory.offload.seconds
+    generation = GenerationPrice(0, None, "", 1.0, 1.0, None, None)
+    assert with_schedules(draft, generation, 10.0, 10.0).offload == draft.memory.offload.seconds
     report = make_plan(draft).report
     told = "they leave before the weights move and come back during the first mini-batch"
     seconds = f"{report.offload.seconds:.2g} s"
@@ -176,17 +175,17 @@ def test_as_many_as_have_room_beside_generation(file):
 
 
 def test_the_plan_tells_which_come_early(file):
-    report = make_plan(drafted(file)).report
+    report = reported(file)
     assert report.limits.early_models == 1
     (line,) = [line for line in report.reasons if line.startswith("loading ")]
     assert line.startswith("loading reference, critic, reward takes 1 s of an instance: reference (16.4 GiB)")
     assert line.endswith("beneath the end of generation; critic, reward after it, for want of room")
-    report = make_plan(drafted(file, "rollout.kv_blocks_per_instance=60000")).report
+    report = reported(file, "rollout.kv_blocks_per_instance=60000")
     (line,) = [line for line in report.reasons if line.startswith("loading ")]
     assert "after generation: beside it not even reference has room in 90% of the limit" in line
 
 
 def test_on_a_cpu_none_comes_early():
     """Copies there take the cores that decode."""
-    plan = planned(run()).report
+    plan = shared_plan().report
     assert plan.limits.early_models == 0 and not [line for line in plan.reasons if line.startswith("loading ")]

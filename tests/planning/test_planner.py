@@ -6,17 +6,16 @@ import json
 from dataclasses import replace
 
 import pytest
-from testkit.four_ranks import SPECS, planned, run
+from testkit.flat_profile import trained, training
+from testkit.four_ranks import SPECS, planned, run, shared_plan
 from testkit.sim_helpers import linear_cost, long_tail
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
-from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
+from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.decisions.decode_shapes import draft_bytes
 from rlhfuse.planning.draft import draft_plan, fitting_blocks, kv_blocks
 from rlhfuse.planning.machine import machine_bytes
@@ -41,7 +40,7 @@ def problem_of(made):
 
 
 def test_a_plan_says_what_and_why():
-    plan = planned(run()).report
+    plan = shared_plan().report
     assert plan.threshold_samples is None, "until lengths are known"
     assert plan.threshold is not None and plan.threshold.threshold > 0
     assert plan.seconds.gen_infer_fused == plan.threshold.fused_seconds < plan.seconds.gen_infer_serial
@@ -49,16 +48,16 @@ def test_a_plan_says_what_and_why():
     assert plan.schedule.makespan_seconds < plan.schedule.serial_makespan_seconds
     assert plan.schedule.lower_bound_seconds <= plan.schedule.makespan_seconds
     text = plan.render()
+    longest = f"{4 * (128 + 256):,} tokens"
     for words in ("16 prompts x 4 copies = 64 samples", "actor_train", "d1t1p4", "lengths are assumed", "lower bound"):
         assert words in text
-    longest = f"{4 * (128 + 256):,} tokens"
     for words in (longest, "gap 0.00%", "parallel.lengths=FILE[:COLUMN]", "metrics.jsonl", "inference beyond it"):
         assert words in text
     assert max(len(line) for line in text.splitlines()) < 200
 
 
 def test_small_models_at_the_rate_of_large_ones_are_named():
-    said = [reason for reason in planned(run()).report.reasons if ".optim.lr" in reason]
+    said = [reason for reason in shared_plan().report.reasons if ".optim.lr" in reason]
     assert [reason.split()[0] for reason in said] == ["actor.optim.lr", "critic.optim.lr"]
     set_ = run(actor__optim={"lr": 1e-4}, critic__optim={"name": "sgd"})
     assert not any(".optim.lr" in reason for reason in planned(set_).report.reasons)
@@ -85,24 +84,15 @@ def test_lengths_give_a_threshold():
     ],
 )
 def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):
-    plan = planned(run(**keys)).report
+    plan = shared_plan(**keys).report
+    budget = draft_plan(run(**keys), SPECS, 4).memory
+    assert all(budget.needed(phase) == needed(phase) for phase in budget.static)
     for phase in plan.memory:
         assert plan.needed_bytes(phase) == needed(phase) and plan.memory_limit == limit
         rows = [line for line in plan.render().splitlines() if line.startswith(f"  {phase.phase} ")]
         assert any(row.endswith(f" {needed(phase) / limit:.1%}") for row in rows)
     offloaded = readable_bytes(4 * plan.memory[0].host)
     assert (f"{offloaded} on a node of 4 ranks" in plan.render()) == (plan.hardware == "a100")
-
-
-def test_files_are_those_that_the_run_will_write():
-    keys = dict(trainer__save_every=5, trainer__tensorboard=False, trainer__wandb="offline")
-    files = dict(planned(run(**keys)).report.files)
-    assert files["checkpoints/iteration-N/"].startswith("every 5 iterations, ") and "wandb/" in files
-    assert "tensorboard/" not in files and "export/critic/" in files and "(no checkpoints)" not in files
-    states = 12 * (SPECS["actor"].parameters() + SPECS["critic"].parameters(scalar_head=True))
-    assert readable_bytes(states) in files["checkpoints/iteration-N/"]
-    none = dict(planned(run(trainer__export=False)).report.files)
-    assert "(no checkpoints)" in none and "export/actor/" not in none
 
 
 def test_the_plan_round_trips(tmp_path):
@@ -247,11 +237,11 @@ def test_a_given_schedule_that_does_not_fit_is_refused(tmp_path, source):
     draft_plan(run(**ON_GPU, **keys, trainer__memory_limit_gb=enough), SPECS, 4)
     with pytest.raises(InputError, match=f"with {source}.*set fusion.intra_stage=search without fusion.schedule"):
         draft_plan(run(**ON_GPU, **keys, trainer__memory_limit_gb=between), SPECS, 4)
-    assert planned(run(**ON_GPU, trainer__memory_limit_gb=between)).report.memory_limit == between * 1e9
+    assert shared_plan(**ON_GPU, trainer__memory_limit_gb=between).report.memory_limit == between * 1e9
 
 
 def test_weight_moves_are_in_the_plan():
-    plan = planned(run()).report
+    plan = shared_plan().report
     actor, critic = plan.weight_moves
     assert plan.seconds.weight_moves == actor.seconds + critic.seconds > 0
     for seconds, side in ((plan.seconds.serial, "serial"), (plan.seconds.fused, "fused")):
@@ -263,7 +253,7 @@ def test_weight_moves_are_in_the_plan():
     whole = 4 * SPECS["actor"].parameters()
     assert actor.traffic.stays == whole and actor.traffic.within == 3 * whole and actor.traffic.across == 0
     assert critic.traffic.stays == critic.traffic.within == 2 * 4 * SPECS["actor"].parameters(scalar_head=True)
-    assert "critic_train d2t1p2 -> critic_inference d4t1p1" in planned(run()).report.render()
+    assert "critic_train d2t1p2 -> critic_inference d4t1p1" in shared_plan().report.render()
 
 
 ROWS = ("generation", "reference_inference", "reward_inference", "critic_inference")
@@ -279,7 +269,7 @@ ONE_INSTANCE = {f"parallel__{row}": "d1t4p1" for row in ROWS}
     ],
 )
 def test_threshold_from_the_config(keys, world, expected, reason):
-    plan = planned(run(**keys)).report
+    plan = shared_plan(**keys).report
     assert plan.threshold_samples == expected
     assert any(reason in sentence for sentence in plan.threshold_reasons)
 
@@ -288,7 +278,7 @@ def test_the_plan_says_what_the_reward_function_counts(tmp_path):
     """Unknown before anything was measured; with the costs of a run it delays the predicted end."""
     file, called = tmp_path / "costs.json", dict(reward__function="rewards:slow", reward__workers=2)
     write_json(file, linear_cost(reward=2.0).to_dict())
-    unknown = planned(run(**called)).report
+    unknown = shared_plan(**called).report
     assert any("reward.function takes is unknown" in sentence for sentence in unknown.reasons)
     fast, slow = (planned(run(fusion__profile=str(file), **keys)).report for keys in ({}, called))
     assert not any("reward.function" in sentence for sentence in fast.reasons)
@@ -317,15 +307,10 @@ def test_schedule_file_is_used_and_checked(tmp_path):
     save_schedule(file, serial_1f1b(problem_of(run())))
     plan = planned(run(fusion__schedule=str(file)))
     assert str(file) in plan.report.schedule.source
-    assert plan.report.schedule.makespan_seconds > planned(run()).report.schedule.makespan_seconds
+    assert plan.report.schedule.makespan_seconds > shared_plan().report.schedule.makespan_seconds
     assert plan.schedule.orders == serial_1f1b(problem_of(run())).orders
     with pytest.raises(InputError, match="microbatches 4, this run has 8"):
         planned(run(fusion__schedule=str(file), fusion__actor_microbatches=8))
-
-
-def test_serial_training_when_intra_stage_is_off():
-    plan = planned(run(fusion__intra_stage=False)).report
-    assert plan.schedule.source == "serial 1F1B: fusion.intra_stage=serial"
 
 
 @pytest.mark.parametrize("critic, source", [("d2t1p2v2", "interleaved 1F1B"), ("d2t1p2", "serial 1F1B")])
@@ -334,28 +319,13 @@ def test_interleaved_layouts_are_planned(critic, source):
     off = planned(run(fusion__intra_stage=False, **layouts))
     assert off.report.schedule.source.startswith(source)
     assert off.schedule.problem.pipeline("actor").placement == (0, 1, 2, 3) * 2
-    fused = planned(run(**layouts)).report
+    fused = shared_plan(**layouts).report
     assert fused.schedule.makespan_seconds < off.report.schedule.makespan_seconds
 
 
-def test_profile_prices_generation(tmp_path):
-    write_json(tmp_path / "profile.json", linear_cost(swap_in=100.0).to_dict())
-    plan = planned(run(fusion__profile=str(tmp_path / "profile.json"))).report
-    assert plan.seconds.gen_infer_serial > 100
-
-
 def slow_at(model: str, made) -> ProfiledCost:
-    """A profile in which a layer of `model` takes ten times as long as one of the other, and scoring nothing."""
-    one = Grid(((1.0,),), (1.0,))
-
-    def grids(role: str) -> TrainingGrids:
-        layer, ends = Grid(((1.0,),), (0.1 if role == model else 0.01,)), Grid(((1.0,),), (0.001,))
-        return TrainingGrids(1, layer, layer, ends, ends)
-
-    pair = Grid(((1.0,), (1.0,)), (1.0,))
-    score = {role: pair for role in made.scorers()}
-    training = {role: grids(role) for role in made.trained()}
-    return ProfiledCost(made_for(resolve_device(made), SPECS), pair, pair, score, 0.0, one, None, training)
+    """A profile in which a layer of `model` takes ten times as long as one of the other."""
+    return trained(made, SPECS, {role: training(0.1 if role == model else 0.01, 0.001) for role in made.trained()})
 
 
 def weight_steps(plan: RunPlan) -> dict[int, list[tuple[int, str]]]:
@@ -401,22 +371,27 @@ def test_a_profile_reaches_the_search(tmp_path):
 
 
 def test_bad_plans_are_refused():
-    for raw, message in (
-        ({"version": 1}, "run: version 1 is unknown"),
-        ({"version": 2}, "run: world_size is missing"),
-    ):
+    for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({"version": 2}, "run: world_size is missing")):
         with pytest.raises(InputError, match=message):
             PlanReport.from_dict(raw, "run")
 
 
-def test_the_files_of_a_run_are_those_that_it_will_write():
-    def files(**trainer):
-        config = run()
-        return dict(output_files(config.with_(data={"val_files": ("held_out.jsonl",)}, trainer=trainer), SPECS, 4))
+def files(**trainer):
+    config = run().with_(data={"val_files": ("held_out.jsonl",)}, trainer={"iterations": 5} | trainer)
+    return dict(output_files(config, SPECS, 4))
 
-    plain = files(save_every=0, iterations=5)
+
+def test_files_are_those_that_the_run_will_write():
+    saved = files(save_every=5, tensorboard=False, wandb="offline")
+    assert shared_plan().report.files == output_files(run(), SPECS, 4)
+    states = 12 * (SPECS["actor"].parameters() + SPECS["critic"].parameters(scalar_head=True))
+    assert saved["checkpoints/iteration-N/"].startswith("every 5 iterations, ") and "wandb/" in saved
+    assert readable_bytes(states) in saved["checkpoints/iteration-N/"]
+    assert "tensorboard/" not in saved and "export/critic/" in saved and "(no checkpoints)" not in saved
+    plain = files()
     assert "(no checkpoints)" in plain and "held-out" not in plain["metrics.jsonl"] and "export/actor/" in plain
-    best = files(save_every=0, iterations=5, eval_every=2, eval_before_train=True, keep_best=True)
+    assert "export/actor/" not in files(export=False)
+    best = files(eval_every=2, eval_before_train=True, keep_best=True)
     assert best["metrics.jsonl"].endswith("; held-out scores before the first and every 2")
     assert best["checkpoints/iteration-N/"].startswith("where the held-out score is the best so far, ")
     assert {"export/actor/", "export/best/actor/"} <= best.keys() and "(no checkpoints)" not in best

@@ -198,9 +198,7 @@ def test_host_memory_of_a_node():
     whole = {f"parallel__{row}": "d64t1p1" for row in SCORING}
     node = {"trainer__host_memory_gb": 300.0}
     drafted("d2t2p16", 32, **node)
-    pattern = (
-        r"host memory: \w+ needs .* on a node of 8 ranks \(copies .* each\), but a node has 279 GiB \(trainer.host"
-    )
-    with pytest.raises(InputError, match=pattern):
+    told = r"host memory: \w+ needs .* on a node of 8 ranks \(copies .* each\), but a node has 279 GiB \(trainer.host"
+    with pytest.raises(InputError, match=told):
         drafted("d2t2p16", 32, **whole, **node)
     drafted("d2t2p16", 32, **whole)  # 2 TB, assumed

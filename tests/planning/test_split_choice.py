@@ -7,13 +7,11 @@ import json
 from dataclasses import replace
 
 import pytest
+from testkit.flat_profile import trained, training
 from testkit.four_ranks import SPECS, full, on_slow_cores, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
-from rlhfuse.config.device_defaults import resolve_device
-from rlhfuse.costs.fits import Grid
-from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.planning import split_choice
 from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.planner import parse_plan
@@ -21,8 +19,6 @@ from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.rules.builders import greedy, min_memory
-
-ONE = Grid(((1.0,),), (1.0,))
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +68,8 @@ def test_the_fewest_models_that_reach_the_least_bound_are_split(keys, expected):
         assert bounds[frozenset(expected)] <= 1.001 * least
         assert all(bounds[some] > 1.001 * least for some in bounds if len(some) < len(expected))
         change = f"{bounds[frozenset(expected)] / whole - 1:+.1%}"
-        assert (
-            draft.split.why.startswith("fusion.split_backward=auto: backwards of actor") and change in draft.split.why
-        )
+        assert draft.split.why.startswith("fusion.split_backward=auto: backwards of actor")
+        assert change in draft.split.why
     else:
         assert "all backwards are whole: split, their lower bound would be" in draft.split.why
     assert drafted(**keys).problem == draft.problem  # of every rank
@@ -123,10 +118,8 @@ def test_a_cap_without_room_for_what_w_keeps_leaves_backwards_whole():
     """With recomputation a forward keeps a layer's input alone, and B leaves more than that."""
     keys = {"trainer__recompute": "full", "rollout__max_batched_tokens": 64, "rollout__kv_blocks_per_instance": 24}
     draft = drafted(**keys)
-    assert (
-        draft.split.models
-        and draft.problem.pipeline("actor").weight_activation > draft.split.whole.pipelines[0].activation
-    )
+    actor = draft.problem.pipeline("actor")
+    assert draft.split.models and actor.weight_activation > draft.split.whole.pipelines[0].activation
     whole, split = (
         max(map(sum, zip(draft.memory.training_bytes, min_memory(one)))) for one in (draft.split.whole, draft.problem)
     )
@@ -156,13 +149,10 @@ def test_transformer_engine_layers_are_not_split():
     assert "Transformer Engine" not in drafted(trainer__device="cuda").split.why  # auto takes our own
 
 
-def profile_file(folder, *split: Grid) -> str:
-    """Layers that take a second each way; `split`: B and W, or nothing."""
-    pair, made = Grid(((1.0,), (1.0,)), (1.0,)), run()
-    grids = {role: TrainingGrids(1, ONE, Grid(((1.0,),), (2.0,)), ONE, ONE, *split) for role in made.trained()}
-    score = {role: pair for role in made.scorers()}
-    cost = ProfiledCost(made_for(resolve_device(made), SPECS), pair, pair, score, 0.0, ONE, None, grids)
-    write_json(folder / "profile.json", cost.to_dict())
+def profile_file(folder, *split: float) -> str:
+    """Layers that take a second forwards and two back; `split`: B and W, or nothing."""
+    made, grids = run(), training(1.0, 1.0, *split, backward=2.0)
+    write_json(folder / "profile.json", trained(made, SPECS, dict.fromkeys(made.trained(), grids)).to_dict())
     return str(folder / "profile.json")
 
 
@@ -176,9 +166,9 @@ def test_a_profile_prices_both_parts_or_none_is_split(tmp_path):
     assert not draft.split.models and "has no times of split backwards; run tools/profile_costs.py" in draft.split.why
     with pytest.raises(InputError, match="fusion.split_backward=true: .*profile.json has no times of split backwards"):
         drafted(fusion__profile=old, fusion__split_backward="true")
-    measured = profile_file(tmp_path, Grid(((1.0,),), (1.1,)), ONE)
+    measured = profile_file(tmp_path, 1.1, 1.0)
     draft = drafted(fusion__profile=measured)
     actor = draft.problem.pipeline("actor")
     assert draft.split.models and actor.backward[0] == 2 * 1_100_000 and actor.weight_gradient == (2_000_000,) * 4
-    slow = profile_file(tmp_path, Grid(((1.0,),), (2.5,)), ONE)
+    slow = profile_file(tmp_path, 2.5, 1.0)
     assert not drafted(fusion__profile=slow).split.models

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from testkit import flat_profile
 from testkit.four_ranks import SPECS, TINY, full, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
-from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
-from rlhfuse.costs.fits import Grid
-from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.planner import parse_plan
 from rlhfuse.planning.run_plan import PlanReport
@@ -73,16 +71,8 @@ def test_memory_is_that_of_the_cut():
 
 def test_a_profile_decides_the_cut(tmp_path):
     """Measured ends as long as three layers, where the roofline's are next to nothing."""
-    made, one = resolve_device(run(fusion__profile=str(tmp_path / "profile.json"))), Grid(((1.0,),), (1.0,))
-    layer, ends, nothing = (Grid(((1.0,),), (seconds,)) for seconds in (0.01, 0.03, 0.0))
-    grids = {
-        "actor": TrainingGrids(1, layer, layer, ends, ends),
-        "critic": TrainingGrids(1, layer, layer, *[nothing] * 2),
-    }
-    pair = Grid(((1.0,), (1.0,)), (1.0,))
-    profile = ProfiledCost(
-        made_for(made, SPECS), pair, pair, {role: pair for role in made.scorers()}, 0.0, one, None, grids
-    )
-    write_json(tmp_path / "profile.json", profile.to_dict())
+    made = run(fusion__profile=str(tmp_path / "profile.json"))
+    grids = {"actor": flat_profile.training(0.01, 0.03), "critic": flat_profile.training(0.01, 0.0)}
+    write_json(tmp_path / "profile.json", flat_profile.trained(made, SPECS, grids).to_dict())
     assert training(made, SPECS) == {"actor": (2, 3, 2, 1), "critic": (4, 4)}
     assert training(run(), SPECS)["actor"] == (2, 2, 2, 2)

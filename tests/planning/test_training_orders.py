@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from testkit.four_ranks import SPECS, planned, run
+from testkit.four_ranks import SPECS, planned, run, shared_plan
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.planning.draft import draft_plan
@@ -26,24 +26,24 @@ def promised(plan) -> dict:
     "rule, layouts", [("serial", FLAT), ("time_sharing", FLAT), ("interleaved", VIRTUAL), ("serial", VIRTUAL)]
 )
 def test_a_rule_is_planned_and_compared(rule, layouts):
-    settings = run(**layouts, fusion__intra_stage=rule)
-    plan, build = planned(settings), BUILDERS["interleaved" if layouts is VIRTUAL else rule]
+    settings, build = run(**layouts, fusion__intra_stage=rule), BUILDERS["interleaved" if layouts is VIRTUAL else rule]
+    plan = shared_plan(**layouts, fusion__intra_stage=rule)
     assert plan.schedule.orders == build(plan.schedule.problem).orders
     assert f"fusion.intra_stage={rule}" in plan.report.schedule.source
     assert "search" in promised(plan) and rule not in promised(plan)
     assert parse_plan(draft_plan(settings, SPECS, 4), plan.to_text()) == plan
     assert planned(settings).report.schedule == plan.report.schedule  # no clock decided it
-    searched = planned(run(**layouts, fusion__search_seconds=2.0)).report.schedule
+    searched = shared_plan(**layouts, fusion__search_seconds=2.0).report.schedule
     found = promised(plan)["search"].makespan_seconds
     assert searched.makespan_seconds <= found * 1.0001 < plan.report.schedule.makespan_seconds * 1.0001
     assert f"fusion.intra_stage=search: at most {found:.4g} s" in plan.report.render()
 
 
 def test_what_is_promised_is_what_the_choice_takes():
-    fused = planned(run(**FLAT, fusion__split_backward="false"))
+    fused = shared_plan(**FLAT, fusion__split_backward="false")
     assert list(promised(fused)) == ["interleaved", "time_sharing", "serial"]
     for rule in ("time_sharing", "serial"):
-        chosen, other = planned(run(**FLAT, fusion__intra_stage=rule)).report.schedule, promised(fused)[rule]
+        chosen, other = shared_plan(**FLAT, fusion__intra_stage=rule).report.schedule, promised(fused)[rule]
         assert other.makespan_seconds == pytest.approx(chosen.makespan_seconds)
         assert other.peak_activation_bytes == chosen.peak_activation_bytes
         line = f"fusion.intra_stage={rule}: {other.makespan_seconds:.4g} s (x"
@@ -54,10 +54,10 @@ def test_what_is_promised_is_what_the_choice_takes():
 
 
 def test_both_models_of_a_time_shared_run_stand_alike_on_the_ranks():
-    plan = planned(run(**FLAT, fusion__intra_stage="time_sharing"))
+    plan = shared_plan(**FLAT, fusion__intra_stage="time_sharing")
     for rank in range(4):
         assert plan.ranks.locate("critic", rank) == plan.ranks.locate("actor", rank)
-    assert not plan.report.schedule.alternates and planned(run(**FLAT)).report.schedule.alternates
+    assert not plan.report.schedule.alternates and shared_plan(**FLAT).report.schedule.alternates
     assert sum(move.traffic.stays + move.traffic.within for move in plan.report.weight_moves) > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -53,3 +54,9 @@ def full(made: RunConfig) -> SampleLengths:
 
 def planned(made: RunConfig, specs=SPECS, lengths=None) -> RunPlan:
     return make_plan(draft_plan(made, specs, 4, lengths))
+
+
+@cache
+def shared_plan(**keys) -> RunPlan:
+    """The plan of `run(**keys)` on the machine as it is, made once."""
+    return planned(run(**keys))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
@@ -35,10 +36,15 @@ def all_rows(made: Setting) -> list[Row]:
     return [row for row, _ in Ranking(made).ranked()]
 
 
+@cache
+def known(world_size: int = 2, large: bool = False, **keys) -> tuple[Setting, list[Row]]:
+    """A setting of small or large models and all its rows, ranked once."""
+    made = setting(world_size, LARGE_SPECS if large else SPECS, **keys)
+    return made, all_rows(made)
+
+
 def with_price(row: Row, seconds: float, needed_bytes: float) -> Row:
     """As it is, with that price in all."""
     return replace(
-        row,
-        price=replace(row.price, schedules=row.price.schedules + seconds - row.seconds),
-        needed_bytes=needed_bytes,
+        row, price=replace(row.price, schedules=row.price.schedules + seconds - row.seconds), needed_bytes=needed_bytes
     )

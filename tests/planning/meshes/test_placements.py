@@ -5,9 +5,10 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from testkit.four_ranks import run
+from testkit.profiles import examples, share
 
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -77,6 +78,12 @@ def rest_is_everywhere(run_problem, plan, *names):
     return all(choice.mesh == run_problem.whole for name, choice in plan.items() if name not in names)
 
 
+HALVES = {  # of which two calls share the ranks, and nothing else moves
+    "split training": ("actor_train", "critic_train"),
+    "interleaving 1": ("reference_inference", "reward_inference"),
+}
+
+
 def obeys(name, run_problem, plan):
     """The definitions."""
     at, whole = {call: choice.mesh for call, choice in plan.items()}, run_problem.whole
@@ -84,14 +91,9 @@ def obeys(name, run_problem, plan):
     reference, reward = at["reference_inference"], at["reward_inference"]
     if name == "colocated, serial":
         return rest_is_everywhere(run_problem, plan)
-    if name == "split training":
-        return divide(run_problem, actor, critic) and rest_is_everywhere(
-            run_problem, plan, "actor_train", "critic_train"
-        )
-    if name == "interleaving 1":
-        return divide(run_problem, reference, reward) and rest_is_everywhere(
-            run_problem, plan, "reference_inference", "reward_inference"
-        )
+    if name in HALVES:
+        one, other = HALVES[name]
+        return divide(run_problem, at[one], at[other]) and rest_is_everywhere(run_problem, plan, one, other)
     if name == "interleaving 2":
         trainings = divide(run_problem, actor, critic) and at["critic_inference"] == critic
         scorers = divide(run_problem, reference, reward) and {reference, reward} == {actor, critic}
@@ -114,7 +116,7 @@ def steady_state(problem, plan):
     return ends["actor_train.3"][1] - ends["actor_train.2"][1]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(share(12)))
 def test_each_is_the_best_of_all_that_obey_its_definition(seed):
     """On four ranks with parts of two, and on two machines of a rank's size each."""
     kinds = [((H100, 4),), ((replace(A100, devices_per_node=2), 2), (replace(H100, devices_per_node=2), 2))][seed % 2]
@@ -145,7 +147,7 @@ def test_each_is_the_best_of_all_that_obey_its_definition(seed):
         assert bool(one.why_not) == (not one.plan)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(max(2, share(6))))
 def test_on_more_ranks_each_obeys_its_definition_and_none_beats_the_free_one(seed):
     kinds = ((H100, 16),) if seed % 2 else ((A100, 4), (H100, 12))
     run_problem = random_run(seed, kinds)
@@ -158,29 +160,39 @@ def test_on_more_ranks_each_obeys_its_definition_and_none_beats_the_free_one(see
     assert found["free"] == placements(run_problem)[-1]  # nothing is random
 
 
+def with_memory(run_problem, memory, **changes):
+    problem = replace(run_problem.problem, memory_bytes=(memory,) * 4, **changes)
+    return replace(run_problem, problem=problem)
+
+
+def with_options(phases, change):
+    """All calls, with the options of each mesh changed."""
+    return tuple(
+        tuple(replace(one, options={m: change(m, some) for m, some in one.options.items()}) for one in phase)
+        for phase in phases
+    )
+
+
 def test_the_heuristic_has_as_many_tensor_ranks_as_fit():
     run_problem = random_run(3)
-    wide = replace(run_problem, problem=replace(run_problem.problem, memory_bytes=(99.0,) * 4))
-    chosen = next(one for one in placements(wide) if one.name == "REAL's heuristic")
-    assert {choice.option.layout.tp for choice in chosen.plan.values()} == {2}
 
-    def heavier(option):
-        return replace(option, passing_bytes=1e9) if option.layout.tp == 2 else option
+    def degrees(some):
+        chosen = next(one for one in placements(some) if one.name == "REAL's heuristic")
+        return {choice.option.layout.tp for choice in chosen.plan.values()}
 
-    calls = tuple(
-        tuple(replace(one, options={m: tuple(map(heavier, some)) for m, some in one.options.items()}) for one in phase)
-        for phase in run_problem.problem.phases
-    )
-    full = replace(run_problem, problem=replace(run_problem.problem, memory_bytes=(99.0,) * 4, phases=calls))
-    chosen = next(one for one in placements(full) if one.name == "REAL's heuristic")
-    assert {choice.option.layout.tp for choice in chosen.plan.values()} == {1}
+    def heavier(_, some):
+        return tuple(replace(one, passing_bytes=1e9) if one.layout.tp == 2 else one for one in some)
+
+    assert degrees(with_memory(run_problem, 99.0)) == {2}
+    phases = with_options(run_problem.problem.phases, heavier)
+    assert degrees(with_memory(run_problem, 99.0, phases=phases)) == {1}
 
 
 seconds = st.integers(0, 40).map(float)
 
 
 @given(st.tuples(*[seconds] * 6), st.booleans(), st.booleans())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_a_period_is_what_repeated_iterations_come_to(took, with_reference, with_reward):
     left, right = Mesh(0, 2), Mesh(2, 2)
     names = ("generation", "reference_inference", "actor_train", "reward_inference", "critic_inference", "critic_train")
@@ -210,7 +222,7 @@ def test_what_a_run_does_not_have_is_said():
     one = random_run(2, kinds=((H100, 1),))
     found = {one.name: one for one in placements(one)}
     assert found["split training"].why_not.startswith("1 ranks have no two parts")
-    full = replace(without, problem=replace(without.problem, memory_bytes=(0.5,) * 4))
+    full = with_memory(without, 0.5)
     assert all("fits into" in one.why_not or "this run has no" in one.why_not for one in placements(full))
 
 
@@ -218,8 +230,9 @@ SMALL = ModelSpec("llama", 16, 2048, 16, 8, 128, 5632, 32000, 2048)
 SPECS = {role: SMALL for role in ("actor", "critic", "reference", "reward")}
 
 
+@pytest.mark.ci
 def test_slow_machines_get_less():
-    """Of a run's own prices on machines of two kinds, either way round."""
+    """A run's own prices on machines of two kinds, either way round."""
     draft = draft_plan(run(trainer__hardware="h100", fusion__intra_stage="serial"), SPECS, 4)
     work, half = RunWork.of(draft), {"flops": H100.flops / 2}
     slow = replace(H100, name="slow", memory_bandwidth=H100.memory_bandwidth / 2, **half)
@@ -249,6 +262,6 @@ def test_the_table_names_all_and_compares_with_what_runs_today():
     call = row["calls"]["generation"]
     assert call["ranks"] == [0, 3] and ParallelLayout.parse(call["layout"]).size == 4
     assert f"@0-3 generation {call['layout']}" in text
-    full = replace(run_problem, problem=replace(run_problem.problem, memory_bytes=(0.5,) * 4))
+    full = with_memory(run_problem, 0.5)
     refused = as_dict(placements(full), 50.0)["placements"][0]
     assert set(refused) == {"name", "why_not"} and refused["why_not"].split(" on ")[0] in as_text(placements(full), 1.0)

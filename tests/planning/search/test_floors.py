@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
+from testkit.profiles import share
 from testkit.schedule_cases import random_instance, random_problem
 from testkit.search_cases import (
     ROWS,
@@ -15,9 +15,7 @@ from testkit.search_cases import (
     drawn_table,
     long_tail,
     priced_tables,
-    profiles_of,
     random_case,
-    random_specs,
     space_of_setting,
     spec_of,
     with_memory,
@@ -58,19 +56,18 @@ def check_bounds(problem: FusionProblem, annealed: bool = False) -> None:
     assert bound <= min(evaluate(schedule).makespan for schedule in schedules) * ABOVE
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 300, 50)], ids=lambda r: str(r[0]))
-def test_the_work_of_a_node_bounds_every_schedule(seeds):
+def test_the_work_of_a_node_bounds_every_schedule():
     """Any placement, nodes that are visited twice, split backwards, transfers."""
-    for seed in seeds:
+    for seed in range(share(300)):
         check_bounds(random_problem(seed), annealed=seed % 10 == 0)
         if seed % 5 == 0:
             check_bounds(random_instance(seed)[1])
 
 
 def training_problems(seeds: range) -> list[tuple[SearchCase, FusionProblem]]:
-    """Of drawn rows of random runs."""
+    """Problems of drawn rows of random runs."""
     found = []
-    for seed in seeds:
+    for seed in range(share(300)):
         case, rng = random_case(seed, (4, 8, 8, 16), most_tables=3000), random.Random(seed)
         setting = case.setting
         floors, rows = TrainingFloors(setting), space_of_setting(setting).training
@@ -79,7 +76,7 @@ def training_problems(seeds: range) -> list[tuple[SearchCase, FusionProblem]]:
 
 
 def test_it_bounds_the_training_of_runs():
-    problems = training_problems(range(60))
+    problems = training_problems(range(share(60)))
     for _, problem in problems:
         check_bounds(problem)
     made = [problem for _, problem in problems]
@@ -118,13 +115,13 @@ def check_floors(case: SearchCase) -> None:
         assert ranking._held[t] <= held
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(share(24)))
 def test_floors_are_below_prices(seed, monkeypatch):
     monkeypatch.setattr(machine, "machine_cores", lambda: (2.0, 64.0)[seed % 2])
     check_floors(random_case(seed, most_tables=40))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(share(8)))
 def test_floors_are_below_measured_prices(seed, tmp_path):
     check_floors(with_profiles(random_case(seed, most_tables=40), tmp_path / "profile.json", seed))
 
@@ -170,7 +167,7 @@ def measured_cost(rng: random.Random) -> MeasuredCost:
 
 
 def costs_of(setting: Setting, rng: random.Random, kind: str) -> tuple[CostModel, InstanceLimits, int, int]:
-    """Of a drawn generation row; and its instances, and replicas of the models that score on one."""
+    """Costs and limits of a drawn generation row, its instances, and replicas of the models that score on one."""
     table = drawn_table(space_of_setting(setting), rng)
     costs = setting.generation_costs(table)
     limits = setting.limits(table, costs)
@@ -180,7 +177,7 @@ def costs_of(setting: Setting, rng: random.Random, kind: str) -> tuple[CostModel
 
 
 @pytest.mark.parametrize("kind", ["analytic", "measured", "profiled"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(share(12)))
 def test_generation_is_never_simulated_below_its_floor(seed, kind, tmp_path):
     """Any R_t, room for few or many sequences and tokens."""
     rng = random.Random(seed)
@@ -212,19 +209,3 @@ def test_a_profile_of_one_degree_prices_generation_whatever_trains(tmp_path):
             assert setting.generation_costs(first).decode_step_seconds(1, 10) > 0
             return
     raise AssertionError("no run has such a row")
-
-
-def test_profiles_ascend():
-    """What floors of measured costs rest on."""
-    rng = random.Random(0)
-    case = random_case(0)
-    for profile in profiles_of(case, rng).profiles:
-        for grid in (profile.decode, profile.prefill, *profile.score.values()):
-            table = np.reshape(grid.seconds, [len(axis) for axis in grid.axes])
-            assert (np.diff(table, axis=0) >= 0).all() and (np.diff(table, axis=1) >= 0).all()
-
-
-def test_specs_are_of_several_shapes():
-    rng = random.Random(0)
-    shapes = {spec for _ in range(20) for spec in random_specs(rng).values()}
-    assert len(shapes) > 20 and any(spec.tied_embeddings for spec in shapes)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import random
-import subprocess
-import sys
 from dataclasses import replace
 from math import inf
-from pathlib import Path
 
 import pytest
+from testkit.profiles import share
 from testkit.search_cases import (
     ROWS,
     PricedTable,
@@ -24,16 +20,18 @@ from testkit.search_cases import (
     with_memory,
     with_profiles,
 )
+from testkit.sim_helpers import linear_cost
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import write_json
 from rlhfuse.planning import machine
 from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.memory import MemoryRefusal, readable_bytes
+from rlhfuse.planning.search import search
 from rlhfuse.planning.search.search import Found, Ranking, search_tables
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.schedule.rules.builders import min_memory
 
-ROOT = Path(__file__).resolve().parents[3]
 SPEC = spec_of(4, 512, 8, 4)
 SPECS = dict.fromkeys(("actor", "critic", "reference", "reward"), SPEC)
 
@@ -62,14 +60,14 @@ def check_exact(case: SearchCase, top: int = 5) -> int:
     return len(every)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(share(60)))
 def test_the_search_is_exact(seed, monkeypatch):
     """A CPU run has a core for each rank, or shares two."""
     monkeypatch.setattr(machine, "machine_cores", lambda: (2.0, 64.0)[seed % 2])
     check_exact(random_case(seed), top=(5, 1, 5)[seed % 3])
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(share(10)))
 def test_the_search_is_exact_with_measured_costs(seed, tmp_path):
     check_exact(with_profiles(random_case(seed + 200), tmp_path / "profile.json", seed))
 
@@ -80,35 +78,15 @@ def test_the_search_of_a_larger_space_is_exact(seed):
     check_exact(random_case(seed, (4, 8, 16), most_tables=1500))
 
 
-def test_most_of_these_settings_bind():
-    """Tables fit in most of them, others are refused for memory."""
-    fits, little = 0, 0
-    for seed in range(30):
-        case = random_case(seed)
-        try:
-            found = found_of(case)
-        except InputError:
-            little += 1
-            continue
-        fits += 1
-        little += any(rule.startswith("memory of") for rule in found.refused)
-    assert fits > 18 and little > 10
-
-
 def test_ties_are_broken_by_the_text(monkeypatch):
     """Where costs of generation and of training are all alike every table is as good as any other."""
-    from rlhfuse.planning.search import search as module
-
     keys = {"fusion__actor_microbatches": 2, "parallel__critic_train": "d2t2p1"}
     case = SearchCase(auto_config(trainer__hardware="h100", **keys), SPECS, 4, None)
     ranking = Ranking(case.setting)
     made = replace(next(ranking.ranked())[0].price, schedules=0.0)
-    monkeypatch.setattr(module.Ranking, "_by_work", lambda self, t, g: 0.0)
-    monkeypatch.setattr(module.Ranking, "_by_room", lambda self, t, g: 0.0)
-    monkeypatch.setattr(module.Ranking, "_training_floor", lambda self, row: 0.0)
-    monkeypatch.setattr(module.Ranking, "_generation_floor", lambda self, number: 0.0)
-    monkeypatch.setattr(module.Ranking, "_with", lambda self, *given: 0.0)
-    monkeypatch.setattr(module, "price", lambda *given: made)
+    for floor in ("_by_work", "_by_room", "_training_floor", "_generation_floor", "_with"):
+        monkeypatch.setattr(Ranking, floor, lambda self, *given: 0.0)
+    monkeypatch.setattr(search, "price", lambda *given: made)
     found = search_tables(case.config, case.specs, 4, None)
     texts = sorted(table.text for table in tables_of(ranking.space))
     assert [row.table.text for row in found.rows] == texts[:5] and found.bound == made.seconds
@@ -177,13 +155,9 @@ def test_where_nothing_fits_the_closest_table_is_named_with_what_it_lacks(hardwa
 
 
 def test_where_memory_is_not_what_refuses_the_first_reason_is_told():
-    keys = {
-        "fusion__intra_stage": "time_sharing",
-        "parallel__actor_train": "d1t1p4",
-        "parallel__critic_train": "d2t1p2",
-    }
+    keys = {"parallel__actor_train": "d1t1p4", "parallel__critic_train": "d2t1p2"}
     with pytest.raises(InputError) as caught:
-        found_of(SearchCase(auto_config(**keys), SPECS, 4, None))
+        found_of(SearchCase(auto_config(fusion__intra_stage="time_sharing", **keys), SPECS, 4, None))
     text = str(caught.value)
     assert text.startswith("no layouts can run on 4 ranks: ") and "\n" not in text
     assert "fusion.intra_stage; the first: fusion.intra_stage=time_sharing: " in text
@@ -223,29 +197,24 @@ def test_headroom_is_left_in_every_phase_but_generation(hardware, share):
 # the same everywhere ---------------------------------------------------------------------------------------------
 
 
-def printed(seed: str, environment: dict[str, str]) -> str:
-    searched = "(repr(t.found_of(c.random_case(seed))) for seed in (4, 8))"
-    code = f"import search_cases as c, test_search_exactly as t; print(*{searched})"
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
-    given = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": seed, **environment}
-    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True).stdout
+SEARCHES = """
+from testkit.search_cases import random_case
+from planning.search import test_resolve, test_search_exactly
+print(*(repr(test_search_exactly.found_of(random_case(seed))) for seed in (4, 8)))
+print(*test_resolve.resolve_layouts(test_resolve.everything(), test_resolve.SPECS, 4).lines)
+"""
 
 
-def test_all_ranks_of_any_hash_seed_find_the_same():
-    launched = [
-        {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}
-        for rank in ("0", "3")
-    ]
-    said = {printed("1", {}), *(printed(seed, env) for seed, env in zip(("2", "3"), launched))}
-    assert len(said) == 1 and said.pop().count("Found(") == 2
+def test_all_ranks_of_any_hash_seed_find_the_same(programs):
+    ranks = dict(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_ADDR="localhost")
+    launched = [{}, {"RANK": "0", "LOCAL_RANK": "0", **ranks}, {"RANK": "3", "LOCAL_RANK": "3", **ranks}]
+    said = [programs.python("-c", SEARCHES, PYTHONHASHSEED=str(seed), **one) for seed, one in enumerate(launched, 1)]
+    assert len({one.stdout for one in said}) == 1 and said[0].returncode == 0, said[0].stderr
+    assert said[0].stdout.count("Found(") == 2 and "layouts of the search" in said[0].stdout
 
 
 def test_a_cost_for_one_table_alone_is_refused(tmp_path):
-    from test_floors import measured_cost
-
-    from rlhfuse.base.files import write_json
-
-    write_json(tmp_path / "costs.json", measured_cost(random.Random(0)).to_dict())
+    write_json(tmp_path / "costs.json", linear_cost().to_dict())
     config = auto_config(fusion__profile=str(tmp_path / "costs.json"))
     with pytest.raises(InputError, match="was measured by a run in its layouts and says nothing of others"):
         Setting.of(config, SPECS, 4, None)

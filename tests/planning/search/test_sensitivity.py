@@ -5,27 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from testkit.small_searches import GPUS, all_rows, setting
+from testkit.small_searches import GPUS, known
 
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.sensitivity import CONSTANTS, FACTORS, Swing, seconds_of, sensitivity, with_constant
 
 ROWS = dict(parallel__generation="d2t2p1", parallel__inference="d2t2p1", fusion__actor_microbatches=2)
+SIXTEEN = dict(world_size=16, **GPUS, parallel__generation="d8t2p1")
 
 
 def test_priced_again_on_the_same_machine_a_table_has_its_price():
-    made = setting(4, **GPUS, **ROWS)
-    rows = all_rows(made)
+    made, rows = known(4, **GPUS, **ROWS)
     assert [seconds_of(made, row.table) for row in rows[:20]] == [row.seconds for row in rows[:20]]
 
 
-@pytest.mark.parametrize("keys", [dict(world_size=2), dict(world_size=16, **GPUS, parallel__generation="d8t2p1")])
+@pytest.mark.parametrize("keys", [{"world_size": 2}, pytest.param(SIXTEEN, marks=pytest.mark.ci)])
 def test_a_constant_that_is_wrong_is_told_with_what_would_have_been_better(keys):
-    made = setting(**keys, fusion__actor_microbatches=1, trainer__recompute="none", parallel__sequence_parallel=False)
-    rows = all_rows(made)
+    more = dict(fusion__actor_microbatches=1, trainer__recompute="none", parallel__sequence_parallel=False)
+    made, rows = known(**keys, **more)
     swings = list(sensitivity(made, rows))
-    known = [name for name in CONSTANTS if getattr(made.inputs.hardware, name)]
-    assert [(swing.constant, swing.factor) for swing in swings] == [(name, by) for name in known for by in FACTORS]
+    constants = [name for name in CONSTANTS if getattr(made.inputs.hardware, name)]
+    assert [(swing.constant, swing.factor) for swing in swings] == [(name, by) for name in constants for by in FACTORS]
     for swing in swings[:4]:
         value = getattr(made.inputs.hardware, swing.constant) * swing.factor
         there = with_constant(made, swing.constant, value)
@@ -37,8 +37,7 @@ def test_a_constant_that_is_wrong_is_told_with_what_would_have_been_better(keys)
 
 
 def test_a_table_that_no_longer_fits_is_no_winner():
-    made = setting(2, **GPUS)
-    row = all_rows(made)[0]
+    made, (row, *_) = known(2, **GPUS)
     tight = replace(made, config=made.config.with_(trainer={"memory_limit_gb": 0.001}))
     assert seconds_of(tight, row.table) == float("inf") and list(sensitivity(tight, [row])) == []
     assert Swing("flops", 0.8, 0.1, 2).to_dict() == {"constant": "flops", "factor": 0.8, "behind": 0.1, "winner": 2}

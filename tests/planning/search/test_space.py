@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from testkit.search_cases import auto_config, random_case, space_of_setting, spec_of, tables_of
+from testkit.profiles import share
+from testkit.search_cases import SearchCase, auto_config, random_case, space_of_setting, spec_of, tables_of
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ParallelLayout
@@ -14,16 +15,16 @@ from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
 
 KEYS = {"algorithm__name": "grpo", "reward__function": "m:f"}
+SCORERS = [f"parallel__{task}" for task in ("inference", "reference_inference", "reward_inference", "critic_inference")]
 
 
 def every_layout(world: int) -> list[ParallelLayout]:
     sizes = range(1, world + 1)
-    found = [
+    return [
         ParallelLayout(dp, tp, pp, chunks=chunks)
         for dp, tp, pp, chunks in product(sizes, sizes, sizes, (1, 2))
         if dp * tp * pp == world and (chunks == 1 or pp > 1)
     ]
-    return found
 
 
 def may_run(case, table: Table) -> bool:
@@ -54,22 +55,25 @@ def every_table(case) -> list[Table]:
     return found
 
 
+LARGER = [(4, 4, 4, True), (4, 1, 2, True), (6, 3, 3, False)]
+
+
 @pytest.mark.parametrize(
-    "world, kv_heads, layers, critic", [(4, 4, 4, True), (4, 1, 2, True), (6, 3, 3, False), (8, 2, 4, False)]
+    "world, kv_heads, layers, critic",
+    [(2, 2, 2, True), (8, 2, 4, False), *(pytest.param(*one, marks=pytest.mark.ci) for one in LARGER)],
 )
 def test_the_space_has_every_table_that_could_run(world, kv_heads, layers, critic):
     keys = {"rollout__prompts_per_iteration": 12, "fusion__intra_stage": "search", "trainer__hardware": "h100"}
     actor, other = spec_of(layers, 32 * 12, 12, kv_heads, 512), spec_of(2, 64 * 6, 6, 6, 512)
     specs = {"actor": actor, "reference": actor} | ({"critic": other, "reward": actor} if critic else {})
     config = auto_config(**keys, **({} if critic else KEYS), trainer__recompute="full")
-    case = random_case(0)
-    case = type(case)(config, specs, world, None)
+    case = SearchCase(config, specs, world, None)
     space = {table.text for table in tables_of(space_of_setting(case.setting)) if may_run(case, table)}
     every = {table.text for table in every_table(case)}
     assert every and space == every
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(share(25)))
 def test_tables_of_the_space_keep_the_rules_of_a_run(seed):
     """But that of vocabularies of several sizes, which drafts are asked for."""
     case = random_case(seed)
@@ -92,17 +96,11 @@ def test_two_models_have_as_many_virtual_stages():
     [
         ({"parallel__actor_train": "d1t4p1", "parallel__critic_train": "d1t1p4v2"}, "parallel.actor_train=d1t4p1 and "),
         ({"parallel__actor_train": "d4t1p1", "fusion__actor_microbatches": 16}, "fusion.actor_microbatches=16: no "),
-        (
-            {"parallel__inference": "d1t4p1", "parallel__generation": "d4t1p1"},
-            "parallel.generation=d4t1p1 and parallel",
-        ),
+        (dict.fromkeys(SCORERS, "d1t4p1") | {"parallel__generation": "d4t1p1"}, "generation=d4t1p1 and parallel"),
     ],
 )
 def test_rows_that_are_given_and_can_be_with_nothing_are_named(keys, message):
-    spec = spec_of(8, 256, 8, 4)
-    specs = dict.fromkeys(("actor", "critic", "reference", "reward"), spec)
-    scorers = {f"parallel__{role}_inference": "d1t4p1" for role in ("reference", "reward", "critic")}
-    keys = keys | (scorers if "parallel__inference" in keys else {})
+    specs = dict.fromkeys(("actor", "critic", "reference", "reward"), spec_of(8, 256, 8, 4))
     with pytest.raises(InputError) as caught:
         space_of_setting(Setting.of(auto_config(**keys), specs, 4, None))
     assert message in str(caught.value) and "\n" not in str(caught.value)

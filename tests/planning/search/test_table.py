@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+from testkit.profiles import share
 from testkit.search_cases import drawn_table, random_case, space_of_setting, tables_of
 
 from rlhfuse.config.auto_layouts import searched_keys
 from rlhfuse.planning.search.table import Table
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(share(20)))
 def test_overrides_make_a_run_have_the_table_and_parse_back(seed):
     case = random_case(seed)
     table = drawn_table(space_of_setting(case.setting), random.Random(seed))
@@ -26,21 +27,14 @@ def test_overrides_make_a_run_have_the_table_and_parse_back(seed):
 
 
 def test_texts_are_in_the_order_of_the_space_and_no_two_are_alike():
-    for seed in range(20):
+    for seed in range(share(20)):
         texts = [table.text for table in tables_of(space_of_setting(random_case(seed).setting))]
         assert texts == sorted(set(texts))
 
 
 def test_ten_micro_batches_come_after_nine():
-    table = Table.parse(
-        (
-            "parallel.generation=d4t1p1",
-            "parallel.inference=d4t1p1",
-            "parallel.actor_train=d4t1p1",
-            "parallel.sequence_parallel=false",
-            "fusion.actor_microbatches=9",
-            "trainer.recompute=none",
-        )
-    )
+    rows = [f"parallel.{row}=d4t1p1" for row in ("generation", "inference", "actor_train")]
+    rest = ["parallel.sequence_parallel=false", "fusion.actor_microbatches=9", "trainer.recompute=none"]
+    table = Table.parse((*rows, *rest))
     ten = Table(table.generation, table.inference, table.actor_train, None, 10, "none", False)
     assert table.critic_train is None and table.text < ten.text

@@ -7,11 +7,10 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+from testkit.flat_profile import of_degree
 from testkit.small_searches import GPUS, LAYOUTS, SCORERS, setting
 
-from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.profile_files import TensorProfiles
-from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.sensitivity import Swing
 from rlhfuse.planning.search.setting import Setting
@@ -118,25 +117,23 @@ def test_where_nothing_was_measured_it_is_said_with_the_degrees(ranking, answer)
     assert doubts_of(ranking, replace(one, bound=inf))[0] == "no other table fits"
 
 
-def measured(made: Setting, *degrees: int, largest: float = 1e6) -> Ranking:
-    """Its search where every call was measured to take as many seconds as its tensor degree, counts up to `largest`."""
-    profiles = []
-    for degree in degrees:
-        plane = Grid(((1.0, largest), (1.0, largest)), (float(degree),) * 4)
-        line = Grid(((1.0, largest),), (float(degree),) * 2)
-        facts = made_for(made.config.with_(parallel=dict.fromkeys((*LAYOUTS[:4], *SCORERS), "d4t1p1")), made.specs)
-        facts |= {key: degree for key in facts if key.endswith("_tp")}
-        training = {role: TrainingGrids(degree, line, line, line, line) for role in made.config.trained()}
-        score = dict.fromkeys(made.config.scorers(), plane)
-        profiles.append(ProfiledCost(facts, plane, plane, score, float(degree), line, line, training))
-    return Ranking(replace(made, inputs=replace(made.inputs, measured=TensorProfiles(tuple(profiles)))))
-
-
-def test_tables_whose_degrees_were_not_measured_are_counted():
+@pytest.fixture(scope="module")
+def profiled() -> Setting:
+    """The setting of a run that names a profile."""
     keys = dict(fusion__actor_microbatches=1, trainer__recompute="none", parallel__sequence_parallel=False)
     made = setting(4, **keys, **GPUS)
-    made = replace(made, config=made.config.with_(fusion={"profile": "profile.json"}))
-    partly, wholly = measured(made, 1, 2), measured(made, 1, 2, 4)
+    return replace(made, config=made.config.with_(fusion={"profile": "profile.json"}))
+
+
+def measured(made: Setting, *degrees: int, largest: float = 1e6) -> Ranking:
+    """Its search where every call was measured to take as many seconds as its tensor degree, counts up to `largest`."""
+    given = made.config.with_(parallel=dict.fromkeys((*LAYOUTS[:4], *SCORERS), "d4t1p1"))
+    profiles = tuple(of_degree(given, made.specs, degree, largest) for degree in degrees)
+    return Ranking(replace(made, inputs=replace(made.inputs, measured=TensorProfiles(profiles))))
+
+
+def test_tables_whose_degrees_were_not_measured_are_counted(profiled):
+    partly, wholly = measured(profiled, 1, 2), measured(profiled, 1, 2, 4)
     told = doubts_of(partly, partly.found(2))[1]
     count = partly.refused["not measured"]
     assert (
@@ -146,11 +143,8 @@ def test_tables_whose_degrees_were_not_measured_are_counted():
     assert told == "fusion.profile=profile.json has every tensor degree of these tables: 1, 2, 4"
 
 
-def test_what_is_larger_than_anything_measured_is_named():
-    keys = dict(fusion__actor_microbatches=1, trainer__recompute="none", parallel__sequence_parallel=False)
-    made = setting(4, **keys, **GPUS)
-    made = replace(made, config=made.config.with_(fusion={"profile": "profile.json"}))
-    ranking = measured(made, 1, 2, 4, largest=10.0)
+def test_what_is_larger_than_anything_measured_is_named(profiled):
+    made, ranking = profiled, measured(profiled, 1, 2, 4, largest=10.0)
     found = ranking.found(2)
     draft = made.draft(found.best.table)
     longest = draft.limits.longest
