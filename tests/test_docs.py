@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 GENERATED = ("reference/configuration.md", *(f"results/{file.name}" for file in DOCS.glob("results/*.md")))
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
-CODE = sorted(file for folder in ("rlhfuse", "tools", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
-MADE_UP = {"FILE.py", "my_reward.py"}  # a reader's own file in a docstring
+CODE = sorted(file for folder in ("rlhfuse", "tools", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py"))
+MADE_UP = {"FILE.py", "tools/NAME.py", "my_reward.py"}  # a reader's own file in a docstring
 
 
 def test_generated_pages_are_as_the_code_makes_them():

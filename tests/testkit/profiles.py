@@ -11,7 +11,7 @@ settings.load_profile(FULL)
 
 
 def share(count: int) -> int:
-    """Of `count` random cases as many as the profile that is loaded asks for."""
+    """How many of `count` random cases the profile that is loaded asks for."""
     return max(1, count * settings.default.max_examples // 100)  # pyright: ignore[reportOptionalMemberAccess]
 
 
