@@ -160,9 +160,7 @@ def refuse(text):
     raise InputError("no template")
 
 
-@pytest.mark.parametrize(
-    "tokens, message", [(refuse, "no template"), (lambda text: [], "the prompt has no tokens")], ids=str
-)
+@pytest.mark.parametrize("tokens, message", [(refuse, "no template"), (lambda text: [], "the prompt has no tokens")])
 def test_what_encoding_refuses_is_named_by_its_line(tmp_path, tokens, message):
     with pytest.raises(InputError, match=f"p.jsonl:1: {message}"):
         load_prompts([write(tmp_path, "p.jsonl", GOOD)], "prompt", tokens, 10)
