@@ -156,10 +156,17 @@ def _nothing_is_left_running(request: pytest.FixtureRequest):
 
 @pytest.fixture(scope="session")
 def pools():
-    """Pools of ranks, one of each size for all tests of this process."""
+    """Pools of ranks, one of each size; they end with the file of tests that used them."""
     made = Pools()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_end_with_their_file(request: pytest.FixtureRequest):
+    yield
+    if any("pools" in item.fixturenames for item in request.session.items if item.path == request.path):
+        request.getfixturevalue("pools").close()
 
 
 @pytest.fixture(scope="module")

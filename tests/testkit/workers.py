@@ -1,9 +1,10 @@
-"""Worker processes on gloo for distributed tests: started once for many files, given one function after another.
+"""Worker processes on gloo for distributed tests: started once per file, given one function after another.
 
 `Workers(n)` forks n processes into one process group. `run(function, *arguments)` calls `function(rank, *arguments)`
 on every rank and returns the results in rank order; a failure on any rank is raised with its traceback and closes
-the pool, because the group is then unusable. A call that takes too long kills all workers. `Pools` keeps a pool of each
-size; a file of tests gets it with a new process group and an empty store.
+the pool, because the group is then unusable. A call that takes too long kills all workers. `Pools` starts a pool anew
+for each file of tests, from one process that has loaded all modules: gloo's threads outlive their groups, a hundred of
+them a file, and turn without work.
 
 The store is this process's: its port is bound when it is chosen, so that no other process can take it meanwhile.
 """
@@ -35,17 +36,10 @@ def host_store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def join(port: int, rank: int, world: int, turn: int = 0) -> None:
-    """Make the gloo group of all ranks, over the store at `port`; of another `turn`, with other keys there."""
-    store = dist.PrefixStore(f"gloo-{turn}", dist.TCPStore("127.0.0.1", port))
+def join(port: int, rank: int, world: int) -> None:
+    """Make the gloo group of all ranks, over the store at `port`."""
+    store = dist.PrefixStore("gloo", dist.TCPStore("127.0.0.1", port))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-
-
-def join_again(rank: int, port: int, world: int, turn: int) -> None:
-    """Leave all groups and what the store held, for the next file of tests."""
-    dist.destroy_process_group()
-    gc.collect()
-    join(port, rank, world, turn)
 
 
 def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
@@ -78,7 +72,7 @@ class Workers:
 
         allow_many_files()  # tensors that come back through a pipe are open files here
         context = forkserver()
-        self._timeout, self._turn, self.alive = timeout_seconds, 0, True
+        self._timeout, self.alive = timeout_seconds, True
         self._store = host_store()
         self._pipes, self._processes = [], []
         for rank in range(world):
@@ -114,10 +108,6 @@ class Workers:
                 results[rank] = value
         return [results[rank] for rank in range(len(self._pipes))]
 
-    def renew(self) -> None:
-        self._turn += 1
-        self.run(join_again, self._store.port, len(self._pipes), self._turn)
-
     def kill(self) -> None:
         self.alive = False
         for process in self._processes:
@@ -136,20 +126,18 @@ class Workers:
 
 
 class Pools:
-    """A pool of ranks of each size."""
+    """A pool of ranks of each size, for the tests of a file."""
 
     def __init__(self) -> None:
         self._pools: dict[int, Workers] = {}
 
     def of(self, world: int) -> Workers:
-        """The pool of that size with a new process group; a new pool where the last one was killed."""
-        pool = self._pools.get(world)
-        if pool is None or not pool.alive:
-            pool = self._pools[world] = Workers(world)
-        else:
-            pool.renew()
-        return pool
+        """The pool of that size; a new one where it was killed."""
+        if world not in self._pools or not self._pools[world].alive:
+            self._pools[world] = Workers(world)
+        return self._pools[world]
 
     def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
+        """End all ranks: the next file has new ones."""
+        while self._pools:
+            self._pools.popitem()[1].close()
