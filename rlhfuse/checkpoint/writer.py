@@ -122,13 +122,15 @@ class CheckpointWriter:
                     shutil.rmtree(partial, ignore_errors=True)
             raise JointError(f"{error}; {self.last_good()}") from None
 
-    def last_good(self) -> str:
-        """Where to go on after an error, as a message; waits for the checkpoint under way, which rank 0 commits."""
-        until = time.monotonic() + self._timeout
+    def last_good(self, commit_seconds: float = 0.0) -> str:
+        """Where to go on after an error, as a message; waits for this rank's file of the checkpoint under way.
+
+        Rank 0, which may have failed, is given `commit_seconds` more to complete it.
+        """
         if self._thread is not None:
             self._thread.join(self._timeout)
-            given_up = self._problem or self._abandoned.is_set()
-            while not given_up and self._partial.exists() and time.monotonic() < until:
+            until = time.monotonic() + commit_seconds
+            while self._partial.exists() and time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
         left = checkpoints_in(self._run_dir)
         where = f"the last good checkpoint is {left[-1]}" if left else "no checkpoint was saved"

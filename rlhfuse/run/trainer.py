@@ -40,7 +40,7 @@ from rlhfuse.models.hf import hf_tensors
 from rlhfuse.models.hf_folder import exhaust, export_checkpoint
 from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.monitor.metrics import plain_metrics
-from rlhfuse.monitor.watchdog import Watchdog
+from rlhfuse.monitor.watchdog import SAVE_SECONDS, Watchdog
 from rlhfuse.parallel.collectives import any_rank, from_rank_0, raise_on_all_ranks
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.learning_rate import learning_rate
@@ -182,7 +182,7 @@ class Trainer:
         try:
             self._fit(first)
         except (FloatingPointError, RewardError) as error:
-            raise type(error)(f"{error}; {self.checkpoints.last_good()}") from error
+            raise type(error)(f"{error}; {self.checkpoints.last_good(SAVE_SECONDS)}") from error
         finally:
             gc.unfreeze()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from testkit.pool_runs import run_here
 from testkit.programs import KILLED, ended, killed_forked, killed_in
+from testkit.runs_table import job
 from testkit.tiny import write_run
 
 from rlhfuse.base.errors import InputError
@@ -111,7 +111,7 @@ def runs(programs, pools, tmp_path_factory):
     base = tmp_path_factory.mktemp("runs")
     config = write_run(base, trainer__save_every=2, trainer__iterations=4)
     whole, broken = base / "whole", base / "killed"
-    pools.of(2).run(run_here, config, whole)
+    pools.of(2).run(job, config, "whole", [f"trainer.output_dir={whole}"])
     settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
     for number, moment in enumerate(THREE_KILLS):
         if " all " in moment:

@@ -132,13 +132,15 @@ def test_ranks_that_share_no_storage_are_told_so(workers, tmp_path):
     assert all(message.startswith(words) for message in messages), messages
 
 
-def last_good_while_rank_0_commits(rank: int, out: Path) -> str:
-    """Rank 0 commits when all others have asked for the last good checkpoint."""
+def last_good_while_rank_0_commits(rank: int, out: Path, succeeds: bool) -> str:
+    """Rank 0 commits, or fails to, when all others have asked for the last good checkpoint."""
     writer, asked = writer_of(rank, out), out / "asked"
     commit = writer._commit
 
     def late(*arguments):
         eventually(lambda: len(list(asked.glob("*"))) == 3)
+        if not succeeds:
+            raise OSError(28, os.strerror(28))
         return commit(*arguments)
 
     writer._commit = late
@@ -146,13 +148,15 @@ def last_good_while_rank_0_commits(rank: int, out: Path) -> str:
     if rank:
         asked.mkdir(exist_ok=True)
         (asked / str(rank)).touch()
-    return writer.last_good()
+    return writer.last_good(600 if succeeds else 0.1)
 
 
-def test_every_rank_names_the_checkpoint_that_is_being_committed(workers, tmp_path):
-    said = workers.run(last_good_while_rank_0_commits, tmp_path)
-    where = f"the last good checkpoint is {tmp_path / 'checkpoints' / 'iteration-1'}"
-    assert said == [f"{where}: start again with trainer.resume=auto"] * 4
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_every_rank_names_the_checkpoint_that_is_being_committed(workers, tmp_path, succeeds):
+    """Nobody waits for long where rank 0 will never complete it."""
+    said = workers.run(last_good_while_rank_0_commits, tmp_path, succeeds)
+    good = f"the last good checkpoint is {tmp_path / 'checkpoints' / 'iteration-1'}"
+    assert said == [f"{good if succeeds else 'no checkpoint was saved'}: start again with trainer.resume=auto"] * 4
 
 
 def prune_in_vain(rank: int, out: Path) -> str:
