@@ -7,8 +7,10 @@ import re
 
 import pytest
 from testkit import durations, tiers
-from testkit.imports import reaching
+from testkit.imports import changed_files, reaching
 from testkit.paths import NO_DATA, ROOT, TESTS
+
+from rlhfuse.base.errors import InputError
 
 pytest_plugins = ["pytester"]
 FILES = sorted(str(file.relative_to(ROOT)) for file in TESTS.rglob("test_*.py"))
@@ -67,7 +69,13 @@ def test_a_change_reaches_the_tests_that_import_or_name_it(changed, some, none):
 
 def test_a_change_of_what_all_tests_share_reaches_all():
     assert reaching(["tests/testkit/plugin.py"], FILES) == reaching(["setup.cfg"], FILES) == FILES
-    assert reaching([], FILES) == []
+    assert reaching(["rlhfuse/ppo/gone.py"], FILES) == FILES, "whoever imported it can not be read off any more"
+    assert reaching([], FILES) == reaching(["tests/ppo/test_gone.py"], FILES) == []
+
+
+def test_a_commit_that_is_not_there_is_named():
+    with pytest.raises(InputError, match="git knows no commit 'nowhere': "):
+        changed_files("nowhere")
 
 
 def test_durations_are_kept_by_file_and_tier(tmp_path, monkeypatch):
@@ -107,4 +115,4 @@ def test_the_last_line_says_what_passed_and_why_the_rest_did_not(pytester, more,
     if code:
         assert "(1 no CUDA device here; 1 too lazy)" in result.outlines[-1]
         assert result.outlines[-2] == "error: CI should not skip: too lazy"
-        result.stdout.fnmatch_lines("*AssertionError: a test starts python* and does not use the fixture 'programs'*")
+        result.stdout.fnmatch_lines("*AssertionError: a test starts *python* and does not use the fixture 'programs'*")

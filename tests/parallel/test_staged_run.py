@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import datetime
 import json
-from functools import partial
+from pathlib import Path
 
 import pytest
-from testkit.pool_runs import run_here
+import torch
+import torch.distributed as dist
+from testkit.runs_table import job
 from testkit.tiny import write_run
 
 from rlhfuse.run.report.compare import compare_runs
 
 LAYOUTS = {"actor_train": "d1t1p4", "critic_train": "d2t1p2", "generation": "d4t1p1"}
 CUT = {"actor_train": "d2t1p2", "critic_train": "d2t2p1", "generation": "d2t2p1"}
+
+
+def staged_job(rank: int, config: Path, name: str, settings: list[str]) -> None:
+    """The job in a world made anew, whose groups stage what passes through them."""
+    from rlhfuse.parallel import shared_gpu
+    from rlhfuse.parallel.device import Device
+
+    device = Device(torch.device("cpu"), shared_gpu.SHARED_GPU)
+    if device.backend not in dist.Backend.backend_list:
+        shared_gpu.register(stages=lambda tensor: True)
+    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    dist.destroy_process_group()
+    again, timeout = dist.PrefixStore(name, store), datetime.timedelta(seconds=540)
+    dist.init_process_group(device.process_group, store=again, rank=rank, world_size=world, timeout=timeout)
+    job(rank, config, name, settings, device=device)
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +44,8 @@ def test_a_run_through_the_staging_is_the_run_over_gloo(workers, config, layouts
     overrides = [f"parallel.{task}={layout}" for task, layout in layouts.items()]
     overrides += [f"trainer.iterations={iterations}", "algorithm.minibatches=1"]
     folders = [config.parent / f"{name}_{layouts['generation']}" for name in ("plain", "staged")]
-    for folder, staged in zip(folders, (False, True)):
-        workers.run(partial(run_here, staged=staged), config, folder, *overrides)
+    for folder, of in zip(folders, (job, staged_job)):
+        workers.run(of, config, folder.name, [*overrides, f"trainer.output_dir={folder}"])
     rows = [json.loads(line) for line in (folders[1] / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == iterations and any(row["fusion/migrated_samples"] > 0 for row in rows)
     compared = compare_runs(*folders)

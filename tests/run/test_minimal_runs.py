@@ -54,7 +54,7 @@ TABLE = {
     "grpo on four": ("grpo", "tiny", "exact", 64, 32, 8, (D4, "", D4), (4, 4)),
     "rloo on four": ("rloo", "tiny", "short", 3, 3, 3, ("d2t1p2", "", D4), (1, 4)),
 }
-TO_THE_END = ("one sample", "three prompts", "rloo", "pipeline")
+TO_THE_END = ("one sample", "three prompts", "rloo", "pipeline", "defaults")
 SLOW = ("three prompts", "rloo")
 
 

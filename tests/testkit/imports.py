@@ -10,6 +10,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
+from rlhfuse.base.errors import InputError, run_program
 from testkit.paths import ROOT, TESTS
 
 # what every test has by its fixtures: a change there reaches all of them, and nobody is followed through it
@@ -43,12 +44,13 @@ def reaching(changed: Iterable[str], tests: Iterable[str]) -> list[str]:
     """Those of `tests` that a change of the files can reach; paths are relative to the checkout.
 
     A Python file reaches what it imports, the tools and programs that it names, and so on; any other file is reached by
-    a test that names it or its folder. A change of what all tests share reaches all.
+    a test that names it or its folder. A change of what all tests share reaches all, and so does code that is gone:
+    nobody can be followed to it.
     """
-    changed = set(changed)
-    if changed & {*SHARED}:
-        return list(tests)
+    changed = {path for path in changed if _exists(path) or not path.startswith("tests/test_") and "/test_" not in path}
     code = {path for path in changed if path.endswith(".py")}
+    if changed & {*SHARED} or not all(map(_exists, code)):
+        return list(tests)
     others = changed - code
     found = []
     for test in tests:
@@ -62,10 +64,9 @@ def reaching(changed: Iterable[str], tests: Iterable[str]) -> list[str]:
 def _names(path: str, texts: frozenset[str]) -> bool:
     """Whether one of the texts is the path, the end of it, or a folder that it lies in."""
     parts = path.split("/")
-    ends = {"/".join(parts[start:stop]) for start in range(len(parts)) for stop in range(start + 1, len(parts) + 1)}
-    own = {"/".join(parts[start:]) for start in range(len(parts))}
+    ends = {"/".join(parts[start:]) for start in range(len(parts))}
     folders = {"/".join(parts[:stop]) for stop in range(1, len(parts))}
-    return bool(texts & ends & (own | folders))
+    return bool(texts & (ends | folders))
 
 
 @cache
@@ -88,9 +89,8 @@ def _reached(path: str) -> frozenset[str]:
     names = [*imports(file, list(Path(path).parts[:-1])), *programs, *(_started(path) if of_tests else ())]
     found = {module for name in names for module in _modules(name)}
     if of_tests:
-        found |= {
-            str(one.relative_to(ROOT)) for one in (folder / "conftest.py" for folder in file.parents) if one.exists()
-        }
+        above = (str((folder / "conftest.py").relative_to(ROOT)) for folder in file.parents if ROOT in folder.parents)
+        found |= {one for one in above if _exists(one)}
     return frozenset(found)
 
 
@@ -130,12 +130,14 @@ def _texts(path: str) -> frozenset[str]:
 
 
 def changed_files(since: str) -> list[str]:
-    """Files that differ from commit `since`, uncommitted and untracked ones too. Raises CalledProcessError."""
-    git = ("git", "-C", str(ROOT))
-    differing = subprocess.run((*git, "diff", "--name-only", since), capture_output=True, text=True, check=True).stdout
-    untracked = ("ls-files", "--others", "--exclude-standard")
-    new = subprocess.run((*git, *untracked), capture_output=True, text=True, check=True).stdout
-    return [*differing.splitlines(), *new.splitlines()]
+    """Files that differ from commit `since`, uncommitted and untracked ones too. Raises InputError."""
+    found = []
+    for words in (("diff", "--name-only", "--no-renames", since, "--"), ("ls-files", "--others", "--exclude-standard")):
+        said = subprocess.run(("git", "-C", str(ROOT), *words), capture_output=True, text=True)
+        if said.returncode:
+            raise InputError(f"git knows no commit {since!r}: {said.stderr.strip().splitlines()[0]}")
+        found += said.stdout.splitlines()
+    return found
 
 
 def main() -> int:
@@ -144,12 +146,11 @@ def main() -> int:
     changed = changed_files(since)
     tests = sorted(str(file.relative_to(ROOT)) for file in TESTS.rglob("test_*.py"))
     found = reaching(changed, tests)
-    print(
-        f"{len(changed)} files differ from {since}; {len(found)} of {len(tests)} test files reach them", file=sys.stderr
-    )
+    told = f"{len(changed)} files differ from {since}; {len(found)} of {len(tests)} test files reach them"
+    print(told, file=sys.stderr)
     print("\n".join(found))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

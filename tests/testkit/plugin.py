@@ -76,13 +76,11 @@ class Guard:
 
     def hear(self, event: str, arguments: tuple) -> None:
         if event == "subprocess.Popen" and self._in_process:
-            words = [
-                os.fsdecode(word)
-                for word in ([arguments[1]] if isinstance(arguments[1], str | bytes) else arguments[1])
-            ]
-            name, own = Path(words[0]).name, words[1:2] == ["-m"] and words[2].startswith("rlhfuse.")
-            if name.startswith(STARTS_PROGRAMS) and not own:  # the package compiles kernels apart, once on a machine
-                raise AssertionError(f"a test starts {name} and does not use the fixture 'programs'")
+            given = [arguments[1]] if isinstance(arguments[1], str | bytes) else arguments[1]
+            program, *words = map(os.fsdecode, given)
+            own = words[:1] == ["-m"] and words[1].startswith("rlhfuse.")  # kernels compiled apart, once on a machine
+            if Path(program).name.startswith(STARTS_PROGRAMS) and not own:
+                raise AssertionError(f"a test starts {program} and does not use the fixture 'programs'")
 
 
 class Told:
@@ -98,7 +96,8 @@ class Told:
         table, tier, asked = durations.recorded(), config.option.tier, tuple(self._asked())
         seconds = sum(durations.seconds_of(file, tier, table) for file in table if file.startswith(asked))
         processes = config.getoption("numprocesses", None) or 1
-        return f"tests of tier '{tier}': about {seconds / processes / 60:.1f} minutes, {processes} files at a time"
+        minutes = f"about {seconds / processes / 60:.1f} minutes" if seconds else "not timed yet"
+        return f"tests of tier '{tier}': {minutes}, {processes} files at a time"
 
     def _asked(self) -> list[str]:
         words = [word.split("::")[0].rstrip("/") for word in self.config.args]

@@ -228,8 +228,9 @@ def job(
     errors: bool = False,
     interrupted: str = "",
     watch: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    device: Any = None,
 ) -> Any:
-    """The job on this rank. Returns what `watch` gives, a context around it.
+    """The job on this rank, on its `device` or the CPU over gloo. Returns what `watch` gives, a context around it.
 
     With `errors` one that ends the job on all ranks is caught: returns its kind and text. Rank 1 gets a SIGINT when it
     says that it is in `interrupted`.
@@ -258,7 +259,7 @@ def job(
         seen = around.enter_context(watch())
         inputs = check_inputs(with_device(load_config(config, settings)), dist.get_world_size())
         try:
-            run_job(inputs, name, rank, choose_device("cpu", 0, 1))
+            run_job(inputs, name, rank, device or choose_device("cpu", 0, 1))
         except (JointError, NotFiniteError, RewardError, Stopped) as error:
             if not errors:
                 raise
