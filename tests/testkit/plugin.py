@@ -148,9 +148,10 @@ def programs():
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_running(request: pytest.FixtureRequest):
+    started = request.getfixturevalue("programs") if "programs" in request.fixturenames else None
     yield
-    if "programs" in request.fixturenames:
-        request.getfixturevalue("programs").end_all()
+    if started:
+        started.end_all()
 
 
 @pytest.fixture(scope="session")
@@ -163,9 +164,11 @@ def pools():
 
 @pytest.fixture(scope="module", autouse=True)
 def _ranks_end_with_their_file(request: pytest.FixtureRequest):
+    wanted = any("pools" in item.fixturenames for item in request.session.items if item.path == request.path)
+    made = request.getfixturevalue("pools") if wanted else None
     yield
-    if any("pools" in item.fixturenames for item in request.session.items if item.path == request.path):
-        request.getfixturevalue("pools").close()
+    if made:
+        made.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import importlib
 import inspect
 import json
@@ -289,9 +290,12 @@ def test_ranks_that_share_a_gpu_see_one_of_eight(bench, monkeypatch, visible, fi
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(train_ppo, "main", rank_main)
     monkeypatch.setattr(whole_programs, "metrics", lambda out: [{"fusion/migrated_samples": 1}])
+    ended = bench.folder / "ended"
+    atexit.register(ended.touch)  # for this process to run
     monkeypatch.setattr(whole_programs, "differences", lambda a, b: {"relative_difference": 0.0, "bit_equal": True})
     found = whole_programs.check_shared(replace(bench, kind="cuda"), "pipelines")
-    assert found["backend"] == "shared_gpu"
+    atexit.unregister(ended.touch)
+    assert found["backend"] == "shared_gpu" and not ended.exists()
     for run in ("fused", "serial"):
         told = [json.loads((bench.folder / run / f"{rank}.json").read_text()) for rank in range(4)]
         assert told == [{"device": "cuda:0", "visible": first}] * 4

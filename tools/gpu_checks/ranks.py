@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -50,6 +51,7 @@ def _run_rank(environment: dict[str, str], work: Callable[[], object], log: Path
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    atexit._clear()  # what was registered before the fork is for the other process to run: its folders, its services
     work()
 
 
