@@ -1,4 +1,4 @@
-"""The running spread of scores against statistics over all of them at once, and through JSON."""
+"""The KL's coefficient, and the running spread of scores against statistics over all of them at once."""
 
 import json
 import statistics
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
 
-from rlhfuse.ppo.adaptive import RunningMoments
+from rlhfuse.ppo.adaptive import KLController, RunningMoments
 
 BATCHES = st.lists(st.lists(st.floats(-1e3, 1e3, width=32), max_size=5), min_size=1, max_size=5)
 
@@ -42,3 +42,17 @@ def test_a_checkpoint_keeps_every_bit():
     before = after([[0.1, 0.7], [1 / 3]])
     restored = RunningMoments(**json.loads(json.dumps(asdict(before))))
     assert restored == before and after([[0.2, 5.0]], restored) == after([[0.2, 5.0]], before)
+
+
+def test_the_coefficient_follows_the_kl():
+    control = KLController(0.1, target=6.0, horizon=1000)
+    assert control.after(6.0, 64).coef == 0.1
+    assert control.after(6.6, 100).coef == pytest.approx(0.1 * (1 + 0.1 * 100 / 1000))
+    assert control.after(600.0, 100).coef == pytest.approx(0.1 * (1 + 0.2 * 100 / 1000))  # no further at once
+    assert control.after(0.0, 100).coef == pytest.approx(0.1 * (1 - 0.2 * 100 / 1000))
+    assert control.after(0.0, 10**6).coef == 0.05  # of a large batch: halved at most
+    assert KLController(0.1).after(600.0, 64) == KLController(0.1)
+    for _ in range(5000):
+        control = control.after(-1.0, 10**6)
+    assert control.coef == 1e-6 < control.after(600.0, 10**6).coef  # it can come back
+    assert KLController(1e-9, target=6.0).after(0.0, 100).coef == 1e-9  # one that begins lower stays

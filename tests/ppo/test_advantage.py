@@ -1,100 +1,150 @@
-"""Token rewards, GAE and whitening against plain loops and closed forms."""
+"""Advantages and returns against their definitions, written out in Python's float64."""
 
 import math
+import statistics
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from testkit.profiles import examples
+from testkit.rollouts import batch_of
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import AlgorithmConfig
-from rlhfuse.ppo.advantage import BLOCK, add_advantages, generalized_advantages, whiten
-from rlhfuse.ppo.rollout import Rollout, RolloutBatch
-from rlhfuse.ppo.token_rewards import add_token_rewards, kl_estimate
-
-
-def gae_loop(rewards, values, gamma, lam):
-    """The recursion of one sample, in Python's float64."""
-    advantages, carried, following = [0.0] * len(rewards), 0.0, 0.0
-    for t in reversed(range(len(rewards))):
-        delta = rewards[t] + gamma * following - values[t]
-        carried = delta + gamma * lam * carried
-        advantages[t], following = carried, values[t]
-    return advantages
-
-
-def check_against_loop(lengths, gamma, lam, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    total = sum(lengths)
-    rewards = torch.randn(total, generator=generator, dtype=torch.float64)
-    values = torch.randn(total, generator=generator, dtype=torch.float64)
-    got = generalized_advantages(rewards, values, torch.tensor(lengths), gamma, lam)
-    expected = []
-    for r, v in zip(rewards.split(lengths), values.split(lengths)):
-        expected += gae_loop(r.tolist(), v.tolist(), gamma, lam)
-    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("lengths", [[BLOCK], [BLOCK + 1], [BLOCK - 1, 1], [3 * BLOCK + 7, 2, 2 * BLOCK, 1]])
-@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (1.0, 0.95), (0.99, 0.0), (0.0, 0.5)])
-def test_gae_carries_over_blocks(lengths, gamma, lam):
-    check_against_loop(lengths, gamma, lam)
-
-
-def make_batch():
-    ref = [torch.tensor([-1.5, -1.0]), torch.tensor([-40.0, -0.5, -2.0])]
-    old = [torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -0.5, -1.0])]
-    rollouts = [
-        Rollout(i, (1,), (2,) * len(o), o, reason, r, torch.zeros(len(o)), score)
-        for i, (o, r, reason, score) in enumerate(zip(old, ref, ["stop", "length"], [3.0, -9.0]))
-    ]
-    return RolloutBatch.from_rollouts(rollouts)
-
-
-@pytest.mark.parametrize(
-    "estimator, x, expected",
-    [
-        ("k1", 0.5, 0.5),
-        ("k1", -30.0, -20.0),
-        ("k2", 0.5, 0.125),
-        ("k2", 30.0, 200.0),
-        ("k3", 0.5, math.exp(-0.5) - 1 + 0.5),
-        ("k3", -1.0, math.e - 2),
-        ("k3", -5.0, 10.0),  # capped
-        ("k3", 30.0, 10.0),
-        ("k3", 0.0, 0.0),
-        ("k1", -1e300, -20.0),
-        ("k2", 1e300, 200.0),
-        ("k3", -1e300, 10.0),
-    ],
+from rlhfuse.ppo.advantage import (
+    BLOCK,
+    add_advantages,
+    discounted_returns,
+    generalized_advantages,
+    group_normalised,
+    leave_one_out,
+    whiten,
 )
-def test_kl_estimators(estimator, x, expected):
-    got = kl_estimate(torch.tensor([x], dtype=torch.float64), torch.zeros(1, dtype=torch.float64), estimator)
-    assert got.item() == pytest.approx(expected, rel=1e-12)
+from rlhfuse.ppo.token_rewards import add_token_rewards
 
 
-def test_k1_and_k3_estimate_the_kl_divergence():
-    """Both averages over samples of p come near the exact KL(p || q)."""
-    generator = torch.Generator().manual_seed(0)
-    p, q = (0.5 * torch.randn(2, 50, generator=generator, dtype=torch.float64)).log_softmax(-1)
-    exact = (p.exp() * (p - q)).sum()
-    for estimator in ("k1", "k3"):
-        assert (p.exp() * kl_estimate(p, q, estimator)).sum() == pytest.approx(exact.item(), rel=1e-9)
+def advantage_sums(rewards, values, gamma, lam):
+    """A_t = sum over j >= t of (gamma lam)^(j - t) (r_j + gamma V_{j+1} - V_j): the definition, no recursion."""
+    following = [*values[1:], 0.0]
+    deltas = [r + gamma * n - v for r, n, v in zip(rewards, following, values)]
+    return [math.fsum((gamma * lam) ** (j - t) * deltas[j] for j in range(t, len(deltas))) for t in range(len(deltas))]
 
 
-def test_advantages_are_whitened_and_returns_are_not():
-    batch = add_token_rewards(make_batch(), AlgorithmConfig(), 8)
-    plain = add_advantages(batch, AlgorithmConfig(whiten_advantages=False))
-    white = add_advantages(batch, AlgorithmConfig(whiten_advantages=True))
+def whitened(numbers):
+    mean, spread = statistics.fmean(numbers), math.sqrt(statistics.pvariance(numbers) + 1e-8)
+    return pytest.approx([(number - mean) / spread for number in numbers], rel=1e-6, abs=1e-6)
+
+
+@examples(40)
+@given(
+    lengths=st.lists(st.integers(0, 12) | st.sampled_from([BLOCK - 1, BLOCK, 2 * BLOCK + 7]), min_size=1, max_size=5),
+    seed=st.integers(0, 99),
+    share=st.sampled_from([0.0, 0.6, 1.0]),
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]) | st.floats(0, 1),
+    lam=st.sampled_from([0.0, 0.5, 0.95, 1.0]) | st.floats(0, 1),
+    garbage=st.sampled_from((math.nan, math.inf, -math.inf, 1e308)),
+)
+@example(lengths=[3 * BLOCK + 7, 2], seed=0, share=1.0, gamma=1.0, lam=0.99, garbage=math.nan)
+def test_gaps_hold_garbage_and_the_sums_run_over_what_is_left(lengths, seed, share, gamma, lam, garbage):
+    """One token or none, several blocks, everything masked; nothing that is masked is read."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(2, sum(lengths), generator=generator, dtype=torch.float64)
+    kept = torch.rand(sum(lengths), generator=generator) < share
+    expected, returns = [], []
+    for mask, (r, v) in zip(kept.split(lengths), zip(*(row.split(lengths) for row in numbers))):
+        r, v = r[mask].tolist(), v[mask].tolist()
+        expected += advantage_sums(r, v, gamma, lam)
+        returns += advantage_sums(r, [0.0] * len(r), gamma, 1.0)
+    spoilt, mask = torch.where(kept, numbers, garbage), None if share == 1 else kept
+    found = generalized_advantages(*spoilt, torch.tensor(lengths), gamma, lam, mask)
+    sums, white = discounted_returns(spoilt[0], torch.tensor(lengths), gamma, mask), whiten(spoilt[0], mask=mask)
+    assert found[kept].tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert sums[kept].tolist() == pytest.approx(returns, rel=1e-9, abs=1e-9)
+    assert white[kept].tolist() == (whitened(numbers[0][kept].tolist()) if kept.any() else [])
+    assert not any(each[~kept].any() for each in (found, sums, white))
+
+
+def test_bits_do_not_depend_on_the_batch():
+    """A sample alone, and between others of any length, has the same bits in float64."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [3, 5 * BLOCK + 7, 1, 2 * BLOCK, 70 * BLOCK + 1]
+    rewards, values = torch.randn(2, sum(lengths), generator=generator, dtype=torch.float64)
+    whole = generalized_advantages(rewards, values, torch.tensor(lengths), 1.0, 0.95).split(lengths)
+    for place, (r, v) in enumerate(zip(rewards.split(lengths), values.split(lengths))):
+        alone = generalized_advantages(r, v, torch.tensor([len(r)]), 1.0, 0.95)
+        assert torch.equal(alone, whole[place])
+
+
+SCORES = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=6)
+
+
+@examples(40)
+@given(groups=st.lists(SCORES, min_size=1, max_size=4), interleaved=st.booleans())
+@example(groups=[[0.7] * 4], interleaved=False)
+def test_group_advantages_equal_the_textbook(groups, interleaved):
+    rows = [(g, score) for g, scores in enumerate(groups) for score in scores]
+    if interleaved:
+        rows = rows[::2] + rows[1::2]
+    number, rewards = torch.tensor([7 * g for g, _ in rows]), torch.tensor([score for _, score in rows])
+    normalised, centred = group_normalised(rewards, number), group_normalised(rewards, number, divide=False)
+    alone = leave_one_out(rewards, number)
+    for place, (g, score) in enumerate(rows):
+        scores = groups[g]
+        mean, spread = statistics.fmean(scores), statistics.stdev(scores)
+        others = (math.fsum(scores) - score) / (len(scores) - 1)
+        assert centred[place].item() == pytest.approx(score - mean, abs=1e-9)
+        # with (nearly) equal scores the division is by the epsilon alone, which magnifies rounding
+        assert normalised[place].item() == pytest.approx((score - mean) / (spread + 1e-6), abs=1e-8)
+        assert alone[place].item() == pytest.approx(score - others, abs=1e-9)
+
+
+def test_equal_scores_with_grpos_defaults_train_on_nothing():
+    """In the rewards the KL's noise, divided by its own deviation, would be all that there is."""
+    algorithm, number = AlgorithmConfig(name="grpo"), torch.zeros(8, dtype=torch.int64)
+    ratios = [[0.01 * math.sin(7 * i + j) for j in range(5)] for i in range(8)]
+    batch = add_token_rewards(batch_of([0.0] * 8, ratios), algorithm, 8)
+    assert add_advantages(batch, algorithm, number).advantages.abs().max() == 0
+    in_reward = algorithm.with_(kl_in="reward")
+    batch = add_advantages(add_token_rewards(batch, in_reward, 8), in_reward, number)
+    assert batch.advantages.abs().max() > 1  # an explicit place is kept
+
+
+def test_a_prompt_with_one_sample_is_refused():
+    for function in (group_normalised, leave_one_out):
+        with pytest.raises(InputError, match="prompt 5 has one sample"):
+            function(torch.ones(3), torch.tensor([4, 5, 4]))
+
+
+@pytest.mark.parametrize("name, scale", [("grpo", 2 / (math.sqrt(8) + 1e-6)), ("rloo", 4)])
+def test_every_token_gets_the_advantage_of_its_samples_rewards(name, scale):
+    """A KL in the reward counts: 6 - 0.5 * 2 and 3 - 0.5 * (1 + 3)."""
+    algorithm = AlgorithmConfig(name=name, kl_coef=0.5, kl_in="reward")
+    batch = add_token_rewards(batch_of([6.0, 3.0], [[2.0, 0.0], [1.0, 3.0, 0.0]]), algorithm, 8)
+    batch = add_advantages(batch, algorithm, torch.tensor([3, 3]))
+    assert batch.advantages.tolist() == pytest.approx([scale, scale, -scale, -scale, -scale])
+    assert batch.returns.tolist() == [5, 5, 1, 1, 1]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
+def test_reinforce_takes_what_is_still_to_come(gamma):
+    algorithm = AlgorithmConfig(name="reinforce++", kl_coef=0.5, gamma=gamma)
+    batch = add_token_rewards(batch_of([4.0], [[1.0, 2.0, 6.0]]), algorithm, 8)  # rewards -0.5, -1, 1
+    batch = add_advantages(batch, algorithm)
+    returns = [-0.5 - gamma + gamma**2, -1 + gamma, 1.0]
+    assert batch.returns.tolist() == returns and batch.advantages.tolist() == whitened(returns)
+
+
+def test_advantages_of_ppo_are_whitened_and_returns_are_not():
+    batch = add_token_rewards(batch_of([3.0, -9.0], [[0.5, -1.0], [39.0, 0.0, 1.0]]), AlgorithmConfig(), 8)
+    batch = batch.with_fields(values=torch.arange(5.0))
+    plain, white = (
+        add_advantages(batch, AlgorithmConfig(whiten_advantages=on, lam=0.9, gamma=0.5)) for on in (False, True)
+    )
+    expected = []
+    for r, v in zip(batch.token_rewards.split([2, 3]), batch.values.split([2, 3])):
+        expected += advantage_sums(r.tolist(), v.tolist(), 0.5, 0.9)
+    assert plain.advantages.tolist() == pytest.approx(expected) and white.advantages.tolist() == whitened(expected)
     assert torch.equal(plain.returns, white.returns)
     torch.testing.assert_close(plain.returns, plain.advantages + batch.values)
-    torch.testing.assert_close(white.advantages, whiten(plain.advantages), rtol=1e-5, atol=1e-6)
-    assert white.advantages.mean().item() == pytest.approx(0, abs=1e-6)
-    assert white.advantages.square().mean().item() == pytest.approx(1, rel=1e-5)
     assert white.advantages.dtype == white.returns.dtype == torch.float32
-
-
-def test_advantages_do_not_depend_on_other_samples_before_whitening():
-    batch = add_token_rewards(make_batch(), AlgorithmConfig(), 8)
-    algorithm = AlgorithmConfig(whiten_advantages=False)
-    whole = add_advantages(batch, algorithm)
-    alone = add_advantages(batch.select([1]), algorithm)
-    assert torch.equal(whole.select([1]).advantages, alone.advantages)
