@@ -136,25 +136,21 @@ def test_ids_and_counts_that_do_not_fit(friends):
 
 
 @pytest.mark.parametrize(
-    "options", [dict(num_blocks=0), dict(block_tokens=0), dict(max_sequences=-1), dict(draft_rows=-1)], ids=str
+    ("options", "words"),
+    [
+        (dict(num_blocks=0), "num_blocks"),
+        (dict(block_tokens=0), "block_tokens"),
+        (dict(max_sequences=-1), "max_sequences"),
+        (dict(draft_rows=-1), "draft_rows"),
+        (dict(dtype=torch.float16), "dtype"),
+        (dict(kernels="cuda"), "kernels='cuda' is unknown"),
+        (dict(attention="flash"), "attention='flash' is unknown; use one of auto, flashinfer, triton"),
+        (dict(weights=WEIGHTS | {"output_layer.weight": torch.zeros(3, 3)}), "output_layer.weight"),
+    ],
 )
-def test_sizes_of_an_engine(options):
-    with pytest.raises(InputError, match=next(iter(options))):
+def test_options_and_weights_of_an_engine(options, words):
+    with pytest.raises(InputError, match=words):
         make(**options)
-
-
-@pytest.mark.parametrize("limit", [dict(top_k=1), dict(top_p=1e-6), dict(top_k=2, top_p=0.5)], ids=str)
-def test_tokens_banned_by_min_tokens_leave_others_to_draw(limit):
-    """The most likely token ends the response and may not be drawn yet: the next likely one is, not an error."""
-    engine = make()
-    greedy = engine.generate([[9, 10]], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))[0]
-    ends = dict(ignore_eos=True, stop_token_ids=greedy.tokens, max_tokens=1, min_tokens=1)
-    second = engine.generate([[9, 10]], SamplingParams(temperature=0, **ends))[0]
-    drawn = [engine.generate([[9, 10]], SamplingParams(seed=s, **limit, **ends))[0] for s in range(20)]
-    assert all(r.finish_reason == "length" and greedy.tokens != r.tokens for r in drawn)
-    assert second in drawn
-    if limit.get("top_k") != 2:
-        assert all(r == second for r in drawn)
 
 
 def poisoned(token: int, value: float = math.nan, spec=SPEC) -> dict:

@@ -6,11 +6,9 @@ import weakref
 from dataclasses import replace
 
 import pytest
-import torch
 from testkit.gen_models import GREEDY, PROMPTS, add_all, engine_of, random_weights, run_out, tiny_spec
 
-from rlhfuse.base.errors import InputError
-from rlhfuse.gen.engine import EngineOptions, SamplingParams
+from rlhfuse.gen.engine import SamplingParams
 
 PARAMS = [
     SamplingParams(temperature=t, top_k=k, top_p=p, seed=s, max_tokens=40, ignore_eos=True)
@@ -22,12 +20,6 @@ PARAMS = [
 def alone():
     engine = engine_of()
     return [engine.generate([p], params, [i])[0] for i, (p, params) in enumerate(zip(PROMPTS, PARAMS))]
-
-
-def test_max_tokens_end_with_length_up_to_the_whole_context():
-    for prompt in ([9, 10], [9] * (256 - 12)):
-        result = engine_of().generate([prompt], GREEDY)[0]
-        assert result.finish_reason == "length" and len(result.tokens) == len(result.logprobs) == 12
 
 
 def test_stop_token_is_kept_and_min_tokens_delays_it():
@@ -122,66 +114,6 @@ def test_loaded_weights_give_the_new_models_tokens_and_are_read_in_place():
     assert new == in_place.generate([prompt], GREEDY) == engine_of(weights=values).generate([prompt], GREEDY) != old
 
 
-def test_wrong_weights_and_kernels_are_named():
-    weights = random_weights(tiny_spec())
-    weights["decoder.layers.1.mlp.linear_fc2.weight"] = torch.zeros(3, 3)
-    with pytest.raises(InputError, match="decoder.layers.1.mlp.linear_fc2.weight"):
-        engine_of(weights=weights)
-    with pytest.raises(InputError, match="dtype"):
-        engine_of(dtype=torch.float16)
-    with pytest.raises(InputError, match="kernels='cuda' is unknown"):
-        EngineOptions(kernels="cuda")
-    with pytest.raises(InputError, match="attention='flash' is unknown; use one of auto, flashinfer, triton"):
-        EngineOptions(attention="flash")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(),
-        dict(max_batched_tokens=7),
-        dict(max_batched_tokens=1),
-        dict(max_sequences=3),
-        dict(block_tokens=16, num_blocks=9),  # one long sample fills it: much preemption
-        dict(block_tokens=16, num_blocks=14, max_batched_tokens=24),
-    ],
-    ids=str,
-)
-def test_batched_chunked_preempted_equal_alone(alone, options):
-    engine = engine_of(**options)
-    assert engine.generate(PROMPTS, PARAMS) == alone
-    add_all(engine, PROMPTS, PARAMS)  # now with every prefix known
-    assert run_out(engine) == alone
-
-
-def test_failure_in_a_step_loses_no_token(alone, monkeypatch):
-    engine = engine_of()
-    results = add_all(engine, PROMPTS, PARAMS, steps=5)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "launch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    assert run_out(engine, results=results) == alone
-
-
-def test_draws_depend_on_seed_and_sample_alone():
-    """Several seeds in one batch, in any order and company: the same draws; another seed or sample id: others."""
-    engine = engine_of()
-    params = [SamplingParams(seed=seed, max_tokens=16, ignore_eos=True) for seed in (3, 3, 4, -1, 2**70)]
-    together = engine.generate([PROMPTS[4]] * 5, params, [0, 1, 2, 3, 4])
-    assert len({r.tokens for r in together}) == 5
-    order = [3, 1, 4, 0, 2]
-    assert engine.generate([PROMPTS[4]] * 5, [params[i] for i in order], order) == [together[i] for i in order]
-    assert engine.generate([PROMPTS[4]], params[1], [1]) == [together[1]]
-    assert engine.generate([PROMPTS[4]], replace(params[1], seed=9), [1])[0].tokens != together[1].tokens
-
-
 def test_greedy_takes_top_k_and_top_p_and_they_change_nothing():
     narrow = replace(GREEDY, top_k=3, top_p=0.4)
     assert engine_of().generate(PROMPTS, GREEDY) == engine_of().generate(PROMPTS, [narrow] * 8)
-
-
-def test_bfloat16_takes_half_the_bytes():
-    for dtype, size in ((torch.bfloat16, 2), (torch.float32, 4)):
-        cache = engine_of(dtype=dtype, num_blocks=50)._cache
-        assert cache.keys.nbytes + cache.values.nbytes == 50 * 16 * tiny_spec().kv_bytes_per_token(size)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from testkit.gen_models import add_all, engine_of, tiny_spec
+from testkit.gen_models import GREEDY, add_all, engine_of, tiny_spec
 from testkit.paths import shared_data
-
-from rlhfuse.gen.engine import SamplingParams
 
 BLOCK = 16
 REQUESTS, LONGEST = 200, 480
@@ -28,14 +27,14 @@ def read_requests(trace: Path) -> list[tuple[list[int], int]]:
 
 
 def draw_requests() -> list[tuple[list[int], int]]:
-    """Turns of conversations, each of which begins with the one before it or with a system prompt."""
+    """Turns of conversations, each of which is one before it or a system prompt, with something more or without."""
     rng, said = random.Random(0), [list(range(blocks)) for blocks in (0, 2, 5)]
     requests = []
     for number in range(REQUESTS):
-        ids = [*rng.choice(said), *range(1000 * number + 100, 1000 * number + 101 + rng.randint(0, 6))]
+        ids = [*rng.choice(said[1:]), *range(1000 * number + 100, 1000 * number + 100 + rng.randint(0, 6))]
         ids = ids[: LONGEST // BLOCK]
         said.append(ids)
-        requests.append((ids, len(ids) * BLOCK - rng.randint(0, BLOCK - 1)))
+        requests.append((ids, len(ids) * BLOCK - rng.choice((0, rng.randint(1, BLOCK - 1)))))
     return requests
 
 
@@ -65,10 +64,7 @@ def test_reuse_equals_the_reference_and_changes_nothing(trace):
     spec = tiny_spec(layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=32, context=512)
     prompts = [spell(*request, spec.vocab) for request in requests]
     blocks = sum(len(prompt) // BLOCK + 2 for prompt in prompts)  # no block is ever taken from a known prefix
-    engine, params = (
-        engine_of(spec, num_blocks=blocks, max_batched_tokens=600),
-        SamplingParams(max_tokens=3, ignore_eos=True),
-    )
+    engine, params = engine_of(spec, num_blocks=blocks, max_batched_tokens=600), replace(GREEDY, max_tokens=3)
     add_all(engine, prompts, params)
     reused, run, results = 0, 0, {}
     while engine.has_unfinished():

@@ -11,97 +11,90 @@ import torch
 from rlhfuse.gen.gpu.decode_graphs import CudaRecorder
 
 
-class Stream:
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self._log = name, log
-
-    def wait_stream(self, other: Stream) -> None:
-        self._log.append(f"{self.name} waits for {other.name}")
-
-
-class Cuda:
-    """Writes down what would happen on the device, in order; each method stands for torch.cuda's of that name."""
+class Device:
+    """What would happen there, in order: `log`; `streams`: those of the `with`s we are in."""
 
     def __init__(self) -> None:
-        self.log: list[str] = []
-        self.pools = 0
-        self.now = self.main = Stream("main", self.log)
+        self.log, self.streams, self.pools = [], ["main"], 0
 
-    def current_stream(self) -> Stream:
-        return self.main
+    def stream(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.log.append(f"{name} waits for {other.name}"))
 
     @contextmanager
-    def stream(self, which: Stream):
-        before, self.now = self.now, which
+    def on(self, which):
+        self.streams.append(which.name)
         try:
             yield
         finally:
-            self.now = before
+            self.streams.pop()
 
     @contextmanager
-    def graph(self, graph, pool=None, stream=None, capture_error_mode="global"):
+    def capture(self, graph, pool=None, stream=None, capture_error_mode="global"):
         self.log.append(f"capture in pool {pool} on {stream.name}, {capture_error_mode}")
         try:
-            with self.stream(stream):
+            with self.on(stream):
                 yield
         finally:
             self.log.append("captured")
 
-    def graph_pool_handle(self) -> int:
+    def new_pool(self) -> int:
         self.pools += 1
         return self.pools
 
-    def synchronize(self, device) -> None:
-        self.log.append("synchronize")
+    def work(self) -> None:
+        self.log.append(f"work on {self.streams[-1]}")
 
 
 @pytest.fixture
-def cuda(monkeypatch) -> Cuda:
-    found = Cuda()
-    for name in ("current_stream", "stream", "graph", "graph_pool_handle", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, getattr(found, name))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", found.log))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: found.log.append("replay")))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: found.stream(found.now))
+def device(monkeypatch) -> Device:
+    found = Device()
+    doubles = dict(
+        Stream=lambda device: found.stream("side"),
+        current_stream=lambda: found.stream("main"),
+        stream=found.on,
+        device=lambda device: found.on(found.stream("main")),
+        CUDAGraph=lambda: SimpleNamespace(replay=lambda: found.log.append("replay")),
+        graph=found.capture,
+        graph_pool_handle=found.new_pool,
+        synchronize=lambda device: found.log.append("synchronize"),
+    )
+    for name, double in doubles.items():
+        monkeypatch.setattr(torch.cuda, name, double)
     return found
 
 
-def test_a_plain_run_on_the_side_stream_then_the_capture(cuda):
-    recorder = CudaRecorder(torch.device("cuda"))
-    replay = recorder.record(lambda: cuda.log.append(f"work on {cuda.now.name}"))
-    assert cuda.log == [
+@pytest.fixture
+def recorder(device) -> CudaRecorder:
+    return CudaRecorder(torch.device("cuda"))
+
+
+def test_a_plain_run_on_the_side_stream_then_the_capture(device, recorder):
+    replay = recorder.record(device.work)
+    replay()
+    assert device.log == [
         "side waits for main",
         "work on side",
         "main waits for side",
         "capture in pool 1 on side, thread_local",
         "work on side",
         "captured",
+        "replay",
     ]
-    replay()
-    assert cuda.log[-1] == "replay"
 
 
-def test_graphs_share_a_pool_until_they_are_given_back(cuda):
-    recorder = CudaRecorder(torch.device("cuda"))
-    recorder.record(lambda: None)
-    recorder.record(lambda: None)
-    recorder.release()
-    assert cuda.log[-1] == "synchronize"
-    recorder.record(lambda: None)
-    pools = [f"capture in pool {pool} on side, thread_local" for pool in (1, 1, 2)]
-    assert [line for line in cuda.log if "pool" in line] == pools
-
-
-def test_a_capture_that_fails_is_told_and_the_next_takes_a_new_pool(cuda):
-    recorder, runs = CudaRecorder(torch.device("cuda")), []
-
+def test_graphs_share_a_pool_until_they_are_given_back_or_a_capture_fails(device, recorder):
     def fails_when_captured() -> None:
-        runs.append(cuda.now)
-        if len(runs) == 2:
+        if "capture" in device.log[-1]:
             raise RuntimeError("not permitted while capturing")
 
+    for work in (device.work, device.work):
+        recorder.record(work)
+    recorder.release()
+    assert device.log[-1] == "synchronize"
+    recorder.record(device.work)
     with pytest.raises(RuntimeError, match="not permitted"):
         recorder.record(fails_when_captured)
-    assert cuda.log[-1] == "captured" and cuda.now is cuda.main
-    recorder.record(lambda: None)
-    assert cuda.pools == 2
+    assert device.log[-1] == "captured" and device.streams == ["main"]
+    recorder.record(device.work)
+    pools = [line.split()[3] for line in device.log if line.startswith("capture in pool")]
+    assert pools == ["1", "1", "2", "2", "3"]

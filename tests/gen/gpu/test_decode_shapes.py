@@ -30,23 +30,6 @@ def decode_batch(contexts: list[int], block_tokens: int) -> ForwardBatch:
     return ForwardBatch(rows + 100, positions, slots, np.arange(len(ends) + 1), ends, tables, rows)
 
 
-@pytest.mark.parametrize(
-    ("sequences", "rows", "blocks", "width"),
-    [
-        (1, 1, 1, 16),
-        (2, 2, 16, 16),
-        (3, 4, 17, 32),
-        (5, 8, 33, 64),
-        (9, 16, 65, 100),
-        (33, 48, 101, 101),
-        (197, 200, 1, 16),
-    ],
-)
-def test_rows_and_width(sequences, rows, blocks, width):
-    shape = DecodeShape.holding(sequences, blocks, 200, 100, 16)
-    assert (shape.rows, shape.width) == (rows, width)
-
-
 @examples(100)
 @given(st.integers(1, 600), st.integers(1, 600), st.sampled_from([1, 16, 256, 512]))
 def test_a_shape_holds_its_batch_wastes_little_and_is_its_own_shape(sequences, context, block_tokens):

@@ -108,9 +108,12 @@ def test_a_decode_step_is_one_copy_and_one_replay_and_reads_the_one_before(monke
         assert all(seq.tokens[-1] < 0 and len(seq.tokens) == steps + 1 for seq in engine.scheduler.running)
 
 
-def test_a_failure_forgets_what_was_in_flight_and_draws_it_again(monkeypatch):
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_failure_forgets_what_was_in_flight_and_draws_it_again(monkeypatch, kernels):
+    """An engine that waits has nothing in flight."""
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    engine, expected = torch_engine(), torch_engine(run_ahead=False).generate(PROMPTS, params)
+    engine = torch_engine(kernels=kernels)
+    expected = torch_engine(run_ahead=False).generate(PROMPTS, params)
     results = add_all(engine, PROMPTS, params, steps=5)
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "launch", lambda *_: (_ for _ in ()).throw(MemoryError()))

@@ -87,6 +87,13 @@ def test_a_destination_that_is_full_takes_what_it_can(siblings):
     assert run_out(destination) == siblings
 
 
+def test_tokens_move_to_an_engine_with_other_blocks(siblings):
+    for block_tokens in (1, 5, 16):
+        source, destination = running_siblings(8), small_blocks(block_tokens=block_tokens, num_blocks=600)
+        assert move_sequences(source, destination, range(16), "tokens", as_bytes=True) == list(range(16))
+        assert run_out(destination) == siblings
+
+
 def test_nothing_lost_or_doubled_wherever_it_fails():
     """An exception at the k-th call into the package during the hand-over, for every k until there are no more."""
     ids, samples, k, short = [0, 2, 3], 5, 0, (PROMPT[:13], SamplingParams(max_tokens=10, seed=5, ignore_eos=True))

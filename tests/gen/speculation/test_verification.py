@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
-from dataclasses import replace
 
-import pytest
 import torch
 from testkit.gen_models import TINY, add_all, engine_of, random_weights
-from testkit.scripted_drafts import RULES, ScriptedDrafter
+from testkit.scripted_drafts import ScriptedDrafter
 
 from rlhfuse.gen.engine import Engine, GenerationResult, SamplingParams
 
@@ -17,11 +15,7 @@ PROMPTS = [[9, 10, 11], [12], list(range(20, 60)), [300, 299], [9, 10, 11]]
 
 
 def make(**options) -> Engine:
-    return engine_of(detokenize=spell, **({"num_blocks": 60} | options))
-
-
-def spell(tokens: list[int]) -> str:
-    return "".join(f"<{token}>" for token in tokens)
+    return engine_of(**({"num_blocks": 60} | options))
 
 
 def serve(engine: Engine, params: SamplingParams) -> tuple[list[GenerationResult], int, int]:
@@ -50,26 +44,6 @@ def scripted(kind: str, params: SamplingParams, draft_rows: int = 16, **options)
     engine = make(draft_rows=draft_rows, **options)
     engine.drafter = ScriptedDrafter(TINY.vocab, draft_rows, kind, lambda i: expected[i].tokens, random.Random(0))
     return engine
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", RULES)
-@pytest.mark.parametrize(
-    "request_facts",
-    [
-        dict(stop_token_ids=(33, 101, 250)),
-        dict(stop=("<1", "5><", "99")),
-        dict(min_tokens=12, stop_token_ids=tuple(range(0, 300, 9))),
-        dict(top_k=3),
-        dict(top_p=0.6),
-        dict(max_tokens=1),
-        dict(max_tokens=2),
-    ],
-    ids=str,
-)
-def test_ends_and_bans_within_an_accepted_run(request_facts, kind, temperature):
-    params = replace(SamplingParams(temperature=temperature, max_tokens=30, seed=3), **request_facts)
-    assert serve(scripted(kind, params), params)[0] == plain(params)[0]
 
 
 def test_guesses_take_free_blocks_only_and_give_them_back():
@@ -103,11 +77,8 @@ def test_wrong_guesses_never_enter_the_prefix_index():
     engine.generate([PROMPTS[0]], params)
     for known in (4, 9, 20):
         engine.drafter = ScriptedDrafter(TINY.vocab, 16, "random", lambda _: (), random.Random(0))
-        guessed = [
-            *PROMPTS[0],
-            *expected.tokens[:known],
-            *((token + 1) % TINY.vocab for token in expected.tokens[known:]),
-        ]
+        wrong = [(token + 1) % TINY.vocab for token in expected.tokens[known:]]
+        guessed = [*PROMPTS[0], *expected.tokens[:known], *wrong]
         plain = make(draft_rows=0).generate([guessed], params, [77])[0]
         assert engine.generate([guessed], params, [77])[0] == plain
         assert engine.last_step.reused_tokens == 0 or engine.last_step.reused_tokens <= len(PROMPTS[0]) + known
