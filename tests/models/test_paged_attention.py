@@ -123,24 +123,6 @@ def test_calls_fit_the_installed_flashinfer():
         assert [p.name for p in known][: len(positional)] == positional, "those without a name stand in this order"
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        (dict(), None),
-        (dict(dtype=torch.float16, head_dim=256, block_tokens=128), None),
-        (dict(device=CPU), "CUDA alone"),
-        (dict(dtype=torch.float32), "not in float32"),
-        (dict(head_dim=32), "a head_dim of 64, 128 or 256, not 32"),
-        (dict(head_dim=192), "not 192"),
-        (dict(block_tokens=256), "not 256"),
-        (dict(heads=66), "not 33"),
-    ],
-)
-def test_why_flashinfer_is_not_used(flashinfer, changes, reason):
-    found = paged.obstacle("flashinfer", replace(SHAPE, **changes))
-    assert found is None if reason is None else reason in found
-
-
 def test_an_old_gpu_and_a_broken_or_absent_library_are_told(flashinfer, monkeypatch):
     broken = ImportError("libcudart.so.12: cannot open shared object file")
     absent = ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer")
@@ -178,22 +160,30 @@ class FlashDouble:
 
 
 @pytest.mark.parametrize(
-    ("changes", "installed", "reason"),
+    ("name", "changes", "reason"),
     [
-        (dict(block_tokens=256), True, None),
-        (dict(head_dim=128, block_tokens=512), True, None),
-        (dict(device=CPU), True, "CUDA alone"),
-        (dict(block_tokens=256), False, "cannot be imported: undefined symbol"),
-        (dict(block_tokens=256, dtype=torch.float32), True, "float32"),
-        (dict(), True, "multiple of 256 tokens, not 16"),
-        (dict(block_tokens=256, head_dim=68), True, "not 68"),
-        (dict(block_tokens=256, head_dim=512), True, "not 512"),
+        ("flashinfer", dict(), None),
+        ("flashinfer", dict(dtype=torch.float16, head_dim=256, block_tokens=128), None),
+        ("flashinfer", dict(device=CPU), "CUDA alone"),
+        ("flashinfer", dict(dtype=torch.float32), "not in float32"),
+        ("flashinfer", dict(head_dim=32), "a head_dim of 64, 128 or 256, not 32"),
+        ("flashinfer", dict(head_dim=192), "not 192"),
+        ("flashinfer", dict(block_tokens=256), "not 256"),
+        ("flashinfer", dict(heads=66), "not 33"),
+        ("flash_attn", dict(block_tokens=256), None),
+        ("flash_attn", dict(head_dim=128, block_tokens=512), None),
+        ("flash_attn", dict(device=CPU), "CUDA alone"),
+        ("flash_attn", dict(block_tokens=256, dtype=torch.float32), "float32"),
+        ("flash_attn", dict(), "multiple of 256 tokens, not 16"),
+        ("flash_attn", dict(block_tokens=256, head_dim=68), "not 68"),
+        ("flash_attn", dict(block_tokens=256, head_dim=512), "not 512"),
+        ("triton", dict(device=CPU), None),
+        ("triton", dict(device=CPU, head_dim=257), "not 257"),
     ],
 )
-def test_why_flash_attention_is_not_used(monkeypatch, changes, installed, reason):
-    found = (FlashDouble(), None) if installed else (None, "flash-attn cannot be imported: undefined symbol")
-    monkeypatch.setattr(paged, "import_flash_attention", lambda: found)
-    told = paged.obstacle("flash_attn", replace(SHAPE, **changes))
+def test_why_a_library_is_not_used(monkeypatch, flashinfer, name, changes, reason):
+    monkeypatch.setattr(paged, "import_flash_attention", lambda: (FlashDouble(), None))
+    told = paged.obstacle(name, replace(SHAPE, **changes))
     assert told is None if reason is None else reason in told
 
 
@@ -203,7 +193,9 @@ def test_flash_attention_that_cannot_be_imported_is_told_from_one_that_is_absent
     (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
     attention.import_flash_attention.cache_clear()
-    assert attention.import_flash_attention() == (None, "flash-attn cannot be imported: undefined symbol: _ZN3c10")
+    reason = "flash-attn cannot be imported: undefined symbol: _ZN3c10"
+    assert attention.import_flash_attention() == (None, reason)
+    assert paged.obstacle("flash_attn", replace(SHAPE, block_tokens=256)) == reason
     attention.import_flash_attention.cache_clear()
 
 
@@ -244,8 +236,5 @@ def test_kernels_that_do_not_compile_are_passed_over_and_told(monkeypatch):
 
 
 def test_triton_on_cpu_needs_its_interpreter(monkeypatch):
-    shape = replace(SHAPE, device=CPU)
-    assert paged.obstacle("triton", shape) is None
-    assert "not 257" in paged.obstacle("triton", replace(shape, head_dim=257))
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert "TRITON_INTERPRET=1" in paged.obstacle("triton", shape)
+    assert "TRITON_INTERPRET=1" in paged.obstacle("triton", replace(SHAPE, device=CPU))
