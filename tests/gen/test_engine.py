@@ -78,18 +78,25 @@ def test_states_and_counts_of_steps():
     assert not engine.has_unfinished() and engine.free_blocks == engine.options.num_blocks and engine.step() == []
 
 
-def test_loaded_weights_give_the_new_models_tokens_and_are_read_in_place():
+@pytest.mark.parametrize("options", [dict(), dict(keep_memory=True), dict(keep_memory=True, kernels="torch")], ids=str)
+def test_loaded_weights_give_the_new_models_tokens_and_are_read_in_place(options):
+    """The blocks of the same prompt under the old weights are still there where memory is kept, and not found."""
     values, prompt = random_weights(tiny_spec(), seed=5), [9] * 40
     weights = random_weights(tiny_spec())
-    engine, in_place = engine_of(), engine_of(weights=weights)
+    engine, in_place = engine_of(**options), engine_of(weights=weights, **options)
     old = engine.generate([prompt], GREEDY)
     assert in_place.generate([prompt], GREEDY) == old
+    if options:
+        engine.pause()
+        engine.release_weights()  # allowed: it is paused
     engine.load_weights(values)
+    engine.resume()
     for name, value in values.items():
         weights[name].copy_(value)
     in_place.load_weights(weights)
-    new = engine.generate([prompt], GREEDY)  # the known prefix of the old weights must not be used
-    assert new == in_place.generate([prompt], GREEDY) == engine_of(weights=values).generate([prompt], GREEDY) != old
+    new = engine.generate([prompt], GREEDY)
+    fresh = engine_of(weights=values, **options).generate([prompt], GREEDY)
+    assert new == in_place.generate([prompt], GREEDY) == fresh != old and engine.scheduler.reused_tokens == 0
 
 
 def test_greedy_takes_top_k_and_top_p_and_they_change_nothing():

@@ -62,21 +62,6 @@ def test_a_paused_engine_that_keeps_its_memory_is_a_paused_engine(kernels):
     assert paused.cache_bytes > 0 and dropped.cache_bytes == 0
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_what_the_cache_held_is_forgotten(kernels):
-    """The same prompt under new weights: its blocks are still there and must not be found."""
-    new, options = random_weights(WIDE, seed=7), dict(kernels=kernels, keep_memory=True)
-    engine = engine_of(WIDE, **options)
-    prompt = PROMPTS[-1] * 3
-    engine.generate([prompt], NINE)
-    engine.pause()
-    engine.release_weights()  # allowed: it is paused
-    engine.load_weights(new)
-    engine.resume()
-    assert engine.generate([prompt], NINE) == engine_of(WIDE, new, **options).generate([prompt], NINE)
-    assert engine.scheduler.reused_tokens == 0
-
-
 def test_an_engine_without_weights_takes_its_cache_when_it_begins():
     engine = Engine(tiny_spec(), None, EngineOptions(num_blocks=8, keep_memory=True), dtype=torch.float32)
     assert engine.cache_bytes == 0

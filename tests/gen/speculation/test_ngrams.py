@@ -16,7 +16,7 @@ from rlhfuse.gen.speculation.ngrams import CELLS, ORDER
 VOCAB = 40
 
 
-def tables(suffixes: int = 1 << 12, pairs: int = 1 << 13):
+def tables(suffixes: int, pairs: int):
     kept = np.zeros((suffixes, 4), np.int32), np.zeros((pairs, 2), np.int32), np.zeros((2 * pairs, 2), np.int32)
     return kept, np.zeros(3, np.int64)
 
@@ -33,12 +33,12 @@ def text(length: int, seed: int) -> np.ndarray:
     return np.array(tokens[:length], np.int32)
 
 
-def counting(*texts: np.ndarray, **sizes: int) -> tuple[np.ndarray, ...]:
-    """Tables that have counted these texts."""
-    kept, used = tables(**sizes)
+def counting(*texts: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """Tables that have counted these texts, and how much of them is used."""
+    kept, used = tables(1 << 12, 1 << 13)
     for tokens in texts:
         assert ngrams.count(tokens, 1, len(tokens), *kept, used) == len(tokens)
-    return kept
+    return kept, used
 
 
 def counted(texts: list[np.ndarray]) -> dict[tuple[int, ...], dict[int, int]]:
@@ -93,10 +93,8 @@ def noise(seed: int, position: int, token: int) -> float:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_guess_is_the_best_of_interpolated_counts_and_the_samplers_noise(seed, temperature):
-    kept, used = tables()
     history = [text(300, seed), text(200, seed + 100)]
-    for tokens in history:
-        assert ngrams.count(tokens, 1, len(tokens), *kept, used) == len(tokens)
+    kept, used = counting(*history)
     counts, compared = counted(history), 0
     assert used[0] == len(counts) and used[1] == sum(map(len, counts.values()))
     for length in range(1, 200, 3):
@@ -115,7 +113,7 @@ def test_the_guess_is_the_best_of_interpolated_counts_and_the_samplers_noise(see
 
 def test_guesses_go_on_after_guesses():
     tokens = text(400, 3)
-    kept = counting(tokens)
+    kept, _ = counting(tokens)
     several, _ = guesses(tokens[:50], 6, kept)
     assert len(several) == 6
     for place in range(6):
@@ -123,33 +121,9 @@ def test_guesses_go_on_after_guesses():
         assert one == several[place : place + 1]
 
 
-def test_a_policy_that_is_known_is_foreseen_whatever_its_entropy():
-    """Draws of a Markov chain: the coupled guess is right far more often than chance or the likeliest token."""
-    rng = np.random.default_rng(0)
-    logits = np.log(np.maximum(rng.dirichlet(np.full(VOCAB, 0.3), VOCAB).astype(np.float32), 1e-20))
-    tokens = [0]
-    for position in range(1, 20_000):
-        tokens.append(int(np.argmax(logits[tokens[-1]] + rng.gumbel(size=VOCAB))))
-    history = np.array(tokens, np.int32)
-    kept = counting(history, suffixes=1 << 17, pairs=1 << 18)
-    right = {0.0: 0, 1.0: 0}
-    for position in range(2, 400):
-        context = history[:position]
-        keys = sampling.noise_keys(np.array([9], np.uint64), np.array([position]))
-        one = np.ones(1)
-        drawn, _ = sampling.draw_rows(
-            logits[context[-1]][None], keys, one.astype(np.float32), np.zeros(1, int), one,
-            np.empty((1, 0), int), np.zeros(1, int), np.full(1, -1),
-        )  # fmt: skip
-        for temperature in right:
-            found, _ = guesses(context, 1, kept, seed=9, temperature=temperature)
-            right[temperature] += found == drawn.tolist()
-    assert right[1.0] > 2 * right[0.0] and right[1.0] > 100, right
-
-
 def test_end_tokens_are_not_guessed_before_they_are_allowed():
     tokens = np.array([1, 2, 3] * 60, np.int32)
-    kept = counting(tokens)
+    kept, _ = counting(tokens)
     free, _ = guesses(tokens[:10], 3, kept, temperature=0.0, ban=(3,), least_total=5)
     held, _ = guesses(tokens[:10], 3, kept, temperature=0.0, ban=(3,), least_total=12)
     assert free == [2, 3, 1] and 3 not in held[:2]
@@ -158,7 +132,7 @@ def test_end_tokens_are_not_guessed_before_they_are_allowed():
 @pytest.mark.parametrize("cut", [dict(top_k=1), dict(top_p=0.01)], ids=str)
 def test_top_k_and_top_p_leave_the_guess_what_they_leave_the_draw(cut):
     tokens = text(500, 5)
-    kept = counting(tokens)
+    kept, _ = counting(tokens)
     counts = counted([tokens])
     for length in range(20, 120):
         p = interpolated(tokens[:length], counts)
@@ -168,7 +142,7 @@ def test_top_k_and_top_p_leave_the_guess_what_they_leave_the_draw(cut):
 
 def two_samples(prices) -> tuple[list[int], list[list[int]]]:
     """One that repeats itself and one of which nothing is known but its last token: their counts and guesses."""
-    kept = counting(np.array([5, 6, 7, 8] * 40, np.int32), text(100, 1))
+    kept, _ = counting(np.array([5, 6, 7, 8] * 40, np.int32), text(100, 1))
     room = np.zeros((2, 200), np.int32)
     room[0, :9] = np.array([5, 6, 7, 8, 5, 6, 7, 8, 5])
     room[1, :9] = np.array([30, 31, 32, 33, 34, 35, 36, 37, 8])
