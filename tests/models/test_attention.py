@@ -86,23 +86,6 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((product.real, product.imag), dim=-1)
 
 
-@pytest.mark.parametrize("groups, dim", [(1, 16), (2, 6), (2, 80), (4, 16)])
-def test_varlen_attention_and_its_gradients(groups, dim):
-    generator = torch.Generator().manual_seed(0)
-    lengths, rotary = [5, 1, 17, 40, 100], angles(dim)
-    q = torch.randn(sum(lengths), 4, dim, generator=generator, requires_grad=True)
-    k, v = (torch.randn(sum(lengths), groups, dim, generator=generator, requires_grad=True) for _ in range(2))
-    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    out = varlen_attention(q, k, v, rotary, SequenceBorders.of(lengths, CPU))
-    parts = [(turned(q[a:b], *rotary), turned(k[a:b], *rotary), v[a:b]) for a, b in zip(bounds, bounds[1:])]
-    expected = torch.cat([causal(*part) for part in parts])
-    assert (out - expected).abs().max() < 2e-6
-    weights = torch.randn(out.shape, generator=generator)
-    ours = torch.autograd.grad((out * weights).sum(), (q, k, v))
-    theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v))
-    assert all((a - b).abs().max() < 1e-5 for a, b in zip(ours, theirs))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads, groups, dim", [(8, 4, 8), (4, 4, 16), (8, 2, 64)])
 @pytest.mark.parametrize("lengths", [(5, 5, 5, 1, 1, 5), (85,) * 8, (300, 300, 7, 7)])
@@ -149,17 +132,25 @@ def fresh_choice():
         cache.cache_clear()
 
 
-@pytest.mark.parametrize("kernel", [attend_2_11, attend_2_12, None])
-def test_varlen_kernels_of_both_versions_and_dense_attention_are_the_formula(monkeypatch, fresh_choice, kernel):
-    """In bfloat16, through the same rotation, with gradients; and no kernel asks for a number on the device."""
-    if kernel is not None:
+@pytest.mark.parametrize(
+    "kernel, groups, dim",
+    [
+        *(("cpu", groups, dim) for groups, dim in [(1, 16), (2, 6), (2, 80), (4, 16)]),
+        *((kernel, 2, 16) for kernel in (attend_2_11, attend_2_12, "dense")),
+    ],
+)
+def test_varlen_attention_and_its_gradients_are_the_formula(monkeypatch, fresh_choice, kernel, groups, dim):
+    """In float32 on the CPU, else in bfloat16; with gradients; and no kernel asks for a number on the device."""
+    if callable(kernel):
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
         monkeypatch.setattr(attention, "varlen_kernel", lambda *_: attention.torch_varlen)
-    generator, lengths, rotary = torch.Generator().manual_seed(0), [5, 1, 17, 17, 40], angles(16)
-    made = [torch.randn(sum(lengths), n, 16, generator=generator).bfloat16().requires_grad_() for n in (4, 2, 2)]
+    dtype, limit = (torch.float32, 2e-6) if kernel == "cpu" else (torch.bfloat16, 0.02)
+    generator, lengths, rotary = torch.Generator().manual_seed(0), [5, 1, 17, 17, 40, 100], angles(dim)
+    sizes = [(sum(lengths), heads, dim) for heads in (4, groups, groups)]
+    made = [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes]
     sequences = SequenceBorders.of(lengths, CPU)
     with monkeypatch.context() as reads:
-        if kernel is None:  # the two above read borders for the formula
+        if kernel == "dense":  # the doubles read borders for the formula
             for name in ("tolist", "item", "__int__", "__bool__", "__index__", "nonzero"):
                 reads.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits for the device"))
         out = varlen_attention(*made, rotary, sequences)
@@ -170,12 +161,12 @@ def test_varlen_kernels_of_both_versions_and_dense_attention_are_the_formula(mon
         for a, b in zip(ends, ends[1:])
     ]
     wanted = torch.cat(parts)
-    upstream = torch.randn(out.shape, generator=generator).bfloat16()
+    upstream = torch.randn(out.shape, generator=generator).to(dtype)
     out.backward(upstream)
     wanted.backward(upstream.double())
-    assert out.dtype == torch.bfloat16 and (out - wanted).abs().max() < 0.02
+    assert out.dtype == dtype and (out - wanted).abs().max() < limit
     for ours, theirs in zip(made, exact):
-        assert (ours.grad - theirs.grad).abs().max() <= 0.02 * theirs.grad.abs().max()
+        assert (ours.grad - theirs.grad).abs().max() <= limit * theirs.grad.abs().max()
 
 
 @pytest.mark.parametrize(
