@@ -1,8 +1,12 @@
-"""After compile_kernels a step compiles nothing."""
+"""After compile_kernels a step compiles nothing, and no step compiles a Triton kernel for where its integers lie or how
+many rows it has."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
+from testkit.triton_compile import compiled_variants
 
 CODE = """
 import sys
@@ -31,3 +35,38 @@ def test_nothing_is_left_to_compile(programs, dtype):
     """In a process of its own, which has compiled nothing before."""
     done = programs.python("-c", CODE.format(dtype=dtype))
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def launch_all() -> None:
+    """Mixed steps and decode steps of 5, 4, 2 and 1 rows: nothing runs, so each sample is as long as it may be."""
+    import torch
+    from testkit.gen_models import engine_of, tiny_spec
+
+    from rlhfuse.gen.engine import SamplingParams
+    from rlhfuse.gen.gpu import sampling
+    from rlhfuse.gen.gpu.draws import DrawKernels
+    from rlhfuse.models.paged_attention import CacheShape, TritonAttention
+
+    spec = tiny_spec(qk_norm=True)
+    engine = engine_of(spec, kernels="triton", attention="torch", max_sequences=5, max_batched_tokens=30)
+    shape = CacheShape(torch.float32, engine.device, spec.heads, spec.kv_heads, spec.head_dim, 16, 5)
+    forward = engine.runner._forward  # whose kernels are those of CUDA
+    forward._attention = TritonAttention(shape)
+
+    def feed(tokens: torch.Tensor, newest: torch.Tensor) -> None:
+        sampling.feed(tokens, newest)
+        tokens.clamp_(min=0)  # nothing has been fed
+
+    forward._kernels = DrawKernels(feed, sampling.draw)
+    lengths = range(2, 9)
+    params = [SamplingParams(max_tokens=3 * n, top_p=0.9, ignore_eos=True) for n in lengths]
+    engine.generate([list(range(1, 4 * n)) for n in lengths], params)
+
+
+def test_one_variant_of_a_kernel_serves_all_steps(programs):
+    found = defaultdict(set)
+    for kernel, constants, rest in compiled_variants(programs, __file__):
+        found[kernel, constants].add(rest)
+    names = {kernel for kernel, _ in found}
+    assert names >= {"_decode_kernel", "_chunk_kernel", "_place_heads_kernel", "_cutoffs", "_scores", "_merge", "_feed"}
+    assert not {key: rests for key, rests in found.items() if len(rests) > 1}

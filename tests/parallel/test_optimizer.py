@@ -1,20 +1,23 @@
-"""The optimizer step, by one kernel for many weights: against Megatron's own, against float64, and where it copies."""
+"""The optimizer step, by one kernel for many weights: against Megatron's own, against float64, and where it copies;
+weights gathered beneath what follows it: on their way after it, whole for whoever reads or runs them."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
-from testkit.stages import build_alone
+import torch.distributed as dist
+from testkit.stages import build_alone, packed_for
 from testkit.tiny import write_checkpoint
 from testkit.writing import fill_gradients
 
 POOL_RANKS = 2
 
 
-def stepped(rank: int, folder, layout: str, name: str, clip: float, fused: bool, resume: bool) -> tuple:
+def stepped(rank: int, folder, layout: str, name: str, clip: float, fused: bool) -> tuple:
     """(norms of three steps on made-up gradients, weights), of this rank; not `fused`: Megatron's, with plain Adam."""
     from rlhfuse.parallel.device import choose_device, fake_cuda
-    from rlhfuse.parallel.optimizer_state import export_state, import_state
 
     built, maker = build_alone(rank, layout, folder, name=name, weight_decay=0.1, clip_grad=clip)
     model, device = built.optimizer, choose_device("cpu", 0, 1)
@@ -33,14 +36,14 @@ def stepped(rank: int, folder, layout: str, name: str, clip: float, fused: bool,
                 norms.append(model.optimizer.step()[1])
                 if name == "adam":
                     model._start_gather()
-        if resume and seed == 1:  # what was saved comes back in the middle
-            kept = {one.name: one.to_host() for one in export_state(model)}
-            for parameter in model.module.parameters():
-                parameter.data.zero_()
-            import_state(model, lambda name, kind, _: kept[name].tensors[kind].clone(), lambda name: kept[name].step)
     weights = {name: parameter.detach().clone() for name, parameter in model.module.named_parameters()}
     maker.close()
     return norms, weights
+
+
+@pytest.fixture(scope="module")
+def critic(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "critic", seed=1, scalar_head=True, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +56,12 @@ def folder(tmp_path_factory):
     [("d2t1p1", "adam", 0.5), ("d1t2p1", "adam", 0.5), ("d1t2p1", "adam", 1e6), ("d2t1p1", "sgd", 0.5)],
 )
 def test_fused_kernels_step_as_megatrons_own(workers, folder, layout, name, clip):
-    plain, fused = (workers.run(stepped, folder, layout, name, clip, on, False) for on in (False, True))
+    plain, fused = (workers.run(stepped, folder, layout, name, clip, on) for on in (False, True))
     for (norms, weights), (fused_norms, fused_weights) in zip(plain, fused):
         assert fused_norms == pytest.approx(norms, rel=1e-6)
         for key, weight in weights.items():
             assert (weight - fused_weights[key]).abs().max() < 1e-5, key
     assert fused[0][0] == fused[1][0], "ranks disagree on the norm"
-
-
-def test_a_resumed_fused_adam_goes_on_bit_for_bit(workers, folder):
-    once, again = (workers.run(stepped, folder, "d1t1p2", "adam", 0.5, True, resume) for resume in (False, True))
-    for (norms, weights), (resumed_norms, resumed) in zip(once, again):
-        assert norms == resumed_norms and all(torch.equal(weight, resumed[key]) for key, weight in weights.items())
 
 
 def adam(cuts: list[int], dtype: torch.dtype, fused: bool) -> tuple[torch.Tensor, ...]:
@@ -130,3 +127,59 @@ def test_nothing_is_copied_and_one_replica_sums_nothing(workers, folder, layout,
         assert gradients and weights
         others = [name for name in collectives if "all_reduce" not in name]
         assert bool(others) == replicated and len(collectives) > len(others), collectives
+
+
+def gathered(rank: int, folder, reader: str) -> tuple:
+    """(gathers under way before and after the weights were asked for, weights).
+
+    Rank 1 begins its gather when rank 0 has stepped and asks for weights.
+    """
+    built, maker = build_alone(rank, "d2t1p1", folder, head=True, name="adam")
+    owner, seen, store = built.optimizer, [], dist.distributed_c10d._get_default_store()
+    (batch,) = packed_for(built, [[[5, 9, 12, 3], [7, 7, 1]]])
+    raw = owner._modules[0]
+    under_way = lambda: [group.param_gather_handle is not None for group in raw.bucket_groups]  # noqa: E731
+    raw.module.embedding.register_forward_pre_hook(lambda *_: seen.append(under_way()))
+
+    def learn() -> None:
+        owner.zero_grad()
+        built.stages[0].forward(0, batch, None, lambda values, _: values.float().square().sum())
+        built.stages[0].backward(0, None)
+        owner.finish_gradients()
+
+    learn()
+    if reader == "no step":
+        owner.step(None)
+        maker.close()
+        return [False], under_way(), {}
+    start_gather, gone_on = owner._start_gather, f"{reader}: rank 0 has stepped"
+    if rank == 1:
+        owner._start_gather = lambda: (store.wait([gone_on], timedelta(seconds=540)), start_gather())
+    owner.step(1e-2)
+    before = under_way()
+    store.set(gone_on, f"by rank {rank}")
+    owner._start_gather = start_gather
+    if reader == "forward":
+        learn()
+        assert len(seen) == 2 and not any(seen[1]), "a layer ran before its weights were there"
+    weights = {name: weight.detach().clone() for name, weight in owner.modules[0].named_parameters()}
+    after = under_way()
+    if reader == "forward":
+        for _ in range(2):  # steps on, with nothing in between
+            owner.step(1e-2)
+            owner.finish_gradients()
+        weights = {name: weight.detach().clone() for name, weight in owner.module.named_parameters()}
+    maker.close()
+    return before, after, weights
+
+
+@pytest.mark.parametrize("reader", ["forward", "modules"])
+def test_a_gather_waits_for_nobody_and_its_reader_for_all(workers, critic, reader):
+    """Were the step to wait for the other rank's gather, neither would end."""
+    (before, after, weights), (_, _, others) = workers.run(gathered, critic, reader)
+    assert all(before) and not any(after)
+    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_a_step_that_is_left_out_gathers_nothing(workers, critic):
+    assert all(not any(after) for _, after, _ in workers.run(gathered, critic, "no step"))
