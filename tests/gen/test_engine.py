@@ -12,26 +12,18 @@ from rlhfuse.gen.engine import SamplingParams
 
 
 def test_stop_token_is_kept_and_min_tokens_delays_it():
-    engine = engine_of()
-    free = engine.generate([[9, 10]], GREEDY)[0].tokens
-    at = next(i for i, t in enumerate(free) if i >= 2 and t not in free[:i])
-    stops = replace(GREEDY, stop_token_ids=(free[at],))
-    for least in (0, at):
-        result = engine.generate([[9, 10]], replace(stops, min_tokens=least))[0]
-        assert result.tokens == free[: at + 1] and result.finish_reason == "stop"
-    result = engine.generate([[9, 10]], replace(stops, min_tokens=at + 2))[0]
-    assert free[at] not in result.tokens[: at + 1] and len(result.tokens) > at + 1
-
-
-def test_stop_at_exactly_max_tokens():
+    """Up to the last token that there may be."""
     engine, params = engine_of(), SamplingParams(max_tokens=12, ignore_eos=True)
     free = engine.generate([[9, 10]], params)[0].tokens
-    assert free[-1] not in free[:-1], "the example needs an end that comes once"
-    ends = replace(params, stop_token_ids=(free[-1],))
-    result = engine.generate([[9, 10]], replace(ends, min_tokens=12))[0]
-    assert result.tokens[:11] == free[:11] and len(result.tokens) == 12
-    result = engine.generate([[9, 10]], replace(ends, min_tokens=11))[0]
-    assert result.tokens == free and result.finish_reason == "stop"
+    places = [at for at, token in enumerate(free) if token not in free[:at]]
+    assert places[-1] == 11, "the example needs an end that comes once"
+    for at in places:
+        stops = replace(params, stop_token_ids=(free[at],))
+        for least in (0, at):
+            result = engine.generate([[9, 10]], replace(stops, min_tokens=least))[0]
+            assert result.tokens == free[: at + 1] and result.finish_reason == "stop"
+        result = engine.generate([[9, 10]], replace(stops, min_tokens=at + 1))[0]
+        assert result.tokens[:at] == free[:at] and len(result.tokens) > at and free[at] not in result.tokens[: at + 1]
 
 
 def test_eos_of_the_spec_ends_unless_ignored():

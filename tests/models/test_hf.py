@@ -44,22 +44,6 @@ def test_out_as_it_came_in(tmp_path, kind, changes, scalar_head):
     assert same(stored(tmp_path / "out"), stored(folder))
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_joined_tensors_are_read_as_separate_ones_are(tmp_path, tp_size):
-    phi3, llama = write_checkpoint(tmp_path / "phi3", model_type="phi3"), write_checkpoint(tmp_path / "llama")
-    sizes = {"qkv": {"q": 128, "k": 64, "v": 64}, "gate_up": {"gate": 96, "up": 96}}
-    separate = {}
-    for name, tensor in stored(phi3).items():
-        kind = next((kind for kind in sizes if f".{kind}_proj" in name), None)
-        parts = sizes[kind] if kind else {}
-        pieces = tensor.split(list(parts.values())) if kind else [tensor]
-        names = [name.replace(f"{kind}_proj", f"{part}_proj") for part in parts] or [name]
-        separate |= {new: piece.contiguous() for new, piece in zip(names, pieces, strict=True)}
-    store(llama, separate)
-    for share in (dict(tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)):
-        assert same(*(load_weights(folder, ModelSpec.from_config(folder), **share) for folder in (phi3, llama)))
-
-
 @pytest.mark.parametrize(
     "name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.3.mlp.up_proj.bias", "v_head.summary.weight"]
 )

@@ -107,21 +107,6 @@ def test_silu_at_its_ends():
     assert out[0] == 200 and abs(out[1]) < 1e-30 and np.isnan(out[2]) and out[3] == 0
 
 
-def test_embed_zeroes_other_ranks_and_padding():
-    table, tokens = draw(10, 6), np.array([3, 0, 9, 12])
-    x = np.full((1, 6, LANES), np.nan, np.float32)
-    decoder_cpu.embed(tokens, table, 3, x)
-    assert np.array_equal(x[0, :, 0], table[0]) and np.array_equal(x[0, :, 2], table[6])
-    assert np.array_equal(x[0, :, 3], table[9]) and not x[0, :, 1].any() and not x[0, :, 4:].any()
-
-
-def test_take_tokens():
-    x, out = to_panels(draw(TOKENS, 5)), np.full((2, 5, LANES), np.nan, np.float32)
-    chosen = np.array([52, 0, 17] + [1] * 15)
-    decoder_cpu.take_tokens(x, chosen, out)
-    assert np.array_equal(from_panels(out, 18), draw(TOKENS, 5)[chosen]) and not out[1, :, 2:].any()
-
-
 def test_kernels_leave_torchs_threads_alone(programs):
     """numba's pool, when it starts, sets OpenMP's count for the whole process."""
     code = (
