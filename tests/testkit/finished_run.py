@@ -40,18 +40,23 @@ MODEL = dict(
 )
 
 
+def write_config(file: Path, fusion: str, reward: str = "") -> Path:
+    """A run on four ranks, and beside it its models' config.json alone."""
+    model = file.parent / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(MODEL))
+    file.write_text(
+        f"actor: {{path: {model}}}\nreward: {{path: {model}{reward}}}\n"
+        "data: {train_files: [prompts.jsonl], max_prompt_tokens: 128}\n"
+        f"parallel: {{actor_train: d1t1p4, critic_train: d2t1p2, generation: d4t1p1}}\nfusion: {{{fusion}}}\n"
+    )
+    return file
+
+
 def write_run(folder: Path, iterations: int = 5, reward: RewardCost | None = None) -> Path:
     """Every phase takes what its rule says: the first iteration ten times as long for its moves."""
     costs, function = replace(COSTS, reward=reward), ", function: rewards:slow, workers: 2" if reward else ""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "model").mkdir()
-    (folder / "model/config.json").write_text(json.dumps(MODEL))
-    (folder / "config.yaml").write_text(
-        f"actor: {{path: {folder}/model}}\nreward: {{path: {folder}/model{function}}}\n"
-        "data: {train_files: [prompts.jsonl], max_prompt_tokens: 128}\n"
-        "parallel: {actor_train: d1t1p4, critic_train: d2t1p2, generation: d4t1p1}\nfusion: {intra_stage: false}\n"
-    )
-    config = load_config(folder / "config.yaml")
+    config = load_config(write_config(folder / "config.yaml", "intra_stage: false", function))
     run_plan = make_plan(draft_plan(config, read_specs(config), RANKS))
     plan = run_plan.report
     write_json(folder / "plan.json", plan.to_dict())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from testkit.finished_run import MODEL
+from testkit.llama3 import llama3
 from testkit.paths import ROOT
 from testkit.programs import call_tool
 from testkit.tiny import write_tokenizer
@@ -202,15 +202,6 @@ def test_the_command_that_is_named_prints_the_plan_of_the_best(run_yaml):
 
 # --what-if
 
-LLAMA3 = MODEL | dict(
-    hidden_size=4096,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    num_hidden_layers=32,
-    intermediate_size=14336,
-    vocab_size=128256,
-    max_position_embeddings=8192,
-)
 EIGHT = ROOT / "examples/llama3_8b_8gpus.yaml"
 SMALL = ("rollout.prompts_per_iteration=64", "fusion.actor_microbatches=8", "fusion.intra_stage=serial")
 
@@ -218,8 +209,8 @@ SMALL = ("rollout.prompts_per_iteration=64", "fusion.actor_microbatches=8", "fus
 @pytest.fixture
 def on_eight(tmp_path):
     """A caller of the tool with models of a config.json alone, in an order that is not searched."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA3))
-    return lambda *words: plan(EIGHT, f"actor.path={tmp_path}", f"reward.path={tmp_path}", *SMALL, *words)
+    folder = llama3(tmp_path, "8B")
+    return lambda *words: plan(EIGHT, f"actor.path={folder}", f"reward.path={folder}", *SMALL, *words)
 
 
 def test_placements_follow_the_plan(on_eight):
