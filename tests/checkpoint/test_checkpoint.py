@@ -220,9 +220,13 @@ def test_a_broken_rank_file_is_named_with_the_good_one_before(copy, damage):
     assert message.endswith(f"set trainer.resume={run_dir / 'checkpoints' / 'iteration-2'}")
 
 
-def test_a_missing_manifest(copy):
+def test_a_missing_manifest_and_lost_lines_of_metrics(copy):
     config, run_dir = copy
-    folder = run_dir / "checkpoints"
+    folder, metrics = run_dir / "checkpoints", run_dir / "metrics.jsonl"
+    lines = metrics.read_bytes()
+    metrics.write_bytes(lines[:-5])
+    assert "lines are lost; bring the file back" in refused(config, run_dir)
+    metrics.write_bytes(lines)
     (folder / "iteration-4" / "manifest.json").unlink()
     assert "iteration-4/manifest.json is missing" in refused(config, run_dir)
     shutil.rmtree(folder / "iteration-2")
@@ -278,13 +282,6 @@ def test_another_model_or_vocabulary_and_a_key_that_the_checkpoint_is_older_than
     facts.check(older, "c")
     with pytest.raises(InputError, match="was saved with actor.optim.lr_scheduler_type=constant, this run has cosine"):
         replace(facts, settings={**facts.settings, key: "cosine"}).check(older, "c")
-
-
-def test_lost_lines_of_metrics_are_refused(copy):
-    config, run_dir = copy
-    file = run_dir / "metrics.jsonl"
-    file.write_bytes(file.read_bytes()[:-5])
-    assert "lines are lost; bring the file back" in refused(config, run_dir)
 
 
 def test_a_finished_run_without_checkpoints_cannot_be_extended(copy):

@@ -179,18 +179,6 @@ FAULTS = {  # file, what is there, what a fault would be, what a rehearsal says
         "tokens = batch.tokens[None].cpu()",
         "device",
     ),
-    "shape": (
-        "rlhfuse/models/stage.py",
-        "return rows // self.shards, 1, self._hidden",
-        "return rows // self.shards, 1, self._hidden // 2",
-        "over [256]",
-    ),
-    "dtype": (
-        "rlhfuse/models/stage.py",
-        "        out = out[0]  # Megatron returns [1, T, 1 or H]",
-        "        out = out[0].float()",
-        "torch.float32",
-    ),
     "contiguity": (
         "rlhfuse/fusion/intra/p2p.py",
         "tensor = tensor.contiguous()",
@@ -200,10 +188,17 @@ FAULTS = {  # file, what is there, what a fault would be, what a rehearsal says
 }
 
 
-def found(peak: int, problems: dict[str, int]) -> dict:
-    """A rank's rehearsal of one phase."""
-    phase = dict(phase="training", iteration=0, peak=peak, host=0, reserved=0, host_peak=0, table=[], reads={})
-    return dict(rank=0, phases=[phase], problems=problems, moved=0)
+def found(problems: dict[str, int], *peaks: int) -> dict:
+    """A rank's rehearsal of one phase, iteration by iteration."""
+    phase = dict(phase="training", host=0, reserved=0, host_peak=0, table=[], reads={})
+    phases = [{**phase, "iteration": number, "peak": peak} for number, peak in enumerate(peaks)]
+    return dict(rank=0, phases=phases, problems=problems, moved=0)
+
+
+def test_the_fullest_iteration_of_a_phase_stands_for_it():
+    report = RankReport(found({}, 10, 30, 20), {"training": 27}, 29.0)
+    assert report.peaks["training"]["iteration"] == 1 and report.too_full == ("training",)
+    assert "-10.00%  over the limit" in report.text()
 
 
 @pytest.mark.parametrize(
@@ -216,7 +211,7 @@ def found(peak: int, problems: dict[str, int]) -> dict:
     ],
 )
 def test_exits_with_2_over_the_limit_and_with_1_for_what_nccl_refuses(small, monkeypatch, peak, problems, code, said):
-    monkeypatch.setattr(tool, "rehearse", lambda *_: found(peak, problems))
+    monkeypatch.setattr(tool, "rehearse", lambda *_: found(problems, peak))
     done = call_tool("rehearse", *small, "--rank", 0)
     assert done.returncode == code and said in done.stdout
 

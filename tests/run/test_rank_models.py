@@ -46,12 +46,8 @@ def built(config: RunConfig, paths: dict, specs: dict, ranks, rank: int, *more):
 def test_a_start_connects_what_the_plan_counts(
     tmp_path, monkeypatch, actor, critic, generation, inference, optimizer, most
 ):
-    layouts = {
-        "generation": generation,
-        "actor_train": actor,
-        "critic_train": critic,
-        **dict.fromkeys(SCORING, inference),
-    }
+    layouts = {"generation": generation, "actor_train": actor, "critic_train": critic}
+    layouts |= dict.fromkeys(SCORING, inference)
     optim = {"optim": OptimizerConfig(name=optimizer)}
     config = RunConfig(parallel=ParallelConfig(**layouts, inference=inference)).with_(
         trainer={"dtype": "float32"}, actor=optim, critic=optim

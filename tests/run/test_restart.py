@@ -104,15 +104,9 @@ def test_other_layouts_and_world_sizes(programs, tmp_path):
         for name in ("finished.json", "checkpoints/latest"):
             (here / name).unlink()
         shutil.rmtree(here / "checkpoints" / "iteration-4")
-        settings = {
-            "parallel.actor_train": actor,
-            "parallel.critic_train": critic,
-            "parallel.generation": f"d{ranks}t1p1",
-            "fusion.actor_microbatches": 2,
-            "trainer.output_dir": here,
-            "trainer.resume": "auto",
-        }
-        log = programs.trained(config, *(f"{key}={value}" for key, value in settings.items()), ranks=ranks)
+        layouts = (f"actor_train={actor}", f"critic_train={critic}", f"generation=d{ranks}t1p1")
+        settings = [f"parallel.{layout}" for layout in layouts] + ["fusion.actor_microbatches=2"]
+        log = programs.trained(config, *settings, f"trainer.output_dir={here}", "trainer.resume=auto", ranks=ranks)
         assert f"actor_train d1t1p4 -> {actor}" in log
         assert [row["iteration"] for row in metrics_of(here)] == [0, 1, 2, 3]
         compared = compare_runs(whole, here)

@@ -28,6 +28,7 @@ from gpu_checks.references import References
 from gpu_checks.result import CheckFailed, require
 from safetensors.torch import load_file
 from testkit import triton_interpreter  # noqa: F401
+from testkit.imports import imports
 from testkit.paths import ROOT
 from testkit.programs import eventually
 
@@ -83,19 +84,23 @@ def test_a_rehearsal_runs_the_chosen_checks_and_keeps_the_object(call, tmp_path)
 def made_up(function, name: str = "", limit: float = 600, small: bool = False, background: bool = False, **arguments):
     """A check of `session`; only a hang meets its limit."""
     name = name or function.__name__
-    return Check(name, f"isolation:{function.__name__}", arguments, 1, limit, small=small, background=background)
+    return Check(name, f"made_up:{function.__name__}", arguments, 1, limit, small=small, background=background)
 
 
-def session(monkeypatch, tmp_path, checks, **request):
-    """A rehearsal of made-up checks whose processes are forked from this one; the report on file and exit code."""
-    for function in (fine, hangs, crashes, fails, own_process, fails_among_others, waits_for_a_file, counts):
-        monkeypatch.setattr(isolation, function.__name__, function, raising=False)
+@pytest.fixture
+def session(monkeypatch, tmp_path):
+    """A rehearsal of made-up checks whose processes are forked from this one -> the report on file, the exit code."""
+    monkeypatch.setitem(sys.modules, "gpu_checks.made_up", sys.modules[__name__])
     monkeypatch.setattr(gpu_check, "REHEARSAL", 1)
     monkeypatch.setattr(isolation, "starts_with", lambda: multiprocessing.get_context("fork"))
-    monkeypatch.setattr(catalog, "all_checks", lambda gpus=8: [check for check in checks if check.gpus <= gpus])
     monkeypatch.setattr(catalog, "PROBE", made_up(fine, "probe"))
-    code = gpu_check.run_checks(gpu_check.Request("cpu", out=tmp_path / "out.json", **request))
-    return json.loads((tmp_path / "out.json").read_text()), code
+
+    def session(*checks: Check, **request):
+        monkeypatch.setattr(catalog, "all_checks", lambda gpus=8: [check for check in checks if check.gpus <= gpus])
+        code = gpu_check.run_checks(gpu_check.Request("cpu", out=tmp_path / "out.json", **request))
+        return json.loads((tmp_path / "out.json").read_text()), code
+
+    return session
 
 
 def fine(bench, **arguments):
@@ -139,7 +144,7 @@ def counts(bench, file, wanted):
     return {}
 
 
-def test_what_hangs_crashes_or_fails_is_named_and_stops_no_other(monkeypatch, tmp_path, capfd):
+def test_what_hangs_crashes_or_fails_is_named_and_stops_no_other(session, monkeypatch, capfd):
     result = isolation.Worker.result
 
     def once_it_hangs(worker):
@@ -149,8 +154,7 @@ def test_what_hangs_crashes_or_fails_is_named_and_stops_no_other(monkeypatch, tm
         return result(worker)
 
     monkeypatch.setattr(isolation.Worker, "result", once_it_hangs)
-    checks = [made_up(hangs, limit=2), made_up(crashes), made_up(fails), made_up(fine)]
-    report, code = session(monkeypatch, tmp_path, checks)
+    report, code = session(made_up(hangs, limit=2), made_up(crashes), made_up(fails), made_up(fine))
     found = {check["name"]: check for check in report["checks"]}
     assert code == 1 and not report["ok"] and list(found) == ["probe", "hangs", "crashes", "fails", "fine"]
     assert found["hangs"]["detail"].startswith("no answer within 2 s") and "in hangs" in found["hangs"]["detail"]
@@ -159,10 +163,10 @@ def test_what_hangs_crashes_or_fails_is_named_and_stops_no_other(monkeypatch, tm
     assert found["fine"]["ok"] and found["probe"]["ok"]
 
 
-def test_small_checks_share_a_process_until_one_fails(monkeypatch, tmp_path, capfd):
+def test_small_checks_share_a_process_until_one_fails(session, capfd):
     kinds = {"a": own_process, "b": own_process, "bad": fails, "c": own_process, "odd": fails_among_others}
     small = [made_up(function, name, small=True) for name, function in kinds.items()]
-    report, code = session(monkeypatch, tmp_path, [*small, made_up(own_process, "large")])
+    report, code = session(*small, made_up(own_process, "large"))
     found = {check["name"]: check for check in report["checks"]}
     a, b, c, large = (found[name]["detail"]["process"] for name in ("a", "b", "c", "large"))
     assert a == b and len({a, c, large, os.getpid()}) == 4
@@ -170,20 +174,19 @@ def test_small_checks_share_a_process_until_one_fails(monkeypatch, tmp_path, cap
     assert 'odd failed among others, and runs alone: CheckFailed: {"state": "left behind"}' in capfd.readouterr().err
 
 
-def test_what_compiles_runs_beside_the_others_from_the_beginning(monkeypatch, tmp_path):
+def test_what_compiles_runs_beside_the_others_from_the_beginning(session):
     """Here it ends only because the check that stands before it has begun."""
-    checks = [made_up(fine, "later"), made_up(waits_for_a_file, "building", background=True)]
-    report, code = session(monkeypatch, tmp_path, checks)
+    report, code = session(made_up(fine, "later"), made_up(waits_for_a_file, "building", background=True))
     assert code == 0 and [check["name"] for check in report["checks"]] == ["probe", "later", "building"]
     assert int(report["checks"][-1]["detail"]["jobs"]) >= 1
 
 
-def test_a_second_call_goes_on_where_the_first_one_stopped(monkeypatch, tmp_path):
+def test_a_second_call_goes_on_where_the_first_one_stopped(session, tmp_path):
     ran = {"good": tmp_path / "good", "bad": tmp_path / "bad"}
     checks = [made_up(counts, name, file=str(file), wanted=1 + (name == "bad")) for name, file in ran.items()]
-    first, code = session(monkeypatch, tmp_path, checks)
+    first, code = session(*checks)
     assert code == 1 and [check["ok"] for check in first["checks"]] == [True, True, False]
-    second, code = session(monkeypatch, tmp_path, [*checks, made_up(fine, "new")], done=tmp_path / "out.json")
+    second, code = session(*checks, made_up(fine, "new"), done=tmp_path / "out.json")
     assert code == 0 and [check["name"] for check in second["checks"]] == ["probe", "good", "bad", "new"]
     assert second["checks"][1] == first["checks"][1] and [file.read_text() for file in ran.values()] == ["x", "xx"]
 
@@ -196,11 +199,11 @@ def test_a_second_call_goes_on_where_the_first_one_stopped(monkeypatch, tmp_path
         ({"checks": [{"name": "a"}]}, "checks: .*is missing; add it"),
     ],
 )
-def test_results_of_other_places_are_not_taken_over(monkeypatch, tmp_path, change, message):
+def test_results_of_other_places_are_not_taken_over(session, tmp_path, change, message):
     file = tmp_path / "done.json"
     file.write_text(json.dumps({"environment": {}, "checks": [], **change}))
     with pytest.raises(InputError, match=message):
-        session(monkeypatch, tmp_path, [made_up(fine)], done=file)
+        session(made_up(fine), done=file)
 
 
 def test_a_name_that_is_none_is_refused_with_the_nearest():
@@ -212,12 +215,12 @@ def test_a_name_that_is_none_is_refused_with_the_nearest():
         gpu_check.chosen(every, "waits,decod_8b")
 
 
-def test_checks_for_more_gpus_than_there_are_are_refused_where_they_are_all_that_is_asked_for(monkeypatch, tmp_path):
+def test_checks_for_more_gpus_than_there_are_are_refused_where_they_are_all_that_is_asked_for(session):
     checks = [replace(made_up(fine, f"on_{gpus}"), gpus=gpus) for gpus in (2, 4)]
-    report, code = session(monkeypatch, tmp_path, checks, names="on_*")
+    report, code = session(*checks, names="on_*")
     assert code == 0 and [check["name"] for check in report["checks"]] == ["probe", "on_2"]
     with pytest.raises(InputError, match="--names on_4: needs 4 GPUs, here are 2"):
-        session(monkeypatch, tmp_path, checks, names="on_4")
+        session(*checks, names="on_4")
 
 
 # the catalogue
@@ -292,11 +295,11 @@ def test_engines_of_checks_compile_no_library_but_by_name():
                 assert len(node.args) == 2, f"{file}:{node.lineno}"
 
 
-def test_a_budget_leaves_out_what_comes_last(monkeypatch, tmp_path):
+def test_a_budget_leaves_out_what_comes_last(session):
     checks = [made_up(fine, f"number_{i}", i=i) for i in range(5)]
-    report, code = session(monkeypatch, tmp_path, checks, until=time.monotonic() - 1)
+    report, code = session(*checks, until=time.monotonic() - 1)
     assert code == 0 and report["left_out"] == [f"number_{i}" for i in range(5)]
-    report, _ = session(monkeypatch, tmp_path, checks, until=time.monotonic() + 5000)
+    report, _ = session(*checks, until=time.monotonic() + 5000)
     assert report["left_out"] == [] and len(report["checks"]) == 6
 
 
@@ -341,12 +344,7 @@ def test_the_luggage_holds_what_the_program_imports_beside_what_images_have():
     optional = {"mpi4py", "flash_attn", "flashinfer", "transformer_engine", "vaderSentiment", "wandb"}
     carried = {"megatron", "omegaconf", "pydantic", "pebble", "scipy"}
     files = [*ROOT.glob("rlhfuse/**/*.py"), *ROOT.glob("tools/gpu_check*/*.py"), ROOT / "tools/gpu_check.py"]
-    found = set()
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
-            found |= {name.split(".")[0] for name in names} - sys.stdlib_module_names
+    found = {name.split(".")[0] for file in files for name in imports(file, [])} - sys.stdlib_module_names
     assert found - known - optional == carried
     told = " ".join((*kit.ALONE, *kit.WITH_NEEDS))
     assert all(name in told for name in carried)

@@ -246,16 +246,7 @@ def test_signals_keep_the_best_so_far(folder, started, launcher, whom, number, c
     assert sorted(path.name for path in folder.iterdir()) == ["problem.json", "schedule.json"]
 
 
-@pytest.mark.mpi
-@mpi[1]
-def test_a_killed_rank_leaves_a_whole_file(folder, started):
-    process = started(*OF_MPI)
-    stopped(process, ranks(process)[-1], signal.SIGKILL)
-    assert process.returncode != 0
-    assert read(folder)["peak_memory"] <= 4 and len(read(folder)["tasks"]) == 4
-
-
-@pytest.mark.mpi
+@mpi[0]
 @mpi[1]
 def test_two_mpi_ranks_search_together_and_repeat(programs, folder):
     tasks = []
@@ -269,7 +260,7 @@ def test_two_mpi_ranks_search_together_and_repeat(programs, folder):
     assert tasks[0] == tasks[1]
 
 
-@pytest.mark.mpi
+@mpi[0]
 @mpi[1]
 def test_bad_input_under_mpirun_is_said_once(programs, folder):
     write(folder, {**PROBLEM, "memory_cap": 1})

@@ -117,22 +117,12 @@ def test_a_run_at_another_tensor_degree_has_it_in_all_tasks():
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", [["parallel.inference=d2t1p1"], ["parallel=auto", "trainer.recompute=auto"]])
 def test_the_program_measures_each_degree(programs, tmp_path, layouts):
-    measured = (
-        "--config",
-        QUICKSTART,
-        *SETTINGS,
-        "--limit",
-        2,
-        *layouts,
-        "--tensor",
-        "1,2",
-        "--out",
-        tmp_path / "p.json",
-    )
+    out = tmp_path / "p.json"
+    measured = ("--config", QUICKSTART, *SETTINGS, *layouts, "--limit", 2, "--tensor", "1,2", "--out", out)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     done = programs.python(*torchrun, ROOT / "tools/profile_costs.py", *measured)
     assert done.returncode == 0, done.stderr
-    profiles = load_costs(tmp_path / "p.json")
+    profiles = load_costs(out)
     assert profiles.degrees == (1, 2)
     assert [one.training["actor"].tp for one in profiles.profiles] == [1, 2]
 
