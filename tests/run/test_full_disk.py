@@ -54,22 +54,22 @@ def files_in(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.iterdir())
 
 
-def test_lines_that_found_room_stay_whole(narrow):
-    """Metrics one by one; samples of an iteration are written all or none."""
-    metrics, samples = narrow[0] / "metrics.jsonl", narrow[0] / "samples.jsonl"
+def samples(iteration: int) -> list[SampleText]:
+    return [SampleText(iteration, number, "p", "r" * 700, 0.0, 1, "stop") for number in (0, 1)]
 
-    def texts(iteration: int) -> list[SampleText]:
-        return [SampleText(iteration, number, "p", "r" * 700, 0.0, 1, "stop") for number in (0, 1)]
 
-    for file, writer, rows, read in (
-        (metrics, MetricsWriter(metrics), lambda i: {"iteration": i, "x": "y" * 3001}, read_metrics),
-        (samples, SampleWriter(samples), texts, read_samples),
-    ):
-        with closing(writer):
-            done = refused(lambda i, writer=writer, rows=rows: writer.write(rows(i)), narrow, file)
-            assert writer.position() == file.stat().st_size and file.read_bytes().endswith(b"}\n")
-        assert read(file) == [row for i in range(done) for row in (texts(i) if file == samples else [rows(i)])]
-        file.unlink()
+@pytest.mark.parametrize(
+    "kind, of_iteration, read",
+    [(MetricsWriter, lambda i: {"iteration": i, "x": "y" * 3001}, read_metrics), (SampleWriter, samples, read_samples)],
+)
+def test_lines_that_found_room_stay_whole(narrow, kind, of_iteration, read):
+    """Samples of an iteration are written all or none."""
+    file = narrow[0] / "lines.jsonl"
+    with closing(kind(file)) as writer:
+        done = refused(lambda i: writer.write(of_iteration(i)), narrow, file)
+        assert writer.position() == file.stat().st_size and file.read_bytes().endswith(b"}\n")
+    wanted = [of_iteration(i) for i in range(done)]
+    assert read(file) == (wanted if kind is MetricsWriter else [one for texts in wanted for one in texts])
 
 
 # the writer thread of TensorBoard prints its own error, too

@@ -6,7 +6,6 @@ import pytest
 from testkit.finished_run import GATHER, START, write_run
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.monitor.trace import Span
 from rlhfuse.run.report.forecast import PARTS, PHASES, Forecaster, action_seconds, predicted_spans
 from rlhfuse.run.report.forecast_table import ForecastTable, PhaseRow, span_table
@@ -43,7 +42,7 @@ def test_graphs_that_every_iteration_records_are_predicted(run):
 
 def test_waiting_for_the_reward_function_is_predicted(run, tmp_path):
     """Its workers are busy for longer than all else; the edges around generation with inference stay what they were."""
-    slow = RunFiles.read(write_run(tmp_path / "run", reward=RewardCost(0.1)))
+    slow = RunFiles.read(write_run(tmp_path / "run", reward=0.2))
     found, fast = Forecaster(slow).forecast(4), Forecaster(run).forecast(4)
     assert found.timeline.reward_seconds > 0.1 and fast.timeline.reward_seconds == 0
     assert found.seconds["infer"] == pytest.approx(slow.rows[4]["timing_s/infer"])
