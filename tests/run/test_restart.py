@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections import Counter
 
 import pytest
 from testkit.programs import killed_forked
@@ -36,13 +34,6 @@ KILLS = (
     "1 one 1 exporting models",
 )
 ITERATIONS = 12
-PHASES = {  # of what a run was killed in
-    "generation": "generation: ",
-    "migration": "inter-stage: migration",
-    "inference": "inference: ",
-    "training": "training mini-batch|actor:|critic:",
-    "saving": "file |commit |exporting",
-}
 CURVES = ("actor/grad_norm", "critic/score/mean", "critic/grad_norm", "response_length/mean")
 
 
@@ -65,13 +56,9 @@ def test_kills_of_one_rank_and_within_a_save(programs, whole, tmp_path):
     config, run_dir = whole
     broken = tmp_path / "killed"
     settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
-    ends = Counter()
     for number, moment in enumerate(KILLS, start=1):
         where = killed_forked(config, moment, tmp_path / f"{number}.log", *settings)
         print(f"{number}: {moment.split()[1]} killed in {where}", flush=True)
-        ends[phase_of(where), moment.split()[1]] += 1
-    print(dict(ends), flush=True)
-    assert {phase for phase, _ in ends} >= PHASES.keys() and {who for _, who in ends} == {"one", "all"}
     programs.trained(config, *settings)
     assert [row["iteration"] for row in metrics_of(broken)] == list(range(ITERATIONS))
     assert len(assert_same_bits(run_dir, broken)) == 3
@@ -80,10 +67,6 @@ def test_kills_of_one_rank_and_within_a_save(programs, whole, tmp_path):
     assert curves == curves_of(run_dir / "tensorboard", *CURVES)
     assert all([step for step, _ in curve] == list(range(ITERATIONS)) for curve in curves)
     assert [one.name for one in (broken / "checkpoints").glob("*.partial")] == []
-
-
-def phase_of(where: str) -> str:
-    return next((phase for phase, texts in PHASES.items() if re.search(texts, where)), "between")
 
 
 def test_other_layouts_and_world_sizes(programs, tmp_path):

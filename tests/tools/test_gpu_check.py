@@ -509,8 +509,7 @@ def test_a_run_that_records_twice_is_no_kept_one(recorded, again, keeps, good):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["shared_pipelines", "shared_cut", "resumed", "not_finite", "one_rank", "grpo", "kept", "nccl_speedup"],
+    "name", "shared_pipelines shared_cut resumed not_finite one_rank grpo kept nccl_speedup".split()
 )
 def test_whole_programs_are_rehearsed(call, name):
     code, report = call("--device", "cpu", "--names", f"{name}*")
