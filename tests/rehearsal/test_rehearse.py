@@ -173,18 +173,8 @@ def test_no_kernel_is_compiled_in_the_middle_of_a_program(programs, tmp_path):
 # how it ends
 
 FAULTS = {  # file, what is there, what a fault would be, what a rehearsal says
-    "device": (
-        "rlhfuse/models/stage.py",
-        "tokens = batch.tokens[None]",
-        "tokens = batch.tokens[None].cpu()",
-        "device",
-    ),
-    "contiguity": (
-        "rlhfuse/fusion/intra/p2p.py",
-        "tensor = tensor.contiguous()",
-        "tensor = tensor.transpose(0, 2)",
-        "not contiguous",
-    ),
+    "device": ("models/stage.py", "tokens = batch.tokens[None]", "tokens = batch.tokens[None].cpu()", "device"),
+    "contiguity": ("fusion/intra/p2p.py", "tensor.contiguous()", "tensor.transpose(0, 2)", "not contiguous"),
 }
 
 
@@ -239,9 +229,9 @@ def test_a_fault_planted_into_the_code_is_found(programs, small, tmp_path, kind)
     file, right, wrong, said = FAULTS[kind]
     for folder in ("rlhfuse", "tools"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    text = (tmp_path / file).read_text()
+    text = (tmp_path / "rlhfuse" / file).read_text()
     assert text.count(right) == 1
-    (tmp_path / file).write_text(text.replace(right, wrong))
+    (tmp_path / "rlhfuse" / file).write_text(text.replace(right, wrong))
     words = (*small, "--rank", 2, "--phase", "training")
     done = programs.python(tmp_path / "tools/rehearse.py", *words, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1 and said in done.stdout + done.stderr, (done.stdout + done.stderr)[-2000:]

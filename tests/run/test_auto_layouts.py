@@ -19,10 +19,8 @@ pytestmark = pytest.mark.timeout(3600)
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"
 AUTO = ["parallel=auto", "fusion.actor_microbatches=auto", "trainer.recompute=auto", "trainer.device=cpu"]
 ITERATIONS = 4
-SHORT = [
-    *(f"trainer.{key}" for key in (f"iterations={ITERATIONS}", "save_every=1", "tensorboard=false")),
-    *("trainer.watchdog_seconds=590", "fusion.search_seconds=0.5", "rollout.max_response_tokens=64"),
-]
+SHORT = f"""trainer.iterations={ITERATIONS} trainer.save_every=1 trainer.tensorboard=false trainer.watchdog_seconds=590
+    fusion.search_seconds=0.5 rollout.max_response_tokens=64""".split()
 
 
 def layout_lines(log: str) -> list[str]:

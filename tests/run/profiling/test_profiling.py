@@ -29,7 +29,6 @@ def quickstart(*changes: str):
 
 def profile_on(rank: int, changes: tuple[str, ...]) -> tuple[dict, list[str]]:
     from rlhfuse.parallel.device import choose_device
-    from rlhfuse.planning.draft import read_specs
     from rlhfuse.run.profiling.profiler import Profiler
 
     config = quickstart(*changes)
@@ -67,7 +66,6 @@ def extremes_on(rank: int) -> tuple[list[float], float]:
 
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker
-    from rlhfuse.planning.draft import read_specs
     from rlhfuse.run.profiling.work import Builder, GenerationWork
     from rlhfuse.run.rank_models import layers_of
 
