@@ -49,25 +49,6 @@ def test_a_results_file_says_what_was_measured_where(tmp_path):
     assert {"command", "commit", "dirty", "date", "load_before", "other_cores"} <= found.keys()
 
 
-@pytest.mark.parametrize("file", sorted(harness.RESULTS.glob("*.json")), ids=lambda file: file.stem)
-def test_results_are_as_the_harness_writes_them(file):
-    assert file.read_text() == harness.result_text(json.loads(file.read_text()))
-
-
-def test_a_results_file_has_a_record_a_line():
-    table = {"columns": ["a", "b"], "rows": [["1", "2"], ["3", "4"]]}
-    text = harness.result_text({"tables": {"t": table}, "facts": {"rows": [{"x": [1]}, {"x": []}]}, "figures": {}})
-    assert text.splitlines()[2:8] == [
-        '  "t": {',
-        '   "columns": ["a", "b"],',
-        '   "rows": [',
-        '    ["1", "2"],',
-        '    ["3", "4"]',
-        "   ]",
-    ]
-    assert '\n   {"x": [1]},\n   {"x": []}\n' in text and text.endswith(' "figures": {}\n}\n')
-
-
 def test_a_results_command_holds_no_path_of_the_machine():
     words = ["/a/b/generation.py", "--policy", "/c/d", "--out", "e/f.json", "--cases", "A"]
     assert harness.command(words) == "generation.py --policy d --out e/f.json --cases A"

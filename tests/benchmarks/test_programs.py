@@ -6,6 +6,7 @@ import os
 import shlex
 
 import pytest
+from harness import result_text
 from testkit.paths import ROOT, shared_data
 from testkit.programs import call_main
 
@@ -103,6 +104,7 @@ def test_every_program_says_what_it_takes(name):
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
 def test_results_are_of_a_whole_run_of_a_program_that_still_takes_its_arguments(file):
     result = json.loads(file.read_text())
+    assert file.read_text() == result_text(result)
     program, *words = shlex.split(result["command"])
     own = " ".join(words[:1]) if words and not words[0].startswith("--") else ""  # a command of the program
     told = call(program, f"{own} --help")

@@ -38,27 +38,21 @@ def _changed(manifest, **changes):
     return json.dumps(raw | changes)
 
 
-def test_a_manifest_that_was_changed_is_found_out_and_one_of_before_is_read():
-    facts = RunCompatibility(2, {}, {}, "ab", {})
-    manifest = Manifest(3, facts, RunState({}, {"kl_coef": 0.05}, {"metrics_bytes": 12}), (FileFacts("r", 5, "ab"),))
-    text = manifest.to_text()
-    assert json.dumps(json.loads(text)) != text and Manifest.parse(json.dumps(json.loads(text)), "m") == manifest
-    for was, now in (('"kl_coef": 0.05', '"kl_coef": 0.15'), ('"metrics_bytes": 12', '"metrics_bytes": 11')):
-        with pytest.raises(InputError, match="m is not as it was written: its digest is another one"):
-            Manifest.parse(text.replace(was, now), "m")
-    assert Manifest.parse(_changed(manifest), "m") == manifest
-
-
-def test_manifest_prints_and_parses_back():
+def test_a_manifest_parses_back_and_one_that_was_changed_or_is_none_is_found_out():
     settings = {"trainer.seed": 1, "rollout.top_p": 0.1}
     facts = RunCompatibility(2, {"actor_train": "d1t1p2"}, {"actor": {"layers": 4}}, "ab", settings)
     state = RunState({"current": 1, "x": [0.1, 1e-300]}, {"kl_coef": 0.1}, {"metrics_bytes": 12})
     manifest = Manifest(3, facts, state, (FileFacts("rank-0.safetensors", 5, "ab"),))
-    assert Manifest.parse(manifest.to_text(), "m") == manifest
+    text = manifest.to_text()
+    assert json.dumps(json.loads(text)) != text, "whatever its form"
+    for same in (text, json.dumps(json.loads(text)), _changed(manifest)):
+        assert Manifest.parse(same, "m") == manifest
     for text, message in (
+        *(
+            (text.replace(was, now), "m is not as it was written: its digest is another one")
+            for was, now in (('"kl_coef": 0.1', '"kl_coef": 0.2'), ('"metrics_bytes": 12', '"metrics_bytes": 11'))
+        ),
         ("", "m: not valid JSON .*; use another checkpoint"),
-        ("[" * 100_000, "m: JSON nested more than .*; use another checkpoint"),
-        (_changed(manifest, iteration=10**400), "m: not valid JSON"),
         (_changed(manifest, iteration=-1), "m: iteration -1 of 1 files"),
         (_changed(manifest, files=[]), "m: iteration 3 of 0 files"),
         (_changed(manifest, files=[{"name": "../../x", "size_bytes": 5, "sha256": "ab"}]), "'../../x' is no file of"),
@@ -70,11 +64,10 @@ def test_manifest_prints_and_parses_back():
         ("{}", "m: version None is unknown"),
         ('{"version": 2}', "m: iteration is missing"),
         (_changed(manifest).replace('"facts"', '"fax"'), "m: facts is missing"),
+        (_changed(manifest, version=9), "version 9 is unknown"),
     ):
         with pytest.raises(InputError, match=message):
             Manifest.parse(text, "m")
-    with pytest.raises(InputError, match="version 9 is unknown"):
-        Manifest.parse(_changed(manifest, version=9), "m")
 
 
 def test_a_checkpoint_may_be_older_than_a_field_of_a_models_shape():
@@ -130,19 +123,24 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(runs):
     comparisons = compare_runs(whole, killed)
     assert [c.what for c in comparisons] == ["metrics", "export/actor", "export/critic"]
     assert all(c.entries > 10 and not c.differences for c in comparisons), comparisons
-
-
-def test_what_was_written_before_the_first_checkpoint_is_kept(runs):
-    _, whole, killed, _ = runs
+    # what was written before the first checkpoint is kept
     kept = read_metrics(killed / "attempt-1" / "metrics.jsonl")
     assert [row["iteration"] for row in kept] == [0] and not (killed / "attempt-2").exists()
     first = read_metrics(whole / "metrics.jsonl")[0]
     assert kept[0]["rollout/digest"] == first["rollout/digest"]
     assert not (killed / "run.lock").exists()
+    # the threshold in force is resumed
+    saved = Checkpoint.open(killed / "checkpoints" / "iteration-2").manifest.state.threshold
+    assert read_metrics(killed / "metrics.jsonl")[2]["fusion/threshold"] == saved["threshold"]
+    assert len(saved["lengths"]) == 2
+    assert len(saved["observations"]) == 1  # a process's first iteration counts only while there is no other
 
 
 def test_a_checkpoint_converts_to_what_the_run_exports(runs, tmp_path):
     _, whole, _, _ = runs
+    names = sorted(f.name for f in (whole / "checkpoints").iterdir())
+    assert names == ["iteration-2", "iteration-4", "latest"]
+    assert (whole / "checkpoints" / "latest").read_text() == "iteration-4\n"
     checkpoint = open_checkpoint(whole)
     assert checkpoint.iteration == 4 and checkpoint.open_reader().roles() == ("actor", "critic")
     for role in checkpoint.open_reader().roles():
@@ -151,21 +149,6 @@ def test_a_checkpoint_converts_to_what_the_run_exports(runs, tmp_path):
         assert comparison.entries > 10 and not comparison.differences
         names = sorted(file.name for file in (whole / "export" / role).iterdir())
         assert names == sorted(file.name for file in (tmp_path / role).iterdir())
-
-
-def test_the_threshold_in_force_is_resumed(runs):
-    _, _, killed, _ = runs
-    saved = Checkpoint.open(killed / "checkpoints" / "iteration-2").manifest.state.threshold
-    assert read_metrics(killed / "metrics.jsonl")[2]["fusion/threshold"] == saved["threshold"]
-    assert len(saved["lengths"]) == 2
-    assert len(saved["observations"]) == 1  # a process's first iteration counts only while there is no other
-
-
-def test_the_last_two_checkpoints_are_kept_and_named(runs):
-    _, whole, _, _ = runs
-    names = sorted(f.name for f in (whole / "checkpoints").iterdir())
-    assert names == ["iteration-2", "iteration-4", "latest"]
-    assert (whole / "checkpoints" / "latest").read_text() == "iteration-4\n"
 
 
 def test_a_finished_run_says_so_without_process_groups(runs, monkeypatch, capsys):
@@ -218,10 +201,7 @@ def test_auto_takes_the_newest_and_a_path_the_one_it_names(copy):
         assert resumed(config, run_dir, f"trainer.resume={path}").iteration == iteration
         assert resumed(config, run_dir.with_name("new"), f"trainer.resume={path}").iteration == iteration
     assert resumed(config, run_dir.with_name("new")) is None
-
-
-def test_settings_that_change_no_number_may_change(copy):
-    config, run_dir = copy
+    # settings that change no number may change
     free = ["trainer.save_every=5", "fusion.intra_stage=false", "fusion.threshold=3", "parallel.generation=d2t1p1@0-1"]
     assert resumed(config, run_dir, *free).iteration == 4
 
@@ -240,9 +220,13 @@ def test_a_broken_rank_file_is_named_with_the_good_one_before(copy, damage):
     assert message.endswith(f"set trainer.resume={run_dir / 'checkpoints' / 'iteration-2'}")
 
 
-def test_a_missing_manifest(copy):
+def test_a_missing_manifest_and_lost_lines_of_metrics(copy):
     config, run_dir = copy
-    folder = run_dir / "checkpoints"
+    folder, metrics = run_dir / "checkpoints", run_dir / "metrics.jsonl"
+    lines = metrics.read_bytes()
+    metrics.write_bytes(lines[:-5])
+    assert "lines are lost; bring the file back" in refused(config, run_dir)
+    metrics.write_bytes(lines)
     (folder / "iteration-4" / "manifest.json").unlink()
     assert "iteration-4/manifest.json is missing" in refused(config, run_dir)
     shutil.rmtree(folder / "iteration-2")
@@ -251,18 +235,23 @@ def test_a_missing_manifest(copy):
 
 
 @pytest.mark.parametrize(
-    "override,words",
+    "overrides, words",
     [
         ("rollout.temperature=0.5", "rollout.temperature=1.0, this run has 0.5; set rollout.temperature=1.0"),
         ("trainer.seed=2", "set trainer.seed=1"),
         ("trainer.dtype=bfloat16", "set trainer.dtype=float32"),
         ("trainer.output_dir=''", "set it"),
         ("trainer.resume=never", "holds a run already"),
+        (
+            "trainer.resume={run}/checkpoints/iteration-4 trainer.iterations=3",
+            "4 iterations done, trainer.iterations=3",
+        ),
+        ("trainer.resume={other}/checkpoints/iteration-2", "holds another run"),
     ],
 )
-def test_another_run_than_the_saved_one(copy, override, words):
+def test_another_run_than_the_saved_one(copy, runs, overrides, words):
     config, run_dir = copy
-    assert words in refused(config, run_dir, override)
+    assert words in refused(config, run_dir, *overrides.format(run=run_dir, other=runs[2]).split())
 
 
 def test_another_layout_or_world_is_taken_and_told(copy):
@@ -277,9 +266,8 @@ def test_another_layout_or_world_is_taken_and_told(copy):
     assert facts.layout_diff(facts) == ""
 
 
-def test_another_model_or_vocabulary(copy):
-    _, run_dir = copy
-    facts = Checkpoint.open(run_dir / "checkpoints" / "iteration-4").manifest.facts
+def test_another_model_or_vocabulary_and_a_key_that_the_checkpoint_is_older_than(runs):
+    facts = Checkpoint.open(runs[1] / "checkpoints" / "iteration-4").manifest.facts
     models = {**facts.models, "critic": {**facts.models["critic"], "hidden": 128}}
     with pytest.raises(InputError, match="critic of hidden=64, critic.path holds one of 128"):
         replace(facts, models=models).check(facts, "c")
@@ -287,11 +275,7 @@ def test_another_model_or_vocabulary(copy):
         replace(facts, vocabulary="x").check(facts, "c")
     with pytest.raises(InputError, match="has the models actor, critic, reference, reward, this run actor;"):
         replace(facts, models={"actor": facts.models["actor"]}).check(facts, "c")
-
-
-def test_a_key_that_the_checkpoint_is_older_than_had_its_default(copy):
-    _, run_dir = copy
-    facts = Checkpoint.open(run_dir / "checkpoints" / "iteration-4").manifest.facts
+    # a key that is new had its default
     key = "actor.optim.lr_scheduler_type"
     newer = (key, "rollout.stop", "rollout.min_tokens")
     older = replace(facts, settings={name: value for name, value in facts.settings.items() if name not in newer})
@@ -300,32 +284,12 @@ def test_a_key_that_the_checkpoint_is_older_than_had_its_default(copy):
         replace(facts, settings={**facts.settings, key: "cosine"}).check(older, "c")
 
 
-def test_lost_lines_of_metrics_are_refused(copy):
-    config, run_dir = copy
-    file = run_dir / "metrics.jsonl"
-    file.write_bytes(file.read_bytes()[:-5])
-    assert "lines are lost; bring the file back" in refused(config, run_dir)
-
-
-def test_more_iterations_done_than_wanted(copy):
-    config, run_dir = copy
-    newest = run_dir / "checkpoints" / "iteration-4"
-    message = refused(config, run_dir, f"trainer.resume={newest}", "trainer.iterations=3")
-    assert "4 iterations done, trainer.iterations=3" in message
-
-
-def test_a_folder_that_holds_another_run(copy, runs):
-    config, run_dir = copy
-    other = runs[2] / "checkpoints" / "iteration-2"
-    assert "holds another run" in refused(config, run_dir, f"trainer.resume={other}")
-
-
 def test_a_finished_run_without_checkpoints_cannot_be_extended(copy):
     config, run_dir = copy
     shutil.rmtree(run_dir / "checkpoints")
     assert "finished run of 4 iterations without checkpoints" in refused(config, run_dir)
     file = run_dir / "finished.json"
-    for text in ('{"done": 4}', "[" * 100_000, '{"iterations": 1e400}', "[4]", '{"iterations": -1}', "\xff"):
+    for text in ('{"done": 4}', "[4]", '{"iterations": -1}', "\xff"):
         file.write_bytes(text.encode("latin-1"))
         assert re.search(f"{file}.*(remove it to continue the run|iconv)", message := refused(config, run_dir)), message
     file.unlink()

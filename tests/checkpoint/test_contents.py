@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from testkit.tiny import write_checkpoint, write_run
+from testkit.tiny import change_json, write_checkpoint, write_run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.checkpoint.checkpoint import Manifest, RunState
@@ -58,22 +58,17 @@ def test_what_the_device_decides_compares_with_what_was_given(whole):
         facts.check(facts_of(folder, "trainer.dtype=bfloat16"), "c")
 
 
-def change(folder: Path, key: str) -> None:
-    if key == "data.train_files":
-        with open(folder / "prompts.jsonl", "a") as file:
-            file.write('{"prompt": "w1 w2"}\n')
-    elif key == "reward.function":
-        (folder / "score.py").write_text(REWARD.format(2.0))
-    elif key == "reward.path":
-        write_checkpoint(folder / "reward", scalar_head=True, seed=3)  # of the same shape and size
-    else:
-        file = folder / "actor" / "tokenizer_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": "{{ messages }}"}))
+CHANGES = {
+    "data.train_files": lambda to: (to / "prompts.jsonl").write_text('{"prompt": "w1 w2"}\n' * 12),
+    "reward.function": lambda to: (to / "score.py").write_text(REWARD.format(2.0)),
+    "reward.path": lambda to: write_checkpoint(to / "reward", scalar_head=True, seed=3),  # of the same shape and size
+    "actor.tokenizer": lambda to: change_json(to / "actor/tokenizer_config.json", chat_template="{{ messages }}"),
+}
 
 
-@pytest.mark.parametrize("key", ["data.train_files", "reward.function", "reward.path", "actor.tokenizer"])
+@pytest.mark.parametrize("key", CHANGES)
 def test_files_may_not_change(whole, moved, key):
-    change(moved, key)
+    CHANGES[key](moved)
     with pytest.raises(InputError) as caught:
         facts_of(moved).check(whole[1], "c")
     value = str(whole[1].settings[key])
@@ -91,27 +86,27 @@ def test_a_checkpoint_that_knows_no_contents_compares_names(whole, moved):
         facts_of(moved).check(before, "c")
 
 
-def test_a_run_that_leaves_its_choices_open_goes_on_from_one_that_gave_them(whole, tmp_path):
+def test_a_run_that_leaves_its_choices_open_goes_on_from_one_that_gave_them(moved):
     """What was chosen is compared, and only what changes a number here: former defaults were 512, verl and 4."""
-    folder = tmp_path / "open"
-    shutil.copytree(whole[0], folder)
-    text = (folder / "run.yaml").read_text().replace(str(whole[0]), str(folder))
-    raw = yaml.safe_load(text) | {"algorithm": {}, "fusion": {"search_seconds": 0.2}}
+    file = moved / "run.yaml"
+    raw = yaml.safe_load(file.read_text()) | {"algorithm": {}, "fusion": {"search_seconds": 0.2}}
     del raw["data"]["max_prompt_tokens"], raw["reward"]["signature"]
-    (folder / "run.yaml").write_text(yaml.safe_dump(raw))
-    now = facts_of(folder)
+    file.write_text(yaml.safe_dump(raw))
+    now = facts_of(moved)
     numbers = {"reward.signature": "trl", "data.max_prompt_tokens": 6, "algorithm.minibatches": 4}
     assert {key: now.settings[key] for key in numbers} == numbers
     assert now.layouts["fusion.actor_microbatches"] == "4"
     was = now.settings | {"data.max_prompt_tokens": 512}
     now.check(replace(now, settings=was), "c")
-    with pytest.raises(InputError, match="c was saved with reward.signature=verl, this run has trl"):
-        now.check(replace(now, settings=was | {"reward.signature": "verl"}), "c")
-    with pytest.raises(InputError, match="c was saved with algorithm.minibatches=2, this run has 4"):
-        now.check(replace(now, settings=was | {"algorithm.minibatches": 2}), "c")
-    kept = replace(now, settings=now.settings | {"data.filter_long_prompts": True})  # then it says which prompts
-    with pytest.raises(InputError, match="c was saved with data.max_prompt_tokens=512, this run has 6"):
-        kept.check(replace(kept, settings=kept.settings | {"data.max_prompt_tokens": 512}), "c")
-    alone = check_inputs(load_config(folder / "run.yaml"), 2).facts  # without a function
+    filtering = {"data.filter_long_prompts": True}  # then max_prompt_tokens says which prompts
+    for both, key, value in (
+        ({}, "reward.signature", "verl"),
+        ({}, "algorithm.minibatches", 2),
+        (filtering, "data.max_prompt_tokens", 512),
+    ):
+        here = replace(now, settings=now.settings | both)
+        with pytest.raises(InputError, match=f"c was saved with {key}={value}, this run has {now.settings[key]}"):
+            here.check(replace(here, settings=was | both | {key: value}), "c")
+    alone = check_inputs(load_config(file), 2).facts  # without a function
     assert alone.settings["reward.signature"] == "auto"
     alone.check(replace(alone, settings=alone.settings | {"reward.signature": "verl"}), "c")

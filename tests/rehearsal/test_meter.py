@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from rlhfuse.rehearsal.memory import DEVICE, PINNED, Meter
-from rlhfuse.rehearsal.report import RankReport
 from rlhfuse.rehearsal.rules import refuse_bad_collective, refuse_bad_operands
 
 MM, COPY = torch.ops.aten.mm.default, torch.ops.aten.index_copy.default
@@ -47,11 +46,3 @@ def test_operands_that_a_kernel_refuses(operator, arguments, message):
 
 def test_a_collective_of_a_tensor_on_the_cpu_is_refused():
     assert refuse_bad_collective("all_reduce", [torch.ones(4)]) == "all_reduce of a tensor on the CPU: [4]"
-
-
-def test_the_fullest_iteration_of_a_phase_stands_for_it():
-    phase = dict(phase="training", host=0, reserved=0, host_peak=0, table=[], reads={})
-    found = dict(rank=0, problems={}, moved=0, phases=[{**phase, "iteration": i, "peak": i * 10} for i in (1, 3, 2)])
-    report = RankReport(found, {"training": 27}, 29.0)
-    assert report.peaks["training"]["iteration"] == 3 and report.too_full == ("training",)
-    assert "-10.00%  over the limit" in report.text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -54,26 +54,22 @@ def files_in(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.iterdir())
 
 
-def test_lines_that_found_room_stay_whole(narrow):
-    file = narrow[0] / "metrics.jsonl"
-    writer = MetricsWriter(file)
-    done = refused(lambda i: writer.write({"iteration": i, "x": "y" * 3001}), narrow, file)
-    assert [row["iteration"] for row in read_metrics(file)] == list(range(done))
-    assert file.read_bytes().endswith(b"}\n") and writer.position() == file.stat().st_size
-    writer.close()
+def samples(iteration: int) -> list[SampleText]:
+    return [SampleText(iteration, number, "p", "r" * 700, 0.0, 1, "stop") for number in (0, 1)]
 
 
-def test_samples_of_an_iteration_are_written_all_or_none(narrow):
-    file = narrow[0] / "samples.jsonl"
-    writer = SampleWriter(file)
-
-    def write(iteration: int) -> None:
-        writer.write([SampleText(iteration, number, "p", "r" * 700, 0.0, 1, "stop") for number in (0, 1)])
-
-    done = refused(write, narrow, file)
-    assert [one.iteration for one in read_samples(file)] == [i for i in range(done) for _ in (0, 1)]
-    assert file.read_bytes().endswith(b"}\n")
-    writer.close()
+@pytest.mark.parametrize(
+    "kind, of_iteration, read",
+    [(MetricsWriter, lambda i: {"iteration": i, "x": "y" * 3001}, read_metrics), (SampleWriter, samples, read_samples)],
+)
+def test_lines_that_found_room_stay_whole(narrow, kind, of_iteration, read):
+    """Samples of an iteration are written all or none."""
+    file = narrow[0] / "lines.jsonl"
+    with closing(kind(file)) as writer:
+        done = refused(lambda i: writer.write(of_iteration(i)), narrow, file)
+        assert writer.position() == file.stat().st_size and file.read_bytes().endswith(b"}\n")
+    wanted = [of_iteration(i) for i in range(done)]
+    assert read(file) == (wanted if kind is MetricsWriter else [one for texts in wanted for one in texts])
 
 
 # the writer thread of TensorBoard prints its own error, too

@@ -55,10 +55,8 @@ def made(tmp_path):
 
     def inputs(function, signature="trl"):
         reward = RewardConfig(function=f"{tmp_path}/mine.py:{function}", signature=signature, timeout_seconds=240)
-        config, prompts = RunConfig(reward=reward), SimpleNamespace(prompts=rows)
-        return SimpleNamespace(
-            config=config, tokenizer=OnlyDecodes(tokenizer), prompts=prompts, val_prompts=SimpleNamespace(prompts=())
-        )
+        prompts = dict(prompts=SimpleNamespace(prompts=rows), val_prompts=SimpleNamespace(prompts=()))
+        return SimpleNamespace(config=RunConfig(reward=reward), tokenizer=OnlyDecodes(tokenizer), **prompts)
 
     def start(function):
         started.append(FunctionRewarder(inputs(function), lambda _: None))
@@ -126,7 +124,5 @@ def test_a_function_is_tried_before_the_start_on_one_row(made):
     with pytest.raises(InputError) as caught:
         try_reward(made.inputs("shorter", "verl"))
     line = FUNCTION[: FUNCTION.index("    return 1 / len")].count("\n") + 1
-    raised = (
-        f"sample 1 of p.jsonl:1: raised ZeroDivisionError: division by zero, at .*mine.py:{line} in shorter: return 1"
-    )
+    raised = f"sample 1 of p.jsonl:1: raised ZeroDivisionError: .*, at .*mine.py:{line} in shorter: return 1"
     assert re.search(raised, str(caught.value)) and str(caught.value).endswith("--no-try-reward leaves it out)")

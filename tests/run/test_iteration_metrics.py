@@ -13,22 +13,12 @@ SECONDS = {"timing_s/train": 4.0, "fusion/gen_infer_seconds": 2.0, "timing_s/ste
 
 def test_utilisation_is_of_all_ranks_for_the_seconds_that_it_took():
     flops = IterationFlops(generation=3e12, inference=1e12, training={"actor": 8e12, "critic": 2e12})
-    found = mfu_metrics(flops, SECONDS, ranks=4, peak_flops=1e12)
-    assert found == pytest.approx(
-        {
-            "perf/mfu/actor": 8 / (4 * 4),
-            "actor/mfu": 8 / (4 * 4),
-            "perf/mfu/critic": 2 / (4 * 4),
-            "perf/mfu/gen_infer": 4 / (2 * 4),
-            "perf/mfu/step": 14 / (10 * 4),
-        }
-    )
-
-
-def test_without_a_critic_or_a_peak():
-    flops = IterationFlops(3e12, 0.0, {"actor": 8e12})
-    assert "perf/mfu/critic" not in mfu_metrics(flops, SECONDS, 4, 1e12)
-    assert mfu_metrics(flops, SECONDS, 4, None) == {}
+    wanted = {"actor": 8 / (4 * 4), "critic": 2 / (4 * 4), "gen_infer": 4 / (2 * 4), "step": 14 / (10 * 4)}
+    named = {f"perf/mfu/{name}": share for name, share in wanted.items()}
+    assert mfu_metrics(flops, SECONDS, 4, 1e12) == pytest.approx({**named, "actor/mfu": wanted["actor"]})
+    alone = IterationFlops(3e12, 0.0, {"actor": 8e12})
+    assert "perf/mfu/critic" not in mfu_metrics(alone, SECONDS, 4, 1e12)
+    assert mfu_metrics(alone, SECONDS, 4, None) == {}
 
 
 def test_recorded_graphs_are_told_where_some_were():

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import pytest
 from safetensors.torch import load_file
+from testkit.recorded_decode import Repeater
 from testkit.runs_table import FUSED, HELD_OUT, QUEUED, assert_same_bits, metrics_of, plan_of
 
 ITERATIONS, SEQUENCES = 2, 3
-
-
-class Repeater:
-    """Stands where the CUDA recorder stands: what it records runs again."""
-
-    recorded = 0
-
-    def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        self.recorded += 1
-        work()
-        return work
-
-    def release(self) -> None:
-        pass
 
 
 @contextmanager

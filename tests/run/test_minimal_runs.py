@@ -35,23 +35,14 @@ D1, D2, D4 = "d1t1p1", "d2t1p1", "d4t1p1"
 TABLE = {
     "defaults": ("ppo", "tiny", "short", 4, None, None, (D1, D1, D1), (4, 4)),
     "one sample": ("ppo", "tiny", "reward", 1, 1, 1, (D1, D1, D1), (1, 1)),
-    "two prompts": ("ppo", "tiny", "reward", 2, 2, 1, (D1, D1, D1), (1, 2)),
     "three prompts": ("grpo", "tiny", "exact", 3, 3, 4, (D1, "", D1), (3, 4)),
-    "four prompts": ("grpo", "tiny", "short", 4, 4, 2, (D1, "", D1), (2, 4)),
     "rloo": ("rloo", "tiny", "exact", 5, 5, 2, (D1, "", D1), (2, 4)),
     "seven": ("rloo", "tiny", "short", 7, 7, 3, (D1, "", D1), (3, 4)),
     "sixty-four": ("grpo", "tiny", "short", 64, 64, 4, (D1, "", D1), (4, 4)),
-    "stories": ("ppo", "stories", "short", 4, 8, 4, (D1, D1, D1), (4, 4)),
     "stories grpo": ("grpo", "stories", "exact", 1, 1, 2, (D1, "", D1), (1, 2)),
-    "two ranks": ("ppo", "tiny", "reward", 4, 4, 1, (D2, D2, D2), (1, 2)),
     "pipeline": ("ppo", "tiny", "reward", 4, 4, 4, ("d1t1p2", D2, D2), (4, 4)),
-    "other pipeline": ("ppo", "tiny", "short", 3, 3, 2, (D2, "d1t1p2", D2), (1, 3)),
     "tensor": ("grpo", "tiny", "exact", 16, 16, 2, ("d1t2p1", "", D2), (4, 4)),
-    "stories on two": ("rloo", "stories", "short", 8, 8, 4, (D2, "", D2), (4, 4)),
     "four ranks": ("ppo", "tiny", "reward", 4, None, None, ("d1t1p4", "d2t1p2", D4), (4, 4)),
-    "many pipelines": ("ppo", "tiny", "short", 2, 2, 4, (D4, "d1t1p4", D4), (2, 1)),
-    "few pipelines": ("ppo", "tiny", "reward", 3, 3, 4, ("d1t1p4", D4, D4), (3, 4)),
-    "grpo on four": ("grpo", "tiny", "exact", 64, 32, 8, (D4, "", D4), (4, 4)),
     "rloo on four": ("rloo", "tiny", "short", 3, 3, 3, ("d2t1p2", "", D4), (1, 4)),
 }
 TO_THE_END = ("one sample", "three prompts", "rloo", "pipeline", "defaults")

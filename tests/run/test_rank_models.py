@@ -46,16 +46,11 @@ def built(config: RunConfig, paths: dict, specs: dict, ranks, rank: int, *more):
 def test_a_start_connects_what_the_plan_counts(
     tmp_path, monkeypatch, actor, critic, generation, inference, optimizer, most
 ):
-    layouts = {
-        "generation": generation,
-        "actor_train": actor,
-        "critic_train": critic,
-        **dict.fromkeys(SCORING, inference),
-    }
+    layouts = {"generation": generation, "actor_train": actor, "critic_train": critic}
+    layouts |= dict.fromkeys(SCORING, inference)
     optim = {"optim": OptimizerConfig(name=optimizer)}
-    config = RunConfig(parallel=ParallelConfig(**layouts, inference=inference)).with_(
-        trainer={"dtype": "float32"}, actor=optim, critic=optim
-    )
+    changes = {"trainer": {"dtype": "float32"}, "actor": optim, "critic": optim}
+    config = RunConfig(parallel=ParallelConfig(**layouts, inference=inference)).with_(**changes)
     spec = ModelSpec.from_config(write_checkpoint(tmp_path, tie_word_embeddings=True, num_key_value_heads=4))
     specs = dict.fromkeys(("actor", "critic", "reference", "reward"), spec)
     parsed = {task: ParallelLayout.parse(text) for task, text in layouts.items()}

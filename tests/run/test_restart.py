@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections import Counter
 
 import pytest
 from testkit.programs import killed_forked
@@ -36,13 +34,6 @@ KILLS = (
     "1 one 1 exporting models",
 )
 ITERATIONS = 12
-PHASES = {  # of what a run was killed in
-    "generation": "generation: ",
-    "migration": "inter-stage: migration",
-    "inference": "inference: ",
-    "training": "training mini-batch|actor:|critic:",
-    "saving": "file |commit |exporting",
-}
 CURVES = ("actor/grad_norm", "critic/score/mean", "critic/grad_norm", "response_length/mean")
 
 
@@ -65,13 +56,9 @@ def test_kills_of_one_rank_and_within_a_save(programs, whole, tmp_path):
     config, run_dir = whole
     broken = tmp_path / "killed"
     settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
-    ends = Counter()
     for number, moment in enumerate(KILLS, start=1):
         where = killed_forked(config, moment, tmp_path / f"{number}.log", *settings)
         print(f"{number}: {moment.split()[1]} killed in {where}", flush=True)
-        ends[phase_of(where), moment.split()[1]] += 1
-    print(dict(ends), flush=True)
-    assert {phase for phase, _ in ends} >= PHASES.keys() and {who for _, who in ends} == {"one", "all"}
     programs.trained(config, *settings)
     assert [row["iteration"] for row in metrics_of(broken)] == list(range(ITERATIONS))
     assert len(assert_same_bits(run_dir, broken)) == 3
@@ -80,10 +67,6 @@ def test_kills_of_one_rank_and_within_a_save(programs, whole, tmp_path):
     assert curves == curves_of(run_dir / "tensorboard", *CURVES)
     assert all([step for step, _ in curve] == list(range(ITERATIONS)) for curve in curves)
     assert [one.name for one in (broken / "checkpoints").glob("*.partial")] == []
-
-
-def phase_of(where: str) -> str:
-    return next((phase for phase, texts in PHASES.items() if re.search(texts, where)), "between")
 
 
 def test_other_layouts_and_world_sizes(programs, tmp_path):
@@ -104,15 +87,9 @@ def test_other_layouts_and_world_sizes(programs, tmp_path):
         for name in ("finished.json", "checkpoints/latest"):
             (here / name).unlink()
         shutil.rmtree(here / "checkpoints" / "iteration-4")
-        settings = {
-            "parallel.actor_train": actor,
-            "parallel.critic_train": critic,
-            "parallel.generation": f"d{ranks}t1p1",
-            "fusion.actor_microbatches": 2,
-            "trainer.output_dir": here,
-            "trainer.resume": "auto",
-        }
-        log = programs.trained(config, *(f"{key}={value}" for key, value in settings.items()), ranks=ranks)
+        layouts = (f"actor_train={actor}", f"critic_train={critic}", f"generation=d{ranks}t1p1")
+        settings = [f"parallel.{layout}" for layout in layouts] + ["fusion.actor_microbatches=2"]
+        log = programs.trained(config, *settings, f"trainer.output_dir={here}", "trainer.resume=auto", ranks=ranks)
         assert f"actor_train d1t1p4 -> {actor}" in log
         assert [row["iteration"] for row in metrics_of(here)] == [0, 1, 2, 3]
         compared = compare_runs(whole, here)

@@ -79,12 +79,6 @@ def test_what_another_run_saved_meanwhile_is_left_alone(workers, config, tmp_pat
     assert (tmp_path / "metrics.jsonl").exists() and (tmp_path / "checkpoints" / "iteration-3").exists()
 
 
-def test_never_refuses_what_an_attempt_left(workers, config, tmp_path):
-    attempt(tmp_path / "run")
-    for message in workers.run(enter, config, tmp_path / "run", "trainer.resume=never"):
-        assert "holds a run already; choose another folder or set trainer.resume=auto" in message
-
-
 def test_a_folder_in_use_ends_all_ranks_by_one_line(workers, config, tmp_path):
     with RunLock(tmp_path):
         messages = workers.run(enter, config, tmp_path)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from testkit.four_ranks import SPECS, planned, run
 from testkit.sim_helpers import limits, linear_cost, long_tail
 
@@ -28,14 +27,6 @@ from rlhfuse.run.threshold_controller import (
 from rlhfuse.run.time_budget import TimeBudget
 from rlhfuse.simulator.iteration import move_cost
 from rlhfuse.simulator.threshold import sweep_threshold
-
-
-@pytest.fixture
-def alone():
-    """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def control(config):

@@ -12,12 +12,12 @@ class Clock:
         return self.seconds
 
 
-@pytest.mark.parametrize("cost, rounds", [(0.0, 1000), (0.02, 1000), (0.1, 1000)])
-def test_it_takes_its_share(cost, rounds):
+@pytest.mark.parametrize("cost", [0.0, 0.02, 0.1])
+def test_it_takes_its_share(cost):
     clock = Clock()
     allowance, spent = TimeBudget(0.01, clock), 0.0
     begin = clock.seconds
-    for _ in range(rounds):
+    for _ in range(1000):
         clock.seconds += 2.0
         if allowance.due():
             with allowance.spend():

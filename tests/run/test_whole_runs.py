@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from testkit.paths import ROOT
 from testkit.programs import call_tool
 from testkit.runs_table import FUSED, metrics_of, plan_of, printed, stages
-from testkit.tiny import write_checkpoint, write_tokenizer
+from testkit.tiny import write_checkpoint, write_run, write_tokenizer
 
 from rlhfuse.monitor.samples import read_samples
 from rlhfuse.monitor.trace import load_trace
@@ -246,3 +246,26 @@ def cut_rows(folder: Path, rows: int) -> None:
     names = ("model.embed_tokens.weight", "lm_head.weight")
     cut = {name: w[:rows].clone() if name in names else w for name, w in load_file(file).items()}
     save_file(cut, str(file), metadata={"format": "pt"})
+
+
+@pytest.mark.slow
+def test_phases_need_the_memory_that_was_planned(programs, tmp_path):
+    """Models wide enough that they, and not Python, decide."""
+    rollout = dict(rollout__max_response_tokens=200, rollout__max_batched_tokens=512, algorithm__minibatches=1)
+    file = write_run(tmp_path, **rollout, trainer__iterations=2, trainer__export=False, fusion__bucket_mib=2)
+    wide = dict(hidden_size=256, num_hidden_layers=6, num_key_value_heads=4, head_dim=64, intermediate_size=1024)
+    wide |= dict(vocab_size=2000, max_position_embeddings=512)
+    for role in ("actor", "reward"):
+        write_checkpoint(tmp_path / role, scalar_head=role == "reward", seed=1, scale=0.1, **wide)
+    programs.trained(file)
+    run = tmp_path / "run"
+    peaks = {
+        name.rpartition("/")[2]: peak for name, peak in metrics_of(run)[-1].items() if "perf/peak_memory_gb/" in name
+    }
+    off = {}
+    for phase in plan_of(run)["memory"]:
+        parts = ("weights", "optimizer", "gradients", "activations", "kv", "buckets", "host")
+        planned, measured = sum(phase[part] for part in parts) / 1e9, peaks[phase["phase"]]
+        print(f"{phase['phase']:11s} planned {planned:.3f} GB, measured {measured - peaks['base']:.3f} beside the base")
+        off[phase["phase"]] = measured / (peaks["base"] + planned) - 1
+    assert len(off) == 4 and max(map(abs, off.values())) <= 0.15, off

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config
-from rlhfuse.costs.cost_model import RewardCost
-from rlhfuse.costs.fits import Line
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.monitor.metrics import MetricsWriter
@@ -23,6 +21,7 @@ from rlhfuse.schedule.ir.action import Action
 from rlhfuse.schedule.program.times import makespan, program_times
 from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
+from testkit.sim_helpers import linear_cost, long_tail
 
 RANKS, MINIBATCHES, SAMPLES, THRESHOLD = 4, 4, 64, 16
 START, GATHER, BETWEEN = 0.01, 0.02, 0.05  # around generation with inference, and between the phases
@@ -40,18 +39,26 @@ MODEL = dict(
 )
 
 
-def write_run(folder: Path, iterations: int = 5, reward: RewardCost | None = None) -> Path:
-    """Every phase takes what its rule says: the first iteration ten times as long for its moves."""
-    costs, function = replace(COSTS, reward=reward), ", function: rewards:slow, workers: 2" if reward else ""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "model").mkdir()
-    (folder / "model/config.json").write_text(json.dumps(MODEL))
-    (folder / "config.yaml").write_text(
-        f"actor: {{path: {folder}/model}}\nreward: {{path: {folder}/model{function}}}\n"
+def write_config(file: Path, fusion: str, reward: str = "") -> Path:
+    """A run on four ranks, and beside it its models' config.json alone."""
+    model = file.parent / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(MODEL))
+    file.write_text(
+        f"actor: {{path: {model}}}\nreward: {{path: {model}{reward}}}\n"
         "data: {train_files: [prompts.jsonl], max_prompt_tokens: 128}\n"
-        "parallel: {actor_train: d1t1p4, critic_train: d2t1p2, generation: d4t1p1}\nfusion: {intra_stage: false}\n"
+        f"parallel: {{actor_train: d1t1p4, critic_train: d2t1p2, generation: d4t1p1}}\nfusion: {{{fusion}}}\n"
     )
-    config = load_config(folder / "config.yaml")
+    return file
+
+
+def write_run(folder: Path, iterations: int = 5, reward: float | None = None) -> Path:
+    """Every phase takes what its rule says: the first iteration ten times as long for its moves.
+
+    `reward`: seconds of a call of a reward function.
+    """
+    costs, function = costs_of(reward), ", function: rewards:slow, workers: 2" if reward else ""
+    config = load_config(write_config(folder / "config.yaml", "intra_stage: false", function))
     run_plan = make_plan(draft_plan(config, read_specs(config), RANKS))
     plan = run_plan.report
     write_json(folder / "plan.json", plan.to_dict())
@@ -70,20 +77,12 @@ def write_run(folder: Path, iterations: int = 5, reward: RewardCost | None = Non
     return folder
 
 
-COSTS = MeasuredCost(
-    decode=Line(1e-3, (1e-4, 1e-6)),
-    prefill=Line(1e-3, (1e-5, 0.0)),
-    score=Line(2e-3, (2e-5, 0.0)),
-    migration=Line(1e-4, (1e-9,)),
-    swap_in=0.02,
-    meeting=0.0,
-    release=0.0,
-)
+def costs_of(reward: float | None = None) -> MeasuredCost:
+    return linear_cost(swap_in=0.02, score_token=2e-5, reward=reward)
 
 
 def lengths_of(number: int) -> SampleLengths:
-    outputs = tuple(40 + (sample * (7 + number)) % 60 + (140 if sample % 16 == 0 else 0) for sample in range(SAMPLES))
-    return SampleLengths((20,) * SAMPLES, outputs)
+    return long_tail(SAMPLES, seed=number)
 
 
 def _action_seconds(action: Action) -> float:

@@ -75,26 +75,24 @@ def fill(ballast: Path) -> None:
 
 def main() -> int:
     killer = Killer(*os.environ["KILL_AT"].split(" ", 3))
-    progress, write, commit = Watchdog.progress, checkpoint_writer.write_rank_file, CheckpointWriter._commit
+    progress = Watchdog.progress
 
     def heard_progress(self, doing):
         killer.hear(doing)
         progress(self, doing)
 
-    def heard_write(*arguments):
-        killer.hear("file begins")
-        facts = write(*arguments)
-        killer.hear("file written")
-        return facts
+    def heard(call, before: str, after: str):
+        def called(*arguments):
+            killer.hear(before)
+            result = call(*arguments)
+            killer.hear(after)
+            return result
 
-    def heard_commit(*arguments):
-        killer.hear("commit begins")
-        size = commit(*arguments)
-        killer.hear("commit ends")
-        return size
+        return called
 
-    Watchdog.progress, CheckpointWriter._commit = heard_progress, heard_commit
-    checkpoint_writer.write_rank_file = heard_write
+    Watchdog.progress = heard_progress
+    CheckpointWriter._commit = heard(CheckpointWriter._commit, "commit begins", "commit ends")
+    checkpoint_writer.write_rank_file = heard(checkpoint_writer.write_rank_file, "file begins", "file written")
     return train_ppo.main()
 
 

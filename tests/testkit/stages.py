@@ -7,7 +7,6 @@ so that gradients can be read after a step; SGD is not sharded, so that every ra
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -85,7 +84,6 @@ def write_reference_gradients(folder: Path, out: Path, head: bool, rows) -> dict
     shutil.copyfile(folder / "config.json", out / "config.json")
     named = {name: p.grad.float() for name, p in model.named_parameters()}
     save_file(named, str(out / "model.safetensors"), metadata={"format": "pt"})
-    assert json.loads((out / "config.json").read_text())
     return losses
 
 

@@ -41,7 +41,8 @@ def test_writes_threshold_json_and_a_plot(run_yaml, lengths_csv, tmp_path):
 
 def test_options(run_yaml, lengths_csv, tmp_path):
     words = ("--prompt-column", "output_tokens", "--instances", "8", "rollout.max_response_tokens=20")
-    raw, _ = calibrated(run_yaml, f"{lengths_csv}:prompt_tokens", tmp_path / "threshold.json", *words)
+    (tmp_path / "t.json").write_text("mine")
+    raw, _ = calibrated(run_yaml, f"{lengths_csv}:prompt_tokens", tmp_path / "t.json", "--force", *words)
     assert raw["instances"] == 8 and raw["lengths"]["max"] == 20 and raw["lengths"]["clipped"] > 0
 
 
@@ -72,11 +73,6 @@ def test_bad_input_exits_2_and_leaves_no_file(run_yaml, lengths_csv, tmp_path, w
     done = calibrate(run_yaml, lengths_csv, out, *words.replace("THERE", str(there)).split())
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
     assert not out.exists() and not list(tmp_path.glob("*.tmp")) and there.read_text() == "output_tokens\nnan\n"
-
-
-def test_a_file_is_replaced_by_force(run_yaml, lengths_csv, tmp_path):
-    (tmp_path / "t.json").write_text("mine")
-    assert calibrated(run_yaml, lengths_csv, tmp_path / "t.json", "--force")[0]
 
 
 def test_layouts_that_are_auto_are_those_that_the_run_would_choose(run_yaml, lengths_csv, tmp_path):

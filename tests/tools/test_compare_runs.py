@@ -57,12 +57,6 @@ def test_metrics_differ_by_value_key_and_iteration(tmp_path):
     assert comparison.largest == pytest.approx(1.4e-17, rel=0.1)
 
 
-def test_time_and_fusion_are_ignored(tmp_path):
-    a = make_run(tmp_path / "a", [{"iteration": 1, "x": 1, "fusion/threshold": 3, "perf/throughput": 9.0}])
-    b = make_run(tmp_path / "b", [{"iteration": 1, "x": 1, "timing_s/gen": 0.5}])
-    assert not any(comparison.differences for comparison in compare_runs(a, b))
-
-
 def test_one_bit_counts(tmp_path):
     """-0.0 equals 0.0 as a number; a run that wrote the other bit is different all the same."""
     flipped = {**WEIGHTS, "b.bias": torch.tensor([-0.0, 1.0]).bfloat16()}

@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py: shards of any layout become folders that transformers loads, with equal logits."""
+"""tools/convert_checkpoint.py: checkpoints become folders that transformers loads, with equal logits."""
 
 from __future__ import annotations
 
@@ -15,48 +15,31 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhfuse.checkpoint.checkpoint import Manifest, RunState
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.shard_files import write_rank_file
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.decisions.shards import model_shards
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf import load_weights
 from rlhfuse.parallel.fragments import Fragment, Place
 
-COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
-
-def fragments(path: Path, rank: int, head: bool) -> list[Fragment]:
-    """What tensor rank `rank` of two has of a Hugging Face folder."""
-    spec = ModelSpec.from_config(path)
-    weights = load_weights(path, spec, tp_rank=rank, tp_size=2, scalar_head=head)
-    shards = {s.tensor: s for s in model_shards(spec, ParallelLayout(1, 2, 1), (((0, 1),),), 4, head) if s.rank == rank}
-    found = []
-    for name, weight in weights.items():
-        dim = int(name.endswith(COLUMNS))
-        segments = shards[name].segments
-        cut = "layernorm" not in name and not (head and name == "output_layer.weight")
-        shape = list(weight.shape)
-        shape[dim] *= 2 if cut else 1
-        place = Place(tuple(shape), dim, segments, 0, weight.numel())
-        found.append(Fragment(name, place, 0, {"main": weight.flatten().contiguous()}))
-    return found
+def fragments(path: Path, head: bool) -> list[Fragment]:
+    """What the one rank of a layout without cuts has of a Hugging Face folder."""
+    weights = load_weights(path, ModelSpec.from_config(path), scalar_head=head)
+    return [Fragment(name, Place.whole(w.shape), 0, {"main": w.flatten()}) for name, w in weights.items()]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run directory with one checkpoint of two ranks, and the folders that its models came from."""
+    """A run directory with one checkpoint, and the folders that its models came from."""
     base = tmp_path_factory.mktemp("run")
     actor = write_tokenizer(write_checkpoint(base / "actor", seed=1, tie_word_embeddings=True, model_type="qwen2"))
     critic = write_checkpoint(base / "critic", scalar_head=True, seed=2)
     folder = base / "run" / "checkpoints" / "iteration-3"
     folder.mkdir(parents=True)
-    files = tuple(
-        write_rank_file(folder, rank, {"actor": fragments(actor, rank, False), "critic": fragments(critic, rank, True)})
-        for rank in range(2)
-    )
+    file = write_rank_file(folder, 0, {"actor": fragments(actor, False), "critic": fragments(critic, True)})
     models = {role: asdict(ModelSpec.from_config(path)) for role, path in (("actor", actor), ("critic", critic))}
     settings = {"trainer.dtype": "float32", "actor.path": str(actor), "critic.path": str(critic)}
-    facts = RunCompatibility(**json.loads(json.dumps(asdict(RunCompatibility(2, {}, models, "", settings)))))
+    facts = RunCompatibility(**json.loads(json.dumps(asdict(RunCompatibility(1, {}, models, "", settings)))))
     state = RunState({}, {}, {"metrics_bytes": 0})
-    (folder / "manifest.json").write_text(Manifest(3, facts, state, files).to_text())
+    (folder / "manifest.json").write_text(Manifest(3, facts, state, (file,)).to_text())
     return base / "run", {"actor": actor, "critic": critic}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import atexit
-import importlib
 import inspect
 import json
 import multiprocessing
@@ -15,44 +14,27 @@ import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import gpu_check
 import pytest
 import torch
-from gpu_checks import (
-    catalog,
-    figures,
-    generation,
-    hang,
-    isolation,
-    kept,
-    kit,
-    layers,
-    migration,
-    nccl,
-    sampling,
-    speed,
-    training,
-    training_speed,
-    waits,
-)
+from gpu_checks import catalog, generation, isolation, kept, kit, migration, sampling, speed
 from gpu_checks import programs as whole_programs
-from gpu_checks.bench import TINY, Bench, write_model
+from gpu_checks.bench import Bench
 from gpu_checks.isolation import Check
 from gpu_checks.luggage import write_references
 from gpu_checks.references import References
 from gpu_checks.result import CheckFailed, require
 from safetensors.torch import load_file
 from testkit import triton_interpreter  # noqa: F401
+from testkit.imports import imports
 from testkit.paths import ROOT
 from testkit.programs import eventually
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.gen.gpu import layer_kernels
 from rlhfuse.models import build
-from rlhfuse.parallel import weight_gradients
 from rlhfuse.parallel.device import choose_device
-from rlhfuse.parallel.optimizer import ModelOptimizer
 
 
 @pytest.fixture
@@ -102,19 +84,23 @@ def test_a_rehearsal_runs_the_chosen_checks_and_keeps_the_object(call, tmp_path)
 def made_up(function, name: str = "", limit: float = 600, small: bool = False, background: bool = False, **arguments):
     """A check of `session`; only a hang meets its limit."""
     name = name or function.__name__
-    return Check(name, f"isolation:{function.__name__}", arguments, 1, limit, small=small, background=background)
+    return Check(name, f"made_up:{function.__name__}", arguments, 1, limit, small=small, background=background)
 
 
-def session(monkeypatch, tmp_path, checks, **request):
-    """A rehearsal of made-up checks whose processes are forked from this one; the report on file and exit code."""
-    for function in (fine, hangs, crashes, fails, own_process, fails_among_others, waits_for_a_file, counts):
-        monkeypatch.setattr(isolation, function.__name__, function, raising=False)
+@pytest.fixture
+def session(monkeypatch, tmp_path):
+    """A rehearsal of made-up checks whose processes are forked from this one -> the report on file, the exit code."""
+    monkeypatch.setitem(sys.modules, "gpu_checks.made_up", sys.modules[__name__])
     monkeypatch.setattr(gpu_check, "REHEARSAL", 1)
     monkeypatch.setattr(isolation, "starts_with", lambda: multiprocessing.get_context("fork"))
-    monkeypatch.setattr(catalog, "all_checks", lambda gpus=8: [check for check in checks if check.gpus <= gpus])
     monkeypatch.setattr(catalog, "PROBE", made_up(fine, "probe"))
-    code = gpu_check.run_checks(gpu_check.Request("cpu", out=tmp_path / "out.json", **request))
-    return json.loads((tmp_path / "out.json").read_text()), code
+
+    def session(*checks: Check, **request):
+        monkeypatch.setattr(catalog, "all_checks", lambda gpus=8: [check for check in checks if check.gpus <= gpus])
+        code = gpu_check.run_checks(gpu_check.Request("cpu", out=tmp_path / "out.json", **request))
+        return json.loads((tmp_path / "out.json").read_text()), code
+
+    return session
 
 
 def fine(bench, **arguments):
@@ -158,7 +144,7 @@ def counts(bench, file, wanted):
     return {}
 
 
-def test_what_hangs_crashes_or_fails_is_named_and_stops_no_other(monkeypatch, tmp_path, capfd):
+def test_what_hangs_crashes_or_fails_is_named_and_stops_no_other(session, monkeypatch, capfd):
     result = isolation.Worker.result
 
     def once_it_hangs(worker):
@@ -168,8 +154,7 @@ def test_what_hangs_crashes_or_fails_is_named_and_stops_no_other(monkeypatch, tm
         return result(worker)
 
     monkeypatch.setattr(isolation.Worker, "result", once_it_hangs)
-    checks = [made_up(hangs, limit=2), made_up(crashes), made_up(fails), made_up(fine)]
-    report, code = session(monkeypatch, tmp_path, checks)
+    report, code = session(made_up(hangs, limit=2), made_up(crashes), made_up(fails), made_up(fine))
     found = {check["name"]: check for check in report["checks"]}
     assert code == 1 and not report["ok"] and list(found) == ["probe", "hangs", "crashes", "fails", "fine"]
     assert found["hangs"]["detail"].startswith("no answer within 2 s") and "in hangs" in found["hangs"]["detail"]
@@ -178,10 +163,10 @@ def test_what_hangs_crashes_or_fails_is_named_and_stops_no_other(monkeypatch, tm
     assert found["fine"]["ok"] and found["probe"]["ok"]
 
 
-def test_small_checks_share_a_process_until_one_fails(monkeypatch, tmp_path, capfd):
+def test_small_checks_share_a_process_until_one_fails(session, capfd):
     kinds = {"a": own_process, "b": own_process, "bad": fails, "c": own_process, "odd": fails_among_others}
     small = [made_up(function, name, small=True) for name, function in kinds.items()]
-    report, code = session(monkeypatch, tmp_path, [*small, made_up(own_process, "large")])
+    report, code = session(*small, made_up(own_process, "large"))
     found = {check["name"]: check for check in report["checks"]}
     a, b, c, large = (found[name]["detail"]["process"] for name in ("a", "b", "c", "large"))
     assert a == b and len({a, c, large, os.getpid()}) == 4
@@ -189,20 +174,19 @@ def test_small_checks_share_a_process_until_one_fails(monkeypatch, tmp_path, cap
     assert 'odd failed among others, and runs alone: CheckFailed: {"state": "left behind"}' in capfd.readouterr().err
 
 
-def test_what_compiles_runs_beside_the_others_from_the_beginning(monkeypatch, tmp_path):
+def test_what_compiles_runs_beside_the_others_from_the_beginning(session):
     """Here it ends only because the check that stands before it has begun."""
-    checks = [made_up(fine, "later"), made_up(waits_for_a_file, "building", background=True)]
-    report, code = session(monkeypatch, tmp_path, checks)
+    report, code = session(made_up(fine, "later"), made_up(waits_for_a_file, "building", background=True))
     assert code == 0 and [check["name"] for check in report["checks"]] == ["probe", "later", "building"]
     assert int(report["checks"][-1]["detail"]["jobs"]) >= 1
 
 
-def test_a_second_call_goes_on_where_the_first_one_stopped(monkeypatch, tmp_path):
+def test_a_second_call_goes_on_where_the_first_one_stopped(session, tmp_path):
     ran = {"good": tmp_path / "good", "bad": tmp_path / "bad"}
     checks = [made_up(counts, name, file=str(file), wanted=1 + (name == "bad")) for name, file in ran.items()]
-    first, code = session(monkeypatch, tmp_path, checks)
+    first, code = session(*checks)
     assert code == 1 and [check["ok"] for check in first["checks"]] == [True, True, False]
-    second, code = session(monkeypatch, tmp_path, [*checks, made_up(fine, "new")], done=tmp_path / "out.json")
+    second, code = session(*checks, made_up(fine, "new"), done=tmp_path / "out.json")
     assert code == 0 and [check["name"] for check in second["checks"]] == ["probe", "good", "bad", "new"]
     assert second["checks"][1] == first["checks"][1] and [file.read_text() for file in ran.values()] == ["x", "xx"]
 
@@ -215,11 +199,11 @@ def test_a_second_call_goes_on_where_the_first_one_stopped(monkeypatch, tmp_path
         ({"checks": [{"name": "a"}]}, "checks: .*is missing; add it"),
     ],
 )
-def test_results_of_other_places_are_not_taken_over(monkeypatch, tmp_path, change, message):
+def test_results_of_other_places_are_not_taken_over(session, tmp_path, change, message):
     file = tmp_path / "done.json"
     file.write_text(json.dumps({"environment": {}, "checks": [], **change}))
     with pytest.raises(InputError, match=message):
-        session(monkeypatch, tmp_path, [made_up(fine)], done=file)
+        session(made_up(fine), done=file)
 
 
 def test_a_name_that_is_none_is_refused_with_the_nearest():
@@ -231,12 +215,12 @@ def test_a_name_that_is_none_is_refused_with_the_nearest():
         gpu_check.chosen(every, "waits,decod_8b")
 
 
-def test_checks_for_more_gpus_than_there_are_are_refused_where_they_are_all_that_is_asked_for(monkeypatch, tmp_path):
+def test_checks_for_more_gpus_than_there_are_are_refused_where_they_are_all_that_is_asked_for(session):
     checks = [replace(made_up(fine, f"on_{gpus}"), gpus=gpus) for gpus in (2, 4)]
-    report, code = session(monkeypatch, tmp_path, checks, names="on_*")
+    report, code = session(*checks, names="on_*")
     assert code == 0 and [check["name"] for check in report["checks"]] == ["probe", "on_2"]
     with pytest.raises(InputError, match="--names on_4: needs 4 GPUs, here are 2"):
-        session(monkeypatch, tmp_path, checks, names="on_4")
+        session(*checks, names="on_4")
 
 
 # the catalogue
@@ -254,11 +238,11 @@ def test_the_first_call_says_whether_it_works_and_how_fast():
 
 
 @pytest.mark.parametrize(
-    "gpus, ranks, cannot", [(1, None, 6), (2, {2}, 3), (4, {4}, 2), (8, {8, 4}, 1), (16, {8, 4}, 0)]
+    "gpus, ranks, cannot", [(1, set(), 6), (2, {2}, 3), (4, {4}, 2), (8, {8, 4}, 1), (16, {8, 4}, 0)]
 )
 def test_what_is_checked_and_what_cannot_be_shown_follow_the_number_of_gpus(gpus, ranks, cannot):
     several = [check for check in catalog.all_checks(gpus) if check.gpus > 1]
-    assert {check.arguments["ranks"] for check in several if "ranks" in check.arguments} == (ranks or set())
+    assert {check.arguments["ranks"] for check in several if "ranks" in check.arguments} == ranks
     assert all(check.eager and check.name.startswith("nccl_") for check in several)
     assert ("nccl_cut" in {check.name for check in several}) == (gpus >= 4)
     assert len(catalog.not_shown(gpus)) == cannot and bool(several) == (gpus > 1)
@@ -311,18 +295,17 @@ def test_engines_of_checks_compile_no_library_but_by_name():
                 assert len(node.args) == 2, f"{file}:{node.lineno}"
 
 
-def test_a_budget_leaves_out_what_comes_last(monkeypatch, tmp_path):
+def test_a_budget_leaves_out_what_comes_last(session):
     checks = [made_up(fine, f"number_{i}", i=i) for i in range(5)]
-    report, code = session(monkeypatch, tmp_path, checks, until=time.monotonic() - 1)
+    report, code = session(*checks, until=time.monotonic() - 1)
     assert code == 0 and report["left_out"] == [f"number_{i}" for i in range(5)]
-    report, _ = session(monkeypatch, tmp_path, checks, until=time.monotonic() + 5000)
+    report, _ = session(*checks, until=time.monotonic() + 5000)
     assert report["left_out"] == [] and len(report["checks"]) == 6
 
 
 def test_every_check_of_the_catalog_can_be_called():
     for check in catalog.all_checks():
-        module, _, function = check.function.partition(":")
-        found = getattr(importlib.import_module(f"gpu_checks.{module}"), function)
+        found = resolve_name(f"gpu_checks.{check.function}")
         inspect.signature(found).bind(None, **check.arguments)
         assert check.limit > check.seconds
 
@@ -361,12 +344,7 @@ def test_the_luggage_holds_what_the_program_imports_beside_what_images_have():
     optional = {"mpi4py", "flash_attn", "flashinfer", "transformer_engine", "vaderSentiment", "wandb"}
     carried = {"megatron", "omegaconf", "pydantic", "pebble", "scipy"}
     files = [*ROOT.glob("rlhfuse/**/*.py"), *ROOT.glob("tools/gpu_check*/*.py"), ROOT / "tools/gpu_check.py"]
-    found = set()
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
-            found |= {name.split(".")[0] for name in names} - sys.stdlib_module_names
+    found = {name.split(".")[0] for file in files for name in imports(file, [])} - sys.stdlib_module_names
     assert found - known - optional == carried
     told = " ".join((*kit.ALONE, *kit.WITH_NEEDS))
     assert all(name in told for name in carried)
@@ -392,126 +370,98 @@ def test_references_are_read_not_computed(tmp_path, bench):
 
 # the checks, rehearsed
 
-
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_attention_agrees_with_the_formula(bench, kind):
-    assert set(generation.check_varlen(bench, kind)) == {"forward", "dq", "dk", "dv"}
-    for library, block_tokens in ((None, 16), (None, 256), ("triton", 16)):
-        found = generation.check_paged(bench, kind, block_tokens, library)
-        assert found["decode"] > 0 and found["mixed"] > 0 and (library or "torch") in found["attention"]
-    assert set(layers.check_linear_logprobs(bench, kind)) == {"logprobs", "entropy", "dx", "dweight"}
-
-
-def test_wrong_attention_is_found(bench, monkeypatch):
-    formula = generation.reference_attention
-    monkeypatch.setattr(generation, "reference_attention", lambda q, k, v, offset: formula(q, k, v, offset - 1))
-    with pytest.raises(CheckFailed, match='"decode": .*"mixed": '):
-        generation.check_paged(bench, "float32", 16)
+KINDS = ("float32", "bfloat16")
+GOOD = (  # they compare, and what they find is good
+    *(f"{name}_{kind}" for name in ("varlen_attention", "linear_logprobs", "layer_kernels") for kind in KINDS),
+    *(f"{name}_{kind}" for name in ("training_kernels", "accumulation", "training") for kind in KINDS),
+    *(f"paged_attention_{kind}_{block_tokens}" for kind in KINDS for block_tokens in (16, 256)),
+    *("fused_adam", "sampler_parity", "split_backward_bfloat16", "refused_step", "graphs_float32", "waits"),
+    *("move_float32_kv", "move_float32_tokens"),
+)
+TIMED = ("rates", "stage_500", "head_8192", "optimizer", "weights_to_and_fro", "sampler_speed", "attention_triton")
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_what_layers_are_made_of_agrees_with_its_formulas(bench, kind):
-    found = layers.check_training_kernels(bench, kind)
-    assert set(found) == {"swiglu", "swiglu_gradient", "rotation", "rotation_gradient"}
-    assert len(layers.check_layer_kernels(bench, kind)) == 8
-    assert layers.check_accumulation(bench, kind)["weights_with_added_products"] == 16
+def rehearse(bench, name: str) -> dict:
+    """What the check of that name finds in this process."""
+    check = next(check for check in catalog.all_checks() if check.name == name)
+    return resolve_name(f"gpu_checks.{check.function}")(bench, **check.arguments)
 
 
-def test_wrong_layers_are_found(bench, monkeypatch):
-    kernels_there = layer_kernels.triton_layer()
-    wrong = kernels_there._replace(add_norm=lambda *arguments: 1.1 * kernels_there.add_norm(*arguments))
-    monkeypatch.setattr(layer_kernels, "triton_layer", lambda: wrong)
-    with pytest.raises(CheckFailed, match='"add_norm": 0.'):
-        layers.check_layer_kernels(bench, "float32")
-    monkeypatch.setattr(weight_gradients, "add_product", lambda total, a, b: total.add_(a @ b, alpha=0.9))
-    monkeypatch.setattr(layers, "add_product", weight_gradients.add_product)
-    with pytest.raises(CheckFailed, match='"product": 0.'):
-        layers.check_accumulation(bench, "float32")
+@pytest.mark.parametrize("name", GOOD)
+def test_what_is_right_is_found_to_be_so(bench, name):
+    found = rehearse(bench, name)
+    assert "skipped" not in found and found.get("tokens") == found.get("equal_tokens", found.get("tokens"))
 
 
-def test_fused_adam_steps_as_the_plain_one(bench, monkeypatch):
-    assert layers.check_fused_adam(bench)["weights"] < 1e-6
-    step = ModelOptimizer.step
-    monkeypatch.setattr(ModelOptimizer, "step", lambda self, lr: step(self, 1.1 * lr))
-    with pytest.raises(CheckFailed, match="weights"):
-        layers.check_fused_adam(Bench("cpu", bench.folder / "again", References(None)))
-
-
-def test_libraries_that_are_not_here_are_skipped_by_name(bench, monkeypatch):
-    assert "CUDA" in generation.check_paged(bench, "bfloat16", 256, "flash_attn")["skipped"]
-    assert "CUDA" in speed.check_decode(bench, "8b", library="flashinfer")["skipped"]
-    assert layers.check_transformer_engine(bench)["skipped"] == "Transformer Engine runs on CUDA alone"
-    monkeypatch.setattr(layers, "engine_obstacle", lambda *_: "")
-    monkeypatch.setattr(build, "transformer_engine_slots", lambda rotary: build.local_slots(rotary, bench.where))
-    assert layers.check_transformer_engine(bench)["error"] == 0
-
-
-def test_engines_with_and_without_graphs_agree(bench):
-    found = generation.check_graphs(bench, "float32")
-    assert found["equal_tokens"] == found["tokens"] and found["capture_seconds"] == 0
-
-
-@pytest.mark.parametrize("mode", ["kv", "tokens"])
-def test_samples_that_move_are_those_that_stay(tmp_path, mode):
-    found = migration.check_move(Bench("cpu", tmp_path, References(None)), "float32", mode)
-    assert found["equal_tokens"] == found["tokens"] and found["moved"] == 6
-    assert found["recomputed"] == (6 if mode == "tokens" else 0)
-
-
-def test_draws_agree_and_a_wrong_one_is_found(bench, monkeypatch):
-    assert sampling.check_parity(bench)["other_tokens"] == 0
-    draw = sampling.device_draw
-
-    def wrong(logits, batch):
+def other_draw(draw):
+    def drawn(logits, batch):
         found = draw(logits, batch)()
         found[0] = (found[0] + 1) % logits.shape[1]
         return lambda: found
 
-    monkeypatch.setattr(sampling, "device_draw", wrong)
-    with pytest.raises(CheckFailed, match='"other_tokens": 12'):
-        sampling.check_parity(bench)
-    monkeypatch.setattr(sampling, "device_draw", draw)
+    return drawn
 
 
-def test_a_step_is_refused_where_a_gradient_is_not_finite(bench):
-    found = training.check_refused_step(bench)
-    assert found["nan"] == found["infinity"] == {"finite": False, "changed_weights": 0}
-    assert found["finite"]["changed_weights"] > 0
-
-
-def test_training_on_the_device_is_compared_with_a_reference(bench, monkeypatch):
-    assert training.check_training(bench, "float32")["relative_error"] == 0
-    reference = training.training_reference
-
-    def other(*arguments):
+def other_gradient(reference):
+    def computed(*arguments):
         found = reference(*arguments)
         next(iter(found["gradients"].values())).view(-1)[0] += 1.0
         return found
 
-    monkeypatch.setattr(training, "training_reference", other)
-    again = Bench("cpu", bench.folder / "again", References(None))
-    with pytest.raises(CheckFailed, match="worst_gradient"):
-        training.check_training(again, "float32")
+    return computed
 
 
-def test_split_backwards_are_compared_with_whole_ones(bench):
-    assert training.check_split_backward(bench, "bfloat16") == {"gradients": 0, "put_off": 16}
+FAULTS = {  # check: what is replaced, by what, and what the check says of it
+    "paged_attention_float32_16": (
+        "gpu_checks.generation.reference_attention",
+        lambda formula: lambda q, k, v, offset: formula(q, k, v, offset - 1),
+        '"decode": .*"mixed": ',
+    ),
+    "layer_kernels_float32": (
+        "rlhfuse.gen.gpu.layer_kernels.add_norm",
+        lambda add_norm: lambda *arguments: 1.1 * add_norm(*arguments),
+        '"add_norm": 0.',
+    ),
+    "accumulation_float32": (
+        "gpu_checks.layers.add_product",
+        lambda _: lambda total, a, b: total.add_(a @ b, alpha=0.9),
+        '"product": 0.',
+    ),
+    "fused_adam": (
+        "rlhfuse.parallel.optimizer.ModelOptimizer.step",
+        lambda step: lambda self, lr: step(self, 1.1 * lr),
+        "weights",
+    ),
+    "sampler_parity": ("gpu_checks.sampling.device_draw", other_draw, '"other_tokens": 12'),
+    "training_float32": ("gpu_checks.training.training_reference", other_gradient, "worst_gradient"),
+    "nccl_captured": ("gpu_checks.nccl._recorded", lambda _: lambda bench, work: lambda: None, "different"),
+}
 
 
-def test_what_training_does_is_timed(bench):
-    for found in (
-        training_speed.check_stage(bench, 64, 32),
-        training_speed.check_head(bench, 64),
-        training_speed.check_optimizer(bench),
-        training_speed.check_weights(bench),
-        sampling.check_speed(bench),
-        speed.check_attention(bench, "triton"),
-        figures.check_rates(bench),
-    ):
-        assert all(one["seconds"] != 0 and one["bytes"] + one["flops"] >= 0 for one in found["figures"])
-        json.dumps(found)
-    assert waits.check_waits(bench)["decode_steps"] == [0] * waits.COUNTED
-    assert "skipped" in hang.check_hangs(bench)
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_wrong_is_found(bench, monkeypatch, name):
+    place, fault, told = FAULTS[name]
+    monkeypatch.setattr(place, fault(resolve_name(place)))
+    with pytest.raises(CheckFailed, match=told):
+        rehearse(bench, name)
+
+
+def test_what_is_not_here_is_skipped_by_name(bench, monkeypatch):
+    assert (
+        "CUDA" in rehearse(bench, "flash_attn")["skipped"]
+        and "CUDA" in rehearse(bench, "decode_8b_flashinfer")["skipped"]
+    )
+    assert "skipped" in rehearse(bench, "hangs")
+    assert rehearse(bench, "transformer_engine")["skipped"] == "Transformer Engine runs on CUDA alone"
+    monkeypatch.setattr("gpu_checks.layers.engine_obstacle", lambda *_: "")
+    monkeypatch.setattr(build, "transformer_engine_slots", lambda rotary: build.local_slots(rotary, bench.where))
+    assert rehearse(bench, "transformer_engine")["error"] == 0
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_what_training_does_is_timed(bench, name):
+    found = json.loads(json.dumps(rehearse(bench, name)))
+    assert all(one["seconds"] != 0 and one["bytes"] + one["flops"] >= 0 for one in found["figures"])
 
 
 def test_decode_and_prefill_are_measured_on_a_tiny_shape(bench):
@@ -538,17 +488,6 @@ def test_what_a_step_reads_and_a_point_needs():
         assert speed.needed_bytes(large, points, 16)[0] < 60e9
 
 
-def test_a_graph_that_sums_nothing_is_found(bench, monkeypatch):
-    monkeypatch.setattr(nccl, "_recorded", lambda bench, work: lambda: None)
-    with pytest.raises(CheckFailed, match="different"):
-        nccl.check_captured(bench, 2)
-
-
-def test_a_model_is_the_same_everywhere(tmp_path):
-    first, second = (write_model(tmp_path / name, TINY) / "model.safetensors" for name in ("a", "b"))
-    assert first.read_bytes() == second.read_bytes()
-
-
 @pytest.mark.parametrize(
     "recorded, again, keeps, good",
     [
@@ -570,8 +509,7 @@ def test_a_run_that_records_twice_is_no_kept_one(recorded, again, keeps, good):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["shared_pipelines", "shared_cut", "resumed", "not_finite", "one_rank", "grpo", "kept", "nccl_speedup"],
+    "name", "shared_pipelines shared_cut resumed not_finite one_rank grpo kept nccl_speedup".split()
 )
 def test_whole_programs_are_rehearsed(call, name):
     code, report = call("--device", "cpu", "--names", f"{name}*")

@@ -115,16 +115,12 @@ def test_the_planner_prices_with_what_was_measured(tmp_path):
     file = tmp_path / "gpu.json"
     gpu_check.lines_of(object_of(stand_ins(replace(ASSUMED, **half))), file)
     layouts = dict(parallel__actor_train="d1t1p4", parallel__critic_train="d1t1p4", parallel__generation="d4t1p1")
-    drafts, plans = {}, {}
-    for name in ("h100", f"measured:{file}"):
-        made = run(trainer__device="cuda", trainer__hardware=name, **layouts)
-        drafts[name] = draft_plan(made, SPECS, 4)
-        plans[name] = make_plan(drafts[name])
-    assumed, measured = drafts.values()
+    runs = [run(trainer__device="cuda", trainer__hardware=name, **layouts) for name in ("h100", f"measured:{file}")]
+    assumed, measured = drafts = [draft_plan(made, SPECS, 4) for made in runs]
     for task, cost in assumed.analytic.items():
         slower = measured.analytic[task]
         assert slower.forward_seconds(4096, 8) == pytest.approx(2 * cost.forward_seconds(4096, 8), rel=1e-6)
         assert slower.decode_step_seconds(8, 800) == pytest.approx(2 * cost.decode_step_seconds(8, 800), rel=1e-6)
-    told = plans[f"measured:{file}"].report.render()
+    before, told = (make_plan(draft).report.render() for draft in drafts)
     assert f"hardware: measured:{file} (NVIDIA H100 80GB HBM3, on 20" in " ".join(told.split())
-    assert "nothing was measured here" in plans["h100"].report.render() and "nothing was measured" not in told
+    assert "nothing was measured here" in before and "nothing was measured" not in told

@@ -1,22 +1,28 @@
-"""The embedded tiny models as committed, and the two programs that make them."""
+"""The models that come with the examples, of stories and of sums, as committed; and the programs that make them."""
 
 import json
+import re
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
+from make_sums import MAX_RESPONSE_TOKENS, Recipe, draw_files, rows, taught
 from safetensors import safe_open
 from testkit.paths import ROOT
 from testkit.programs import call_tool
-from tiny_models import stories
+from tiny_models import stories, sums
+from tiny_models.stories import generator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhfuse.config.load import load_config
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.data.gsm8k import answer_match, final_answer
 from rlhfuse.models.reward_training import encode_pairs, score_pairs
 
-TINY = ROOT / "examples" / "tiny"
-PROMPTS = ROOT / "examples" / "prompts" / "quickstart.jsonl"
+TINY, SUMS, EXAMPLE = (ROOT / "examples" / name for name in ("tiny", "sums", "sums_grpo.yaml"))
+PROMPTS = ROOT / "examples" / "prompts"
+NAMES = ("train", "held_out")
 
 
 @pytest.fixture(scope="module")
@@ -30,23 +36,25 @@ def actor():
 
 
 def held_out_prompts(count: int) -> list[str]:
-    return [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()][:count]
+    return [json.loads(line)["prompt"] for line in (PROMPTS / "quickstart.jsonl").read_text().splitlines()][:count]
 
 
-def test_models_are_small_and_stored_in_bfloat16():
-    assert sum(path.stat().st_size for path in TINY.rglob("*") if path.is_file()) <= 6_000_000
-    for role in ("actor", "reward"):
-        with safe_open(TINY / role / "model.safetensors", "pt") as weights:
+@pytest.mark.parametrize("folder, most_bytes", [(TINY, 6_000_000), (SUMS, 500_000)], ids=lambda value: str(value)[-4:])
+def test_models_are_small_and_stored_in_bfloat16(folder, most_bytes):
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= most_bytes
+    for file in folder.rglob("model.safetensors"):
+        with safe_open(file, "pt") as weights:
             assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.bfloat16}
 
 
-def test_actor_has_the_promised_shape(actor):
+def test_actors_have_the_promised_shape(actor):
     spec = ModelSpec.from_config(TINY / "actor")
     assert sum(p.numel() for p in actor.parameters()) == spec.parameters()
     assert 1_000_000 <= spec.parameters() <= 1_500_000
     assert spec.head_dim >= 16 and spec.mlp % 32 == 0
     for layout in ("d1t2p1", "d1t1p4", "d1t2p2"):
         ParallelLayout.parse(layout).check_model(spec, "actor_train")
+    ParallelLayout.parse("d1t2p1").check_model(ModelSpec.from_config(SUMS), "actor_train")
 
 
 def test_reward_model_is_the_same_trunk_with_one_score():
@@ -103,14 +111,19 @@ def test_reward_model_orders_fresh_pairs():
     assert abs(scores.mean()) < 0.4 and 0.6 < scores.std() < 1.6
 
 
-@pytest.mark.ci
-def test_sampled_texts_end_by_themselves_with_a_long_tail(actor):
-    tokenizer = AutoTokenizer.from_pretrained(TINY / "actor", padding_side="left")
-    prompts = tokenizer(held_out_prompts(128), return_tensors="pt", padding=True)
+def responses_of(model, folder, texts: list[str], most: int):
+    """(tokens that are drawn after each of the texts, the tokenizer)."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    prompts = tokenizer(texts, return_tensors="pt", padding=True)
     torch.manual_seed(0)
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
-    output = actor.generate(input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=384)
-    responses = output[:, ids.shape[1] :]
+    out = model.generate(input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=most)
+    return out[:, ids.shape[1] :], tokenizer
+
+
+@pytest.mark.ci
+def test_sampled_texts_end_by_themselves_with_a_long_tail(actor):
+    responses, tokenizer = responses_of(actor, TINY / "actor", held_out_prompts(128), 384)
     ended = (responses == tokenizer.eos_token_id).any(dim=1)
     lengths = torch.where(ended, (responses == tokenizer.eos_token_id).int().argmax(dim=1) + 1, responses.shape[1])
     p50, p99 = np.percentile(lengths.numpy(), [50, 99])
@@ -141,3 +154,80 @@ def test_what_is_there_and_no_steps_are_refused(tmp_path, tool):
         refused = call_tool(tool, "--prompts", tmp_path / "prompts", "--out", *words)
         assert refused.returncode == 2 and message in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+# little sums in words
+
+
+def committed(name):
+    return (PROMPTS / f"sums_{name}.jsonl").read_text()
+
+
+def questions(name):
+    return [json.loads(line)["question"] for line in committed(name).splitlines()]
+
+
+def test_prompt_files_are_what_the_program_writes():
+    for name, drawn in zip(NAMES, draw_files(Recipe())):
+        assert committed(name) == rows(drawn)
+
+
+def test_no_question_is_in_both_files_or_was_taught():
+    training, held_out = map(questions, NAMES)
+    assert (len(training), len(held_out)) == (512, 128)
+    assert len({*training, *held_out}) == 640
+    assert not {question for question, _ in taught(Recipe(taught=3000))} & {*training, *held_out}
+
+
+def test_worked_solutions_are_right_and_gsm8k_reads_them():
+    drawn = sums.draw_different(generator(3, "worked"), 2000)
+    assert {len(one.steps) for one in drawn} == {1, 2} and {one.steps[0][0] for one in drawn} == {"+", "-", "*"}
+    for one in drawn:
+        *lines, last = one.solution().splitlines()
+        value = one.first
+        for line, (_, number) in zip(lines, one.steps, strict=True):
+            left, right = line.split("=")
+            assert left.startswith(str(value)) and left.endswith(str(number)) and eval(left) == int(right) > 0
+            value = int(right)
+        assert final_answer(last) == value
+        numbers = [one.first, *(number for _, number in one.steps)]
+        assert [int(found) for found in re.findall(r"\d+", one.question)] == numbers
+
+
+def test_a_guess_is_seldom_right():
+    rng = generator(4, "guesses")
+    drawn = sums.draw_different(rng, 3000)
+    right = answer_match([one.guess(rng) for one in drawn], [one.solution() for one in drawn])
+    assert 0.05 < sum(right) / len(right) < 0.2
+
+
+def test_tokens_hold_every_sum():
+    spec, tokenizer = ModelSpec.from_config(SUMS), AutoTokenizer.from_pretrained(SUMS)
+    assert len(tokenizer) <= spec.vocab and (tokenizer.eos_token_id,) == spec.eos_token_ids
+    config = load_config(EXAMPLE)
+    for one in sums.draw_different(generator(5, "tokens"), 2000):
+        prompt, answer = tokenizer(one.question)["input_ids"], tokenizer("\n" + one.solution())["input_ids"]
+        assert tokenizer.decode(prompt + answer[1:], skip_special_tokens=True) == f"{one.question}\n{one.solution()}"
+        assert len(prompt) <= config.data.max_prompt_tokens
+        assert len(answer) <= config.rollout.max_response_tokens == MAX_RESPONSE_TOKENS
+
+
+def test_the_model_begins_with_room_to_learn():
+    model = AutoModelForCausalLM.from_pretrained(SUMS, dtype=torch.float32).eval()
+    held_out = [json.loads(line) for line in committed("held_out").splitlines()] * 2
+    responses, tokenizer = responses_of(model, SUMS, [row["question"] for row in held_out], 40)
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    assert all("####" in text for text in texts[:20])
+    right = answer_match(texts, [row["answer"] for row in held_out])
+    assert 0.2 <= sum(right) / len(right) <= 0.5
+
+
+@pytest.mark.slow
+def test_a_short_run_makes_a_loadable_model(programs, tmp_path):
+    out = tmp_path / "sums"
+    done = programs.tool("make_sums", "--prompts", tmp_path, "--threads", 1, "--out", out, "--steps", 3)
+    assert done.returncode == 0, done.stderr
+    AutoTokenizer.from_pretrained(out)
+    AutoModelForCausalLM.from_pretrained(out)
+    assert "held-out sums right" in (out / "README.md").read_text()
+    assert [(tmp_path / f"sums_{name}.jsonl").read_text() for name in NAMES] == [committed(name) for name in NAMES]

@@ -1,6 +1,5 @@
 """tools/search_schedule.py as its users run it: alone, under mpirun, interrupted, resumed, and with bad input."""
 
-import copy
 import json
 import os
 import re
@@ -14,17 +13,10 @@ from testkit.paths import ROOT
 from testkit.programs import MPIRUN, TIMEOUT_SECONDS, call_tool, eventually
 
 TOOL = ROOT / "tools/search_schedule.py"
-PROBLEM = {
-    "version": 1,
-    "nodes": 4,
-    "pipelines": [
-        dict(
-            name="actor", model="actor", placement=[0, 1, 2, 3], microbatches=4, forward=5, backward=10, activation=1.95
-        ),
-        dict(name="critic.0", model="critic", placement=[1, 0], microbatches=2, forward=4, backward=8, activation=2),
-        dict(name="critic.1", model="critic", placement=[3, 2], microbatches=2, forward=4, backward=8, activation=2),
-    ],
-}
+ACTOR = dict(name="actor", model="actor", placement=[0, 1, 2, 3], microbatches=4, forward=5, backward=10)
+CRITIC = dict(model="critic", microbatches=2, forward=4, backward=8, activation=2)
+CRITICS = [{**CRITIC, "name": f"critic.{i}", "placement": [2 * i + 1, 2 * i]} for i in (0, 1)]
+PROBLEM = {"version": 1, "nodes": 4, "pipelines": [{**ACTOR, "activation": 1.95}, *CRITICS]}
 ENDLESS = {**PROBLEM, "memory_cap": 4}  # its latency bound cannot be met, so that a search goes on
 
 
@@ -71,14 +63,6 @@ def test_search_writes_the_contract(programs, folder):
     assert sorted(path.name for path in folder.iterdir()) == ["problem.json", "schedule.json"]
 
 
-def test_iterations_repeat_exactly(folder):
-    tasks = []
-    for _ in range(2):
-        run(folder, "--iterations", 200_000, "--seed", 5, "--objective", "memory", "--force")
-        tasks.append(read(folder)["tasks"])
-    assert tasks[0] == tasks[1]
-
-
 def test_latency_that_is_fast_enough_leaves_room_for_memory(folder):
     run(folder, "--iterations", 100_000, "--objective", "memory")
     tight = read(folder)
@@ -95,7 +79,8 @@ def test_memory_cap_is_in_the_file(folder):
 
 
 def test_existing_output_is_kept_unless_told(folder):
-    run(folder, "--iterations", 1000)
+    told = run(folder, "--iterations", 1000, "--resume")
+    assert "starting afresh" in told and read(folder)["search"]["runs"] == 1
     before = (folder / "schedule.json").read_bytes()
     assert "exists; --force replaces it, --resume goes on" in refused(folder, "--iterations", 1000)
     assert (folder / "schedule.json").read_bytes() == before
@@ -107,59 +92,43 @@ def test_existing_output_is_kept_unless_told(folder):
     assert f"going on from {folder / 'schedule.json'}" in told
 
 
-def test_resume_without_a_file_starts_afresh_and_says_so(folder):
-    assert "starting afresh" in run(folder, "--iterations", 1000, "--resume") and read(folder)["search"]["runs"] == 1
+def pipeline(**change):
+    """PROBLEM with its actor changed."""
+    return {**PROBLEM, "pipelines": [{**PROBLEM["pipelines"][0], **change}, *CRITICS]}
 
 
-def test_resume_refuses_a_schedule_of_another_problem(folder):
+def test_resume_takes_a_schedule_made_for_other_times_and_refuses_one_of_another_problem(folder):
     run(folder, "--iterations", 1000)
     before = (folder / "schedule.json").read_bytes()
-    for key, value, message in (
-        ("microbatches", 8, "pipeline actor has microbatches 4, this run has 8"),
-        ("placement", [3, 2, 1, 0], "pipeline actor has placement"),
-        ("name", "policy", "has pipelines actor, critic.0, critic.1, this run has critic.0, critic.1, policy"),
-        ("model", "policy", "pipeline actor has model actor, this run has policy"),
+    for change, message in (
+        ({"microbatches": 8}, "pipeline actor has microbatches 4, this run has 8"),
+        ({"placement": [3, 2, 1, 0]}, "pipeline actor has placement"),
+        ({"name": "policy"}, "has pipelines actor, critic.0, critic.1, this run has critic.0, critic.1, policy"),
+        ({"model": "policy"}, "pipeline actor has model actor, this run has policy"),
     ):
-        other = copy.deepcopy(PROBLEM)
-        other["pipelines"][0][key] = value
-        write(folder, other)
+        write(folder, pipeline(**change))
         assert message in refused(folder, "--iterations", 1000, "--resume")
     assert (folder / "schedule.json").read_bytes() == before
-
-
-def test_resume_takes_a_schedule_made_for_other_times_and_says_so(folder):
-    run(folder, "--iterations", 1000)
-    other = copy.deepcopy(PROBLEM)
-    other["pipelines"][0]["forward"] = 6
-    write(folder, other)
+    write(folder, pipeline(forward=6))
     told = run(folder, "--iterations", 1000, "--resume")
     assert "made for pipeline actor with forward (5, 5, 5, 5), not (6, 6, 6, 6)" in told
     assert read(folder)["problem"]["pipelines"][0]["forward"] == 6
 
 
-def pipeline(**change):
-    """PROBLEM with its actor changed."""
-    return {"pipelines": [{**PROBLEM["pipelines"][0], **change}, *PROBLEM["pipelines"][1:]]}
-
-
 @pytest.mark.parametrize(
     "change, arguments, message",
     [
-        ({"nodes": 0}, [], r"problem.json: nodes is 0"),
         ({"memory_cap": 1}, [], r"problem.json: .* needs 2; the smallest feasible cap is 2"),
         ({"memory_cap": [9, 9, 2, 9], "static_memory": 1.5}, [], r"on node 2, .* feasible cap there is 3.5"),
         ({}, ["--memory-cap", 1.99], r"smallest feasible cap is 2"),
         ({}, ["--memory-cap", "nan"], r"memory_cap is nan"),
         (pipeline(forward=0), [], r"problem.json: pipeline 'actor': forward is 0; a positive number"),
         (pipeline(forward=float("nan")), [], r"problem.json: not valid JSON .NaN is no finite number"),
-        (pipeline(activation=float("inf")), [], r"problem.json: not valid JSON .Infinity is no finite"),
         *(({"nodes": bad}, [], r"problem.json: nodes is \d+; at most 10000") for bad in (10_001, 2**31, 2**63, 10**30)),
         *(({"transfer": bad}, [], "problem.json: transfer is .*; use a unit") for bad in (10**30, 1e-300)),
         *((pipeline(microbatches=bad), [], "problem.json: at most 500000 tasks .*") for bad in (100_000, 2**31, 2**63)),
         *((pipeline(activation=bad), [], "'actor': activation is .*; use a unit") for bad in (1e308, 5e-324)),
         (pipeline(weight_gradient=1, weight_activation=1e-308), [], "'actor': weight_activation is 1e-308; use a unit"),
-        (pipeline(forward=10**400), [], "problem.json: not valid JSON .a whole number of 401 digits"),
-        (pipeline(model=7), [], r"pipelines\[0\].model is 7; must be a valid string"),
         ({}, ["--time-limit", -1], r"time_limit=-1.0"),
         ({}, ["--objective", "speed"], r"argument --objective: invalid choice: 'speed'"),
         ({}, ["--objective", "memory", "--latency", 1], r"latency=1.0 is below the proved bound"),
@@ -186,7 +155,6 @@ def test_a_search_needs_an_end_and_an_output_of_its_own(folder):
     "text, message",
     [
         ("{", "not valid JSON"),
-        ("[" * 100_000, "schedule.json: JSON nested more than"),
         ("{}", "version is missing; add it"),
         ('{"version": 2, "problem": {}, "tasks": []}', "version is 2; must be 1"),
         ("SEARCH", 'search: seconds is "long"; must be a finite number'),
@@ -201,7 +169,7 @@ def test_what_cannot_be_resumed_is_kept(folder, text, message):
     assert (folder / "schedule.json").read_text() == text
 
 
-# Processes: signals, and MPI's ranks
+# processes: signals, and MPI's ranks
 
 
 @pytest.fixture
@@ -218,14 +186,10 @@ def started(programs, folder):
         words = [sys.executable, "-c", heed, *launcher, *options(folder, "--time-limit", 3600)]
         beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
         process = programs.start(*words, PATH=beside)
-        eventually(lambda: process.poll() is not None or searches(folder, process) and all(map(heeds, ranks(process))))
+        eventually(lambda: process.poll() is not None or began(folder, process))
         return process
 
     return start
-
-
-def searches(folder, process):
-    return (folder / "schedule.json").exists() and ranks(process)
 
 
 def ranks(process):
@@ -238,10 +202,11 @@ def ranks(process):
         return []
 
 
-def heeds(pid):
-    """Whether the process has a handler of its own for SIGUSR1, which only the search sets."""
-    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
-    return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
+def began(folder, process):
+    """Whether there is a schedule, and every rank has a handler of its own for SIGUSR1, which only the search sets."""
+    statuses = [Path(f"/proc/{pid}/status").read_text() for pid in ranks(process)]
+    caught = [int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) for status in statuses]
+    return (folder / "schedule.json").exists() and caught and all(one >> (signal.SIGUSR1 - 1) & 1 for one in caught)
 
 
 def stopped(process, signalled, number):
@@ -281,16 +246,7 @@ def test_signals_keep_the_best_so_far(folder, started, launcher, whom, number, c
     assert sorted(path.name for path in folder.iterdir()) == ["problem.json", "schedule.json"]
 
 
-@pytest.mark.mpi
-@mpi[1]
-def test_a_killed_rank_leaves_a_whole_file(folder, started):
-    process = started(*OF_MPI)
-    stopped(process, ranks(process)[-1], signal.SIGKILL)
-    assert process.returncode != 0
-    assert read(folder)["peak_memory"] <= 4 and len(read(folder)["tasks"]) == 4
-
-
-@pytest.mark.mpi
+@mpi[0]
 @mpi[1]
 def test_two_mpi_ranks_search_together_and_repeat(programs, folder):
     tasks = []
@@ -304,7 +260,7 @@ def test_two_mpi_ranks_search_together_and_repeat(programs, folder):
     assert tasks[0] == tasks[1]
 
 
-@pytest.mark.mpi
+@mpi[0]
 @mpi[1]
 def test_bad_input_under_mpirun_is_said_once(programs, folder):
     write(folder, {**PROBLEM, "memory_cap": 1})

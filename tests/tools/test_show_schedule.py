@@ -20,14 +20,9 @@ from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 
 @pytest.fixture
 def schedule(tmp_path):
-    problem = FusionProblem(
-        2,
-        (
-            Pipeline("actor", "actor", (0, 1), 3, (2, 2), (4, 4), (1, 1)),
-            Pipeline("critic", "critic", (1, 0), 3, (1, 1), (1, 1), (1, 1), (1, 1)),
-        ),
-    )
-    made = greedy(problem)
+    actor = Pipeline("actor", "actor", (0, 1), 3, (2, 2), (4, 4), (1, 1))
+    critic = Pipeline("critic", "critic", (1, 0), 3, (1, 1), (1, 1), (1, 1), (1, 1))
+    made = greedy(FusionProblem(2, (actor, critic)))
     save_schedule(tmp_path / "schedule.json", made)
     return made
 
@@ -53,6 +48,9 @@ def test_pictures_and_trace(schedule, tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert names == {str(action) for order in schedule.orders for action in order}
+    for node, peak in enumerate(evaluate(schedule).node_peak_memory):
+        levels = [event["args"]["activations"] for event in events if event["name"] == f"memory {node}"]
+        assert max(levels) == peak and levels[-1] == 0
 
 
 def test_a_window_of_nodes_and_times(schedule, tmp_path):
@@ -83,13 +81,6 @@ def test_what_cannot_be_shown_exits_2(schedule, tmp_path, arguments, message):
     assert result.returncode == 2 and message in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_the_trace_counts_memory(schedule):
-    events = json.loads(chrome_trace(schedule))["traceEvents"]
-    for node, peak in enumerate(evaluate(schedule).node_peak_memory):
-        levels = [event["args"]["activations"] for event in events if event["name"] == f"memory {node}"]
-        assert max(levels) == peak and levels[-1] == 0
-
-
 def test_pictures_and_traces_show_what_weight_gradients_hold(schedule):
     actor, critic = schedule.problem.pipelines
     problem = replace(schedule.problem, pipelines=(actor, replace(critic, weight_activation=(3, 3))))
@@ -97,13 +88,11 @@ def test_pictures_and_traces_show_what_weight_gradients_hold(schedule):
     assert draw_schedule(fuller, "svg") != draw_schedule(schedule, "svg")
     times, levels = _held(fuller, evaluate(fuller), 0)
     assert max(levels.sum(axis=0)) == evaluate(fuller).node_peak_memory[0] > evaluate(schedule).node_peak_memory[0]
-    counters = [e for e in json.loads(chrome_trace(fuller))["traceEvents"] if e["name"] == "memory 0"]
-    assert [e["ts"] for e in counters] == sorted(e["ts"] for e in counters)
-    starts = {str(a): start for a, start in zip(fuller.orders[0], evaluate(fuller).starts[0])}
-    assert {
-        "ts": starts["critic:1B0"],
-        "level": 2 + levels.sum(axis=0)[list(times).index(starts["critic:1B0"]) - 1],
-    } in [{"ts": e["ts"], "level": e["args"]["activations"]} for e in counters]
+    events = [event for event in json.loads(chrome_trace(fuller))["traceEvents"] if event["name"] == "memory 0"]
+    counted = [(event["ts"], event["args"]["activations"]) for event in events]
+    assert [time for time, _ in counted] == sorted(time for time, _ in counted)
+    start = {str(a): start for a, start in zip(fuller.orders[0], evaluate(fuller).starts[0])}["critic:1B0"]
+    assert (start, 2 + levels.sum(axis=0)[list(times).index(start) - 1]) in counted
 
 
 def test_the_same_schedule_gives_the_same_picture_with_cap_and_static_memory(schedule):

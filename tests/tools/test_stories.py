@@ -1,11 +1,17 @@
-"""The story grammar: same seed same text, a real tail of lengths, moods in balance and free of length."""
+"""The story grammar: same seed same text, a tail of lengths, moods in balance; the packing of texts for training."""
+
+import random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
+from testkit.tiny import SHAPE
 from tiny_models import stories
+from tiny_models.pretraining import next_token_loss, pack, window_batches
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +27,8 @@ def test_same_seed_and_purpose_give_the_same_story(seed, purpose):
     one, two = (stories.generator(seed, purpose) for _ in range(2))
     assert stories.draw_story(one) == stories.draw_story(two)
     assert stories.draw_pair(one) == stories.draw_pair(two)
-
-
-def test_another_seed_and_another_purpose_give_other_stories():
-    texts = {stories.draw_story(stories.generator(seed, purpose)) for seed, purpose in ((1, "a"), (2, "a"), (1, "b"))}
-    assert len(texts) == 3
+    others = [stories.generator(seed, f"{purpose}!"), stories.generator(seed + 1, purpose)]
+    assert len({stories.draw_pair(rng) for rng in (stories.generator(seed, purpose), *others)}) == 3
 
 
 @examples(50)
@@ -92,3 +95,44 @@ def test_the_chosen_response_is_the_gladder_one():
 def test_prompts_differ_and_repeat_for_a_seed():
     one, two = (stories.draw_prompts(stories.generator(9, "prompts"), 300) for _ in range(2))
     assert one == two and len(set(one)) == 300
+
+
+# packing, on a model small enough to know the answer
+
+TEXTS = [[1, 5, 6, 7, 2], [1, 9, 8, 2], [1, 4, 4, 4, 4, 2]]
+
+
+@examples(60)
+@given(
+    texts=st.lists(st.lists(st.integers(3, 40), min_size=1, max_size=15), min_size=1, max_size=12),
+    window=st.integers(4, 20),
+)
+def test_packing_keeps_every_text_and_its_own_positions(texts, window):
+    unpacked, learnt = [], 0
+    for tokens, positions, targets in pack(texts, window):
+        assert len(tokens) == len(positions) == len(targets) == window
+        learnt += int((targets != -100).sum())
+        starts = [i for i in range(window) if positions[i] == 0] + [window]
+        unpacked += [tokens[a:b].tolist() for a, b in zip(starts, starts[1:])]
+    cut = [text[:window] for text in texts]
+    assert [text for text in unpacked if any(text)] == cut  # what is left over is filled with zeros
+    assert learnt == sum(len(text) - 1 for text in cut)
+
+
+def test_what_is_given_is_not_learnt():
+    (window,) = pack([[1, 5, 6, 7, 2], [1, 9, 8, 2]], 12, given=[3, 1])
+    assert window.targets.tolist() == [-100, -100, 7, 2, -100, 9, 8, 2, -100, -100, -100, -100]
+
+
+def test_packed_loss_is_the_loss_of_the_texts_alone():
+    """Guards the separation of texts: with a cache switched on, a text would attend to its neighbours."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, initializer_range=0.5))
+    packed = next_token_loss(model, next(window_batches(pack(TEXTS, 12), 2, random.Random(0))))
+    alone = sum(
+        torch.nn.functional.cross_entropy(
+            model(input_ids=torch.tensor([text])).logits[0, :-1], torch.tensor(text[1:]), reduction="sum"
+        )
+        for text in TEXTS
+    )
+    assert torch.allclose(packed, alone / sum(len(text) - 1 for text in TEXTS), atol=1e-5)

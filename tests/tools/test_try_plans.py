@@ -11,12 +11,8 @@ from testkit.paths import ROOT
 from testkit.programs import call_tool
 
 QUICKSTART = "examples/quickstart.yaml"
-PARTS = {
-    "generation and inference": 0.5,
-    "schedules of training": 0.25,
-    "optimizer steps": 0.125,
-    "weight moves": 0.0625,
-}
+NAMES = ("generation and inference", "schedules of training", "optimizer steps", "weight moves")
+PARTS = dict(zip(NAMES, (0.5, 0.25, 0.125, 0.0625)))
 SMALL = ["rollout.prompts_per_iteration=8", "rollout.max_response_tokens=16", "fusion.search_seconds=0.2"]
 
 

@@ -29,7 +29,6 @@ def quickstart(*changes: str):
 
 def profile_on(rank: int, changes: tuple[str, ...]) -> tuple[dict, list[str]]:
     from rlhfuse.parallel.device import choose_device
-    from rlhfuse.planning.draft import read_specs
     from rlhfuse.run.profiling.profiler import Profiler
 
     config = quickstart(*changes)
@@ -67,7 +66,6 @@ def extremes_on(rank: int) -> tuple[list[float], float]:
 
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker
-    from rlhfuse.planning.draft import read_specs
     from rlhfuse.run.profiling.work import Builder, GenerationWork
     from rlhfuse.run.rank_models import layers_of
 
@@ -117,22 +115,12 @@ def test_a_run_at_another_tensor_degree_has_it_in_all_tasks():
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", [["parallel.inference=d2t1p1"], ["parallel=auto", "trainer.recompute=auto"]])
 def test_the_program_measures_each_degree(programs, tmp_path, layouts):
-    measured = (
-        "--config",
-        QUICKSTART,
-        *SETTINGS,
-        "--limit",
-        2,
-        *layouts,
-        "--tensor",
-        "1,2",
-        "--out",
-        tmp_path / "p.json",
-    )
+    out = tmp_path / "p.json"
+    measured = ("--config", QUICKSTART, *SETTINGS, *layouts, "--limit", 2, "--tensor", "1,2", "--out", out)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     done = programs.python(*torchrun, ROOT / "tools/profile_costs.py", *measured)
     assert done.returncode == 0, done.stderr
-    profiles = load_costs(tmp_path / "p.json")
+    profiles = load_costs(out)
     assert profiles.degrees == (1, 2)
     assert [one.training["actor"].tp for one in profiles.profiles] == [1, 2]
 

@@ -6,7 +6,6 @@ import pytest
 from testkit.finished_run import GATHER, START, write_run
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.monitor.trace import Span
 from rlhfuse.run.report.forecast import PARTS, PHASES, Forecaster, action_seconds, predicted_spans
 from rlhfuse.run.report.forecast_table import ForecastTable, PhaseRow, span_table
@@ -43,7 +42,7 @@ def test_graphs_that_every_iteration_records_are_predicted(run):
 
 def test_waiting_for_the_reward_function_is_predicted(run, tmp_path):
     """Its workers are busy for longer than all else; the edges around generation with inference stay what they were."""
-    slow = RunFiles.read(write_run(tmp_path / "run", reward=RewardCost(0.1)))
+    slow = RunFiles.read(write_run(tmp_path / "run", reward=0.2))
     found, fast = Forecaster(slow).forecast(4), Forecaster(run).forecast(4)
     assert found.timeline.reward_seconds > 0.1 and fast.timeline.reward_seconds == 0
     assert found.seconds["infer"] == pytest.approx(slow.rows[4]["timing_s/infer"])
@@ -99,11 +98,17 @@ def test_what_a_prediction_needs_is_named(tmp_path, name):
     assert f"no {name}: nothing can be predicted without it" in page and "predicted above measured" not in page
 
 
-def test_a_run_of_one_iteration_is_measured_only(tmp_path):
-    run = RunFiles.read(write_run(tmp_path / "run", iterations=1))
+def test_a_run_of_one_iteration_is_measured_only_and_a_trace_without_their_numbers_is_shown_as_none(tmp_path):
+    folder = write_run(tmp_path / "run", iterations=1)
+    run = RunFiles.read(folder)
     with pytest.raises(InputError, match="no iteration can be predicted"):
         ForecastTable.of(run)
     assert "one iteration, and each is predicted from those before" in render_report(run)
+    raw = json.loads((folder / "trace.json").read_text())
+    for event in raw["traceEvents"]:
+        event["args"] = {}
+    (folder / "trace.json").write_text(json.dumps(raw))
+    assert run.traced_iterations() and RunFiles.read(folder).traced_iterations() == {}
 
 
 def test_errors_of_both_signs_do_not_cancel():
@@ -129,12 +134,3 @@ def test_work_is_added_up_over_iterations():
     for broken in ([], [span("score", 0, 0.0, 1.0)]):
         with pytest.raises(InputError, match="no measured 'reshard'"):
             span_table(broken)
-
-
-def test_a_trace_without_iteration_numbers_is_shown_as_none(tmp_path):
-    folder = write_run(tmp_path / "run", iterations=2)
-    raw = json.loads((folder / "trace.json").read_text())
-    for event in raw["traceEvents"]:
-        event["args"] = {}
-    (folder / "trace.json").write_text(json.dumps(raw))
-    assert RunFiles.read(folder).traced_iterations() == {}

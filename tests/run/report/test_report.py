@@ -13,7 +13,7 @@ from testkit.finished_run import write_run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.metrics import MetricsWriter
-from rlhfuse.monitor.samples import SampleText, SampleWriter, read_samples
+from rlhfuse.monitor.samples import SampleText, SampleWriter
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.run.report import charts
 from rlhfuse.run.report.curves import CURVES, Curve, accepted_share, held_out_curve
@@ -185,28 +185,19 @@ def test_plan_stands_beside_the_mean_of_what_was_measured(folder):
     assert "because" in text and "27 MiB" in text and "Nothing is predicted for the lengths that were" in text
 
 
-def test_samples_of_repeated_iterations_are_dropped(tmp_path):
-    path = tmp_path / "samples.jsonl"
-    texts = [SampleText(i, i, "p", "r", 0.0, 1, "stop") for i in range(4)]
-    writer = SampleWriter(path)
-    writer.write(texts)
-    writer.close()
-    kept = sum(map(len, path.read_bytes().splitlines(keepends=True)[:2]))
-    path.write_text(path.read_text() + '{"iteration": 4, "sam')  # killed while it wrote
-    again = SampleWriter(path, keep_bytes=kept)
-    again.write([texts[3]])
-    again.close()
-    assert read_samples(path) == [texts[0], texts[1], texts[3]]
-    path.write_text("{}\n")
-    with pytest.raises(InputError, match="samples.jsonl:1"):
-        read_samples(path)
-
-
-@pytest.mark.parametrize("missing", ["metrics.jsonl", "config.yaml"])
-def test_a_folder_that_is_no_run_is_refused(folder, missing):
-    (folder / missing).unlink()
-    with pytest.raises(InputError, match=missing):
-        RunFiles.read(folder)
+def test_a_folder_that_is_no_run_is_one_clear_line(folder):
+    lines, config = folder / "metrics.jsonl", folder / "config.yaml"
+    kept = lines.read_text()
+    for spoil, message in (
+        (lambda: config.write_text("trainer: {"), "config.yaml is not valid YAML"),
+        (config.unlink, "config.yaml"),
+        (lambda: lines.write_text(""), "metrics.jsonl holds no iteration yet"),
+        (lines.unlink, "metrics.jsonl"),
+    ):
+        lines.write_text(kept)
+        spoil()
+        with pytest.raises(InputError, match=message):
+            render_report(RunFiles.read(folder))
 
 
 def test_a_browser_shows_it(folder, tmp_path):
@@ -234,16 +225,13 @@ def test_the_plan_stands_beside_a_prediction_at_the_lengths_that_were(whole):
     assert "generation with inference: " in text and "switched off (fusion.intra_stage=serial)" in text
 
 
-def test_a_run_without_a_finite_score_or_an_iteration_has_a_page(whole):
+def test_a_run_without_a_finite_score_or_an_iteration_or_with_one_has_a_page(whole):
     nulls = tuple(row | {"critic/score/mean": None, "critic/score/std": None} for row in whole.rows)
     tested = ({"iteration": -1, "val/score/mean": None}, {"iteration": 2, "val/score/mean": 0.5})
     page = render_report(replace(whole, rows=nulls, evaluations=tested))
     assert "takes two iterations with a score" in page and "score (never a finite number)" in read(page).text
     page = render_report(replace(whole, rows=(), spans=(), evaluations=tested[1:]))
     assert "No iteration is over yet" in page and "<svg" not in page[: page.index('id="timeline"')]
-
-
-def test_a_run_of_one_iteration_has_no_panels_of_one_point(whole):
     page = render_report(replace(whole, rows=whole.rows[:1], spans=()))
     assert "It takes two iterations to draw a curve" in page and page.count("<svg") == 1, "the schedule"
 
@@ -253,16 +241,6 @@ def test_a_resumed_run_that_starts_slowly_is_judged_by_medians_too(whole):
     times = {one.name: one for one in phase_times(rows)}["iteration"]
     assert times.seconds > 15 and times.median == pytest.approx(whole.rows[5]["timing_s/step"], rel=0.1)
     assert "90" in readable_seconds(90.0) and readable_seconds(1234.5) == "1,234 s"
-
-
-def test_metrics_without_an_iteration_are_one_clear_line(folder):
-    (folder / "metrics.jsonl").write_text("")
-    with pytest.raises(InputError, match="metrics.jsonl holds no iteration yet"):
-        RunFiles.read(folder)
-    write_guesses(folder, 1, ())
-    (folder / "config.yaml").write_text("trainer: {")
-    with pytest.raises(InputError, match="config.yaml is not valid YAML"):
-        render_report(RunFiles.read(folder))
 
 
 def test_idle_is_what_no_rank_worked_on():
