@@ -56,9 +56,10 @@ def both(lengths, instances, costs, lim, threshold):
     st.sampled_from([16, 1024, 8192]),
     st.integers(1, 8),
     st.sampled_from([1, 2, 4]),
+    st.sampled_from([0, 140]),
 )
-def test_jumping_equals_stepping(lengths, instances, threshold, capacity, swap_in, per_token, bs_max, models):
-    lim = tight(capacity, bs_max=bs_max, scoring_models=models, max_sequences=6)
+def test_jumping_equals_stepping(lengths, instances, threshold, capacity, swap_in, per_token, bs_max, models, padded):
+    lim = tight(capacity, bs_max=bs_max, scoring_models=models, max_sequences=6, padded_score_tokens=padded)
     line, slow = both(lengths, instances, exact_costs(swap_in, per_token), lim, threshold)
     assert line.scored_before_generation_end == sum(
         count for end, count in slow.scored if end <= line.generation_seconds and line.plan
