@@ -68,35 +68,6 @@ def test_one_model_steps_while_the_reduction_of_the_other_stands_still(workers, 
     assert met["begun"]  # and rank 3 has seen that all ranks stepped the other model since
 
 
-def stopped_backward(rank: int, folders: dict) -> bool:
-    """The last backward of the model that steps last begins, on rank 3, when all ranks have stepped the other model."""
-    pair = build_pair(rank, folders, REPLICAS)
-    order = [i.action for i in pair.programs[rank].instructions if i.action.kind is Kind.ST]
-    first, last = (pair.models[model_of(pair, action)] for action in order)
-    stage, store = last.stages[order[1].stage], dist.distributed_c10d._get_default_store()
-    step, backward, held = first.optimizer.step, stage.backward, []
-
-    def stepped(lr):
-        result = step(lr)
-        store.set(f"stopped/{rank}", "stepped")
-        return result
-
-    def late(microbatch, gradient):
-        if rank == 3 and microbatch == 3:
-            store.wait([f"stopped/{other}" for other in range(4)], timedelta(seconds=540))
-            held.append(microbatch)
-        return backward(microbatch, gradient)
-
-    first.optimizer.step, stage.backward = stepped, late
-    pair.train(0)
-    pair.close()
-    return bool(held)
-
-
-def test_one_model_steps_on_all_ranks_while_a_backward_of_the_other_stands_still(workers, folders):
-    assert workers.run(stopped_backward, folders) == [False, False, False, True]
-
-
 def under_way(rank: int, folders: dict) -> bool | None:
     """Rank 3 joins a reduction only when rank 1, which began it, is at work again; on rank 1: whether it was begun.
 

@@ -216,3 +216,4 @@ def test_a_rank_that_hangs_is_named_by_those_that_wait_for_it(tmp_path, models):
         named = line.partition("; this is rank")[0]
         assert "no rank made progress for" in line and f"rank 2 (pid {pid} on " in named, line
     assert "waits for" not in named, line
+    assert sum("the other ranks:" in text for text in texts) == 1
