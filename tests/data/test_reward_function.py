@@ -32,6 +32,7 @@ if multiprocessing.parent_process():
     reward_workers.time = clock
 
 def length(data_source, solution_str, ground_truth, extra_info=None):
+    print("scoring", solution_str)
     return len(solution_str) + float(ground_truth)
 
 def as_dict(data_source, solution_str, ground_truth, extra_info):
@@ -107,10 +108,6 @@ async def trips(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0)
     raise KeyError(solution_str)
 
-def loud(data_source, solution_str, ground_truth, extra_info=None):
-    print("scoring", solution_str)
-    return 1.5
-
 def several(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "raise":
         raise KeyError("no such thing")
@@ -180,21 +177,16 @@ def calling(file):
         ("/nowhere/mine.py:length", "file /nowhere/mine.py does not exist"),
         ("{file}:nothing", "has no function nothing"),
         ("{file}:NUMBER", "has no function NUMBER"),
+        ("{folder}/broken.py:f", "broken.py cannot be imported (AttributeError"),
+        ("{folder}/leaves.py:f", "leaves.py cannot be imported (SystemExit: 0)"),
     ],
 )
-def test_functions_that_are_not_there(file, name, message):
-    with pytest.raises(InputError) as caught:
-        RewardFunction.load(name.format(file=file), "verl")
-    assert message in str(caught.value)
-
-
-def test_a_module_that_fails(tmp_path):
+def test_functions_that_are_not_there(tmp_path, file, name, message):
     (tmp_path / "broken.py").write_text("import math\nmath.nothing\n")
-    with pytest.raises(InputError, match=r"broken.py cannot be imported \(AttributeError"):
-        RewardFunction.load(f"{tmp_path}/broken.py:f", "verl")
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(InputError, match=r"leaves.py cannot be imported \(SystemExit: 0\)"):
-        RewardFunction.load(f"{tmp_path}/leaves.py:f", "verl")
+    with pytest.raises(InputError) as caught:
+        RewardFunction.load(name.format(file=file, folder=tmp_path), "verl")
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -290,34 +282,6 @@ def test_calls_are_timed_where_they_run(calling):
         assert made.take_calls() == (0, at_once, 0.0)
 
 
-def test_an_async_function_that_raises_and_one_that_prints(calling):
-    trips, loud = calling("trips"), calling("loud")
-    trips.submit([call(17, "here")])
-    loud.submit([call(17, "here")])
-    with pytest.raises(RewardError, match="mine.py:trips, sample 17 of p.jsonl:18: raised KeyError: 'here', at "):
-        trips.finish()
-    assert loud.finish() == {17: 1.5}
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("awaits", "no result after 2 s (reward.timeout_seconds)"),
-        ("blocks", "no result after 2 s (reward.timeout_seconds)"),
-        ("exits", "its process ended with exit code 7"),
-    ],
-)
-def test_an_async_call_that_never_returns_is_named(calling, text, message):
-    stuck = calling("stuck", timeout=2.0 if text != "exits" else 540.0)
-    if text == "awaits":
-        stuck.submit([call(3, "returns")])
-    stuck.submit([call(17, text)])
-    with pytest.raises(RewardError) as caught:
-        stuck.finish()
-    assert str(caught.value).endswith(f"mine.py:stuck, sample 17 of p.jsonl:18: {message}")
-    assert not multiprocessing.active_children()
-
-
 def test_a_function_may_have_children(calling):
     having, pooled = calling("has_children"), calling("has_a_pool")
     having.submit([call(17, "here")])
@@ -353,26 +317,31 @@ def test_calls_that_return_are_told_while_all_are_waited_for(calling, function):
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    "function, first, text, message",
     [
-        ("raise", "raised KeyError: 'no such thing', at "),
-        ("nan", "returned nan; a score must be finite"),
-        ("none", "returned None, not a number"),
-        ("text", "returned 'abc', not a number"),
-        ("list", "returned [1.0, 2.0], not a number"),
-        ("exit7", "its process ended with exit code 7"),
-        ("exit0", "its process ended with exit code 0"),
-        ("forever", "no result after 0.5 s (reward.timeout_seconds)"),
+        ("several", "fine", "raise", "raised KeyError: 'no such thing', at "),
+        ("several", "fine", "nan", "returned nan; a score must be finite"),
+        ("several", "fine", "none", "returned None, not a number"),
+        ("several", "fine", "text", "returned 'abc', not a number"),
+        ("several", "fine", "list", "returned [1.0, 2.0], not a number"),
+        ("several", "fine", "exit7", "its process ended with exit code 7"),
+        ("several", "fine", "exit0", "its process ended with exit code 0"),
+        ("several", "", "forever", "no result after 2 s (reward.timeout_seconds)"),
+        ("trips", "", "here", "raised KeyError: 'here', at "),
+        ("stuck", "returns", "awaits", "no result after 2 s (reward.timeout_seconds)"),
+        ("stuck", "", "blocks", "no result after 2 s (reward.timeout_seconds)"),
+        ("stuck", "", "exits", "its process ended with exit code 7"),
     ],
 )
-def test_failures_name_function_and_sample(calling, text, message):
-    failing = calling("several", timeout=0.5 if text == "forever" else 540.0)
-    if text != "forever":
-        failing.submit([call(3, "fine")])  # with that time-out it could be late itself, where much else is running
+def test_failures_name_function_and_sample(calling, function, first, text, message):
+    """Those of plain functions and of async ones."""
+    failing = calling(function, timeout=2.0 if "no result" in message else 540.0)
+    if first:  # not before 'forever': with that time-out it could be late itself, where much else is running
+        failing.submit([call(3, first)])
     failing.submit([call(17, text)])
     with pytest.raises(RewardError) as caught:
         failing.finish()
-    assert f"mine.py:several, sample 17 of p.jsonl:18: {message}" in str(caught.value)
+    assert f"mine.py:{function}, sample 17 of p.jsonl:18: {message}" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not multiprocessing.active_children()
 
