@@ -216,7 +216,8 @@ def test_what_has_no_form_in_numbers_is_simulated_by_time_lines():
     "instances, threshold, changes, message",
     [
         (0, 0, {}, "0 generation instances"),
-        (2, 65, {}, "R_t = 65"),
+        (2, 65, {}, "R_t = 65: .* to the 64 samples"),
+        (2, -1, {}, "R_t = -1"),
         (2, 0, {"max_output_tokens": 20}, "clip them first"),
     ],
 )
