@@ -1,7 +1,5 @@
 """Pages follow the code: generated ones are as made, links and named files are there."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -4,8 +4,6 @@ Commands of a page are its fenced and indented blocks of shell, and inline code 
 the project run in this process; what a command needs (a run.yaml, a finished run in runs/mine, ...) is there.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -3,8 +3,6 @@
 A new key without a row in LIMITS fails here.
 """
 
-from __future__ import annotations
-
 import math
 from datetime import date
 from typing import Any, Literal, get_args, get_origin

@@ -1,7 +1,5 @@
 """What the device decides: the format of numbers and tokens of a cache block, once, for plan and run alike."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from testkit.tiny import with_models

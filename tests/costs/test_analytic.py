@@ -1,7 +1,5 @@
 """The roofline's limits, its bytes counted by hand, and BS_max."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

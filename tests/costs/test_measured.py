@@ -1,7 +1,5 @@
 """Measured costs: the fit, the file."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Profiles: interpolation, the file, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """No cut of whole layers has a faster slowest stage than the one that is found: held against all of them."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

@@ -1,7 +1,5 @@
 """Every rule of the task table, with the equation that its refusal prints."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The migration plan: m's formula, nothing lost, room kept, the same plan from the same numbers, text forms."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Loads of a move that are counted by lists of ranks: to the byte those of the plan that names every transfer."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Weight moves: every byte arrives once, from where it is nearest; across nodes goes what must and no more."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

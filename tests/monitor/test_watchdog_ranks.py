@@ -3,8 +3,6 @@
 Ranks that die, raise and hang: tests/fusion/intra/test_failures.py.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Micro-batches of a plan: those that the run's own cut of drawn lengths gives, and what they change."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The event simulation of an instance: a closed form, and how its work grows (test_step_by_step.py: exact)."""
 
-from __future__ import annotations
-
 import pytest
 from testkit.sim_helpers import equal, limits, linear_cost, long_tail, simulate_generation
 

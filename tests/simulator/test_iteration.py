@@ -1,7 +1,5 @@
 """Serial and fused time lines of generation and inference: closed forms and what every time line must keep."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Reading lengths: every kind of file, every way to be wrong, and the percentiles."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

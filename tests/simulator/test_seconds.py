@@ -1,7 +1,5 @@
 """The kernel that prices generation and inference against the time lines that it stands for: equal to the last bit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

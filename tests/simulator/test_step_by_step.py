@@ -1,7 +1,5 @@
 """The simulation that jumps from event to event against one that takes every step, written differently."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """R_t: the sweep's closed forms, and the contract of threshold.json."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Actor and critic on gloo ranks for the tests of training: a made-up mini-batch, the built pair, its digest."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Generation with inference: the same bits whatever R_t, whoever finishes first, migrated or not."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 from functools import partial

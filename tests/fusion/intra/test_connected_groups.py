@@ -1,7 +1,5 @@
 """Every group that a training step communicates in has done so before, with that operation; so has every channel."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 from testkit.training_pair import Plan, build_pair, write_pair

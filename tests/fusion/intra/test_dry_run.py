@@ -1,7 +1,5 @@
 """A dry run of every stage before the first program leaves no bit changed, and every later step has the same bits."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

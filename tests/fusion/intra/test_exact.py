@@ -4,8 +4,6 @@ A row is trained once and held against the whole models: losses, gradients, weig
 or with backwards that are split, all that was recorded is equal: losses, gradients, norms, weights, optimizer state.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

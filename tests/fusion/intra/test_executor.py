@@ -1,7 +1,5 @@
 """The executor's manners: no model waits for another, what it says, and what is refused before anything is sent."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

@@ -4,8 +4,6 @@ Real processes under the watchdog. The fault is set off by the test's own progre
 before each instruction and before each wait. Where the others must end up is worked out from the programs alone.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """NaN and infinity anywhere in a training step are named on all ranks, and never reach a weight."""
 
-from __future__ import annotations
-
 import pytest
 from testkit.training_pair import LR, Plan, build_pair, make_batch
 

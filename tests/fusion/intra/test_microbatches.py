@@ -1,7 +1,5 @@
 """Micro-batches: what is known before the program runs, when they are cut, and the memory they are sent from."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

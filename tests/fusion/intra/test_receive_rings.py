@@ -3,8 +3,6 @@
 So do messages that are late and a rank that is slow.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from dataclasses import replace
