@@ -68,10 +68,6 @@ def unit_problem(
     return fused_problem(layouts, microbatches, costs, alternate=alternate)
 
 
-def make_schedule(layouts: Mapping[str, ParallelLayout], kind: str, microbatches: int = 4) -> Schedule:
-    return BUILDERS[kind](unit_problem(layouts, microbatches))
-
-
 @dataclass(frozen=True)
 class Plan:
     """Layouts (of actor and critic), kind of schedule, micro-batches of the actor, models whose backwards are split;
