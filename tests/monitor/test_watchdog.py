@@ -151,6 +151,11 @@ def test_waiting_is_no_progress_and_who_does_not_wait_is_named():
     assert peers.verdict(102).report.endswith("; all wait for each other")
     peers.note(idle.now_in("training"), 103)
     assert peers.verdict(103) is None
+    for still in (beat(1, progress=7), idle.now_in("training")):
+        peers.note(dataclasses.replace(still, counter=300), 300)
+    assert "no rank made progress for 197 s" in peers.verdict(300).report
+    peers.note_own(beat(0, HERE, progress=1), 300)
+    assert peers.verdict(300) is None
 
 
 class CountingStore:
