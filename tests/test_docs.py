@@ -1,20 +1,17 @@
 """Pages follow the code: generated ones are as made, links and named files are there."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
-from pathlib import Path
 
 import pytest
 from generate_docs import differing, settings_page
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
+from testkit.paths import ROOT
 
 from rlhfuse.base.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 GENERATED = ("reference/configuration.md", *(f"results/{file.name}" for file in DOCS.glob("results/*.md")))
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))

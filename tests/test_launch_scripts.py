@@ -1,7 +1,5 @@
 """The cluster's script binds ranks where that can be; the pages' commands start as many ranks as layouts take."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

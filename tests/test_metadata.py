@@ -4,6 +4,7 @@
 """
 
 import configparser
+import importlib.metadata
 import json
 import os
 import shutil
@@ -49,16 +50,10 @@ def wheel(programs, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def metadata(wheel):
-    """METADATA as text, and the entry points."""
-    with zipfile.ZipFile(wheel) as file:
-        texts = [
-            file.read(name).decode()
-            for end in ("METADATA", "entry_points.txt")
-            for name in file.namelist()
-            if name.endswith(f".dist-info/{end}")
-        ]
-    return texts
+def built(wheel):
+    """The distribution in the wheel."""
+    (found,) = importlib.metadata.distributions(path=[str(wheel)])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -76,8 +71,8 @@ def metadata(wheel):
         ("pytest", "test"),
     ],
 )
-def test_the_packages_that_the_project_is_built_on_are_declared_once(metadata, package, extra):
-    declared = [Requirement(line) for line in message_from_string(metadata[0]).get_all("Requires-Dist")]
+def test_the_packages_that_the_project_is_built_on_are_declared_once(built, package, extra):
+    declared = map(Requirement, built.requires)
     markers = [str(found.marker or "").replace('"', "'") for found in declared if found.name == package]
     assert markers == [f"extra == '{extra}'" if extra else ""]
 
@@ -99,19 +94,15 @@ def test_every_package_is_declared_and_nothing_else(examples):
     assert sorted(declared) == sorted(there)
 
 
-def test_every_file_is_installed(wheel, examples):
-    with zipfile.ZipFile(wheel) as file:
-        built = set(file.namelist())
+def test_every_file_is_installed(built, examples):
     files = [str(file.relative_to(ROOT)) for file in (ROOT / "rlhfuse").rglob("*.py")]
     files += [f"rlhfuse/{file.relative_to(ROOT)}" for file in (ROOT / "tools").glob("*.py")]
-    assert {*files, *(f"rlhfuse/{name}" for name in examples)} <= built
+    assert {*files, *(f"rlhfuse/{name}" for name in examples)} <= set(map(str, built.files))
 
 
-def test_installed_programs_are_tools(metadata):
-    entries = configparser.ConfigParser()
-    entries.read_string(metadata[1])
-    programs = dict(entries["console_scripts"])
-    assert set(programs) == {f"rlhfuse-{name}" for name in PROGRAMS}
+def test_installed_programs_are_tools(built):
+    entries = built.entry_points.select(group="console_scripts")
+    assert {entry.name for entry in entries} == {f"rlhfuse-{name}" for name in PROGRAMS}
 
 
 # Beside each torch
@@ -127,10 +118,10 @@ def metadata_wheel(folder: Path, name: str, version: str, text: str = "") -> Non
 
 
 @pytest.fixture(scope="module")
-def index(metadata, tmp_path_factory):
+def index(built, tmp_path_factory):
     """A folder of wheels: those of known metadata, and for whatever these name an empty one of each version named."""
     folder = tmp_path_factory.mktemp("index")
-    known = [metadata[0], *(file.read_text() for file in WHEELS.glob("*.txt"))]
+    known = [built.read_text("METADATA"), *(file.read_text() for file in WHEELS.glob("*.txt"))]
     named: dict[str, set[str]] = {}
     for text in known:
         for line in message_from_string(text).get_all("Requires-Dist"):
@@ -156,34 +147,19 @@ def resolve(index: Path, *wanted: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("torch", TORCH)
-def test_the_project_resolves_with_every_extra_beside_each_public_torch(metadata, index, torch):
-    extras = message_from_string(metadata[0]).get_all("Provides-Extra")
+def test_the_project_resolves_with_every_extra_beside_each_public_torch(built, index, torch):
+    extras = built.metadata.get_all("Provides-Extra")
     assert {"gpu", "flash-attn", "mpi", "test"} <= set(extras)
-    pinned = f"{torch.replace('-', '==', 1)}"
-    found = resolve(index, f"rlhfuse[{','.join(extras)}]", pinned)
-    assert {
-        "megatron-core",
-        "pytest",
-        "flashinfer-python",
-        "flash-attn",
-    } <= found.keys() and f"torch-{found['torch']}" == torch
-    wants = [
-        Requirement(line)
-        for line in message_from_string((WHEELS / f"{torch}.txt").read_text()).get_all("Requires-Dist")
-    ]
-    assert all(
-        want.specifier.contains(found[want.name])
-        for want in wants
-        if not want.marker or want.marker.evaluate({"extra": ""})
-    )
+    found = resolve(index, f"rlhfuse[{','.join(extras)}]", torch.replace("-", "==", 1))
+    assert {"megatron-core", "pytest", "flashinfer-python", "flash-attn"} <= found.keys()
+    assert f"torch-{found['torch']}" == torch
+    for want in map(Requirement, message_from_string((WHEELS / f"{torch}.txt").read_text()).get_all("Requires-Dist")):
+        if not want.marker or want.marker.evaluate({"extra": ""}):
+            assert want.specifier.contains(found[want.name]), want
 
 
-def test_each_supported_torch_is_looked_at_and_no_other_is_taken(metadata, index):
-    wanted = next(
-        Requirement(line)
-        for line in message_from_string(metadata[0]).get_all("Requires-Dist")
-        if line.startswith("torch")
-    )
+def test_each_supported_torch_is_looked_at_and_no_other_is_taken(built):
+    (wanted,) = (one for one in map(Requirement, built.requires) if one.name == "torch")
     assert [torch.split("-")[1][:4] for torch in TORCH] == ["2.11", "2.12", "2.13"]
     assert [minor for minor in range(5, 20) if f"2.{minor}.0" in wanted.specifier] == [11, 12, 13]
 
@@ -209,25 +185,21 @@ def installed(wheel, tmp_path_factory):
 
 def test_every_installed_program_says_what_it_does(installed):
     empty, programs, environment = installed
-    started = {
-        name: subprocess.Popen(
-            [str(programs / f"rlhfuse-{name}"), "--help"], cwd=empty, env=environment, stdout=-1, stderr=-2, text=True
-        )
-        for name in PROGRAMS
-    }
+    told = dict(cwd=empty, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    commands = {name: [str(programs / f"rlhfuse-{name}"), "--help"] for name in PROGRAMS}
+    started = {name: subprocess.Popen(command, **told) for name, command in commands.items()}
     for name, process in started.items():
-        told = process.communicate()[0]
-        assert process.returncode == 0 and f"usage: rlhfuse-{name}" in told, told
+        said = process.communicate()[0]
+        assert process.returncode == 0 and f"usage: rlhfuse-{name}" in said, said
     assert list(empty.iterdir()) == []
 
 
 def test_the_quickstart_is_in_the_wheel(installed):
     """As far as reading its settings; that it trains is a slow test."""
     empty, programs, environment = installed
-    read = (
-        "from rlhfuse.config.load import load_config as load; print(load('examples/quickstart.yaml').model_dump_json())"
-    )
-    told = subprocess.run([sys.executable, "-c", read], cwd=empty, env=environment, capture_output=True, text=True)
+    dump = "print(load_config('examples/quickstart.yaml').model_dump_json())"
+    command = [sys.executable, "-c", f"from rlhfuse.config.load import load_config; {dump}"]
+    told = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True)
     config = json.loads(told.stdout)
     for path in (config["actor"]["path"], config["critic"]["path"], *config["data"]["train_files"]):
         assert Path(path).exists() and Path(path).is_relative_to(programs.parent), path

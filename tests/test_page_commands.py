@@ -4,8 +4,6 @@ Commands of a page are its fenced and indented blocks of shell, and inline code 
 the project run in this process; what a command needs (a run.yaml, a finished run in runs/mine, ...) is there.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -178,7 +176,9 @@ def test_a_command_runs_as_it_is_printed(programs, world, command, page):
     if way(command) == DRY:
         words = dry(words)
     if "--out" in words:
-        remove(world / words[words.index("--out") + 1])
+        out = world / words[words.index("--out") + 1]
+        shutil.rmtree(out, ignore_errors=True)  # a folder
+        out.unlink(missing_ok=True)
     if words[0] == "bash":
         if not MPIRUN.exists():
             pytest.skip("no mpirun beside this Python: pip install rlhfuse[mpi]")
@@ -207,9 +207,3 @@ def dry(words: list[str]) -> list[str]:
         words = ["train_ppo", "--ranks", words[2], "--config", *words[3:]]
     arguments = [word for word in words[words.index("train_ppo") + 1 :] if word != "--dry-run"]
     return ["train_ppo", "--dry-run", *arguments, "trainer.output_dir=runs/new", "fusion.search_seconds=0.2"]
-
-
-def remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)

@@ -1,7 +1,5 @@
 """Which tests run when: tiers by machinery, what a change reaches, what CI may skip, what is told at the end."""
 
-from __future__ import annotations
-
 import json
 import re
 

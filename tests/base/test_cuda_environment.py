@@ -1,7 +1,5 @@
 """What CUDA and torch read when they start is set before torch is imported, and never instead of a user's value."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -123,14 +123,3 @@ def test_an_unfinished_last_line_is_left_out_where_lines_are_finished(tmp_path):
     assert list(read_lines(file, finished=True)) == [(1, '{"a": 1}\n')]
     with pytest.raises(InputError, match="a.jsonl:2: not UTF-8"):
         list(read_lines(file))
-
-
-def test_rows_are_the_same_in_every_kind_of_file(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    (tmp_path / "r.csv").write_text("a,b\nx,1\ny,2\n", newline="\r\n")
-    (tmp_path / "r.JSON").write_text('[{"a": "x", "b": "1"}, {"a": "y", "b": "2"}]')
-    (tmp_path / "r.jsonl").write_text('{"a": "x", "b": "1"}\r\n\r\n{"a": "y", "b": "2"}')
-    parquet.write_table(pyarrow.table({"a": ["x", "y"], "b": ["1", "2"]}), tmp_path / "r.parquet")
-    for file in tmp_path.iterdir():
-        assert [row for _, row in read_rows(file)] == [{"a": "x", "b": "1"}, {"a": "y", "b": "2"}], file

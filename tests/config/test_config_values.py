@@ -3,11 +3,9 @@
 A new key without a row in LIMITS fails here.
 """
 
-from __future__ import annotations
-
 import math
 from datetime import date
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -72,10 +70,14 @@ def test_any_value_at_any_key_is_taken_or_refused_in_one_line(tmp_path, key):
                 assert "\n" not in str(error), value
 
 
-def test_texts_that_may_be_a_truth_are_one_of_the_names():
-    for key in ("data.add_bos", "algorithm.whiten_advantages"):
-        validate(nested(key, "True"), "a file")
-        assert refused(key, "many") == f"{key}='many' must be one of auto, true, false"
+CHOICES = {k: get_args(one.annotation) for k, _, one in RunConfig().leaves() if get_origin(one.annotation) is Literal}
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_a_choice_is_one_of_its_names(key):
+    for name in (*CHOICES[key], *(["True"] if "true" in CHOICES[key] else [])):
+        validate(nested(key, name), "a file")
+    assert refused(key, "many") == f"{key}='many' must be one of {', '.join(CHOICES[key])}"
 
 
 # numbers --------------------------------------------------------------------------------------------------------

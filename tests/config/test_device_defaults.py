@@ -1,9 +1,8 @@
 """What the device decides: the format of numbers and tokens of a cache block, once, for plan and run alike."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from testkit.tiny import with_models
 
 from rlhfuse.config.device_defaults import is_for_gpus, resolve_device
 from rlhfuse.config.settings import RunConfig
@@ -11,8 +10,7 @@ from rlhfuse.run.launch import with_device
 
 
 def run(attention: str = "auto", **trainer) -> RunConfig:
-    models = {"actor": {"path": "a"}, "reward": {"path": "r"}, "data": {"train_files": ("prompts",)}}
-    return RunConfig().with_(**models, rollout={"attention": attention}, trainer=trainer)
+    return with_models(rollout={"attention": attention}, trainer=trainer)
 
 
 def chosen(config: RunConfig) -> tuple[str, int]:

@@ -8,45 +8,39 @@ from rlhfuse.config.auto_layouts import auto_layouts, refuse_auto, searched_keys
 from rlhfuse.config.load import dump_config
 from rlhfuse.config.rules import idle_settings
 
-ROWS = ("actor_train", "critic_train", "generation", "inference")
-SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 GIVEN = MINIMAL + "parallel: {generation: d4t1p1, reward_inference: d2t2p1, lengths: past.csv, headroom: 0.2}\n"
-WORD = [(MINIMAL + "parallel: auto\n", ""), (MINIMAL, "parallel=auto ")]  # in the file, or as an argument
+WORD = MINIMAL + "parallel: auto\n"
+SCORERS = tuple(f"{role}_inference" for role in ("reference", "critic", "reward"))
+ALL = ("generation", *SCORERS, "actor_train", "critic_train", "sequence_parallel")
+FIXED = "parallel.generation=d4t1p1 parallel.sequence_parallel=false"
 
 
-@pytest.mark.parametrize("text, overrides", WORD)
-def test_the_word_for_the_group_is_every_layout_and_sequence_parallel(tmp_path, text, overrides):
+@pytest.mark.parametrize(
+    "text, overrides, rows",
+    [
+        (MINIMAL, "", ()),
+        (WORD, "", ALL),
+        (MINIMAL, "parallel=auto", ALL),
+        (GIVEN, "parallel=auto", ALL),  # instead of the file's
+        (WORD, FIXED, ALL[1:-1]),
+        (MINIMAL, f"parallel=auto {FIXED}", ALL[1:-1]),
+        (GIVEN, "parallel.actor_train=auto", ("actor_train",)),
+        (MINIMAL, "parallel.generation=auto", ALL[:4]),  # the scorers' follow it
+        (MINIMAL, "parallel.sequence_parallel=auto", ("sequence_parallel",)),
+    ],
+)
+def test_the_word_for_the_group_or_for_rows_says_what_is_searched(tmp_path, text, overrides, rows):
     config = load(tmp_path, text, overrides)
-    assert {getattr(config.parallel, row) for row in (*ROWS, *SCORERS, "sequence_parallel")} == {"auto"}
-    assert searched_keys(config)[-1] == "fusion.actor_microbatches" and "trainer.recompute" not in searched_keys(config)
+    keys = tuple(f"parallel.{row}" for row in rows)
+    assert searched_keys(config) == (*keys, "fusion.actor_microbatches")[: len(keys) + 1 if keys else 0]
+    assert searched_keys(load(tmp_path, text, f"{overrides} fusion.actor_microbatches=2")) == keys
     assert load(tmp_path, dump_config(config)) == config
+    if text == GIVEN:
+        assert (config.parallel.lengths, config.parallel.headroom) == ("past.csv", 0.2)
 
 
-def test_the_word_replaces_layouts_of_the_file_and_leaves_the_rest(tmp_path):
-    config = load(tmp_path, GIVEN, ["parallel=auto"])
-    assert config.parallel.generation == config.parallel.reward_inference == "auto"
-    assert (config.parallel.lengths, config.parallel.headroom) == ("past.csv", 0.2)
-
-
-@pytest.mark.parametrize("text, overrides", WORD)
-def test_rows_after_the_word_stay_fixed(tmp_path, text, overrides):
-    rows = "parallel.generation=d4t1p1 parallel.sequence_parallel=false fusion.actor_microbatches=2"
-    config = load(tmp_path, text, overrides + rows)
-    assert config.parallel.generation == "d4t1p1" and config.parallel.sequence_parallel is False
-    assert set(searched_keys(config)) == {f"parallel.{row}" for row in ("actor_train", "critic_train", *SCORERS)}
-
-
-def test_single_rows(tmp_path):
-    config = load(tmp_path, GIVEN, ["parallel.actor_train=auto"])
-    assert searched_keys(config) == ("parallel.actor_train", "fusion.actor_microbatches")
-    assert config.parallel.critic_train == "d1t1p1", "defaults stay as they are"
-    config = load(tmp_path, MINIMAL, ["parallel.generation=auto"])
-    assert config.parallel.inference == config.parallel.critic_inference == "auto", "they follow generation"
-    config = load(tmp_path, MINIMAL, ["parallel.sequence_parallel=auto"])
-    assert searched_keys(config) == ("parallel.sequence_parallel", "fusion.actor_microbatches")
-    config = load(tmp_path, MINIMAL, ["trainer.recompute=auto"])
-    assert searched_keys(config) == ("trainer.recompute",), "bits stay, so micro-batches do"
-    assert searched_keys(load(tmp_path)) == ()
+def test_beside_recomputation_alone_microbatches_are_not_searched(tmp_path):
+    assert searched_keys(load(tmp_path, MINIMAL, "trainer.recompute=auto")) == ("trainer.recompute",), "bits stay"
 
 
 def test_layouts_of_models_that_the_run_has_not_are_not_searched(tmp_path):

@@ -1,7 +1,5 @@
 """Collectives by hand: how many links a group has, and what starting up adds."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhfuse.config.spec import HardwareSpec

@@ -1,7 +1,5 @@
 """Model FLOPs against sums made by hand for a small decoder."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhfuse.config.role import SCORING_ORDER, Role

@@ -1,7 +1,5 @@
 """Measured costs: the fit, the file."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -38,13 +36,16 @@ def observe(costs: MeasuredCost, noise: float, seed: int = 0):
     return decode, prefill, score, migration, [jitter(costs.swap_in_seconds()) for _ in range(9)]
 
 
-def test_fit_recovers_the_costs():
+def test_fit_recovers_the_costs_and_a_file_keeps_them(tmp_path):
     true = linear_cost()
     exact = MeasuredCost.fit(*observe(true, noise=0.0))
     decode = exact.decode
     assert decode.constant == pytest.approx(10e-3) and decode.slopes == pytest.approx((1e-3, 1e-6))
     assert exact.migration.constant == pytest.approx(1e-3) and exact.swap_in == pytest.approx(0.5)
     noisy = MeasuredCost.fit(*observe(true, noise=0.05))
+    assert "decode" in str(noisy) and "x batch" in str(noisy)
+    write_json(tmp_path / "measured.json", noisy.to_dict())
+    assert load_measured_cost(tmp_path / "measured.json") == noisy
     for batch, context in ((1, 100), (16, 4000), (60, 15_000)):
         expected = true.decode_step_seconds(batch, context)
         assert noisy.decode_step_seconds(batch, context) == pytest.approx(expected, rel=0.1)
@@ -74,14 +75,6 @@ def test_one_observation_is_enough_and_none_is_not():
         MeasuredCost.fit(*observe(linear_cost(), 0.0)[:3], [], [0.1])
     with pytest.raises(InputError, match="seconds of a swap_in observation must be in"):
         MeasuredCost.fit(*observe(linear_cost(), 0.0)[:4], [float("nan")])
-
-
-def test_measured_costs_print_save_and_load(tmp_path):
-    costs = MeasuredCost.fit(*observe(linear_cost(), noise=0.05))
-    assert "decode" in str(costs) and "x batch" in str(costs)
-    write_json(tmp_path / "measured.json", costs.to_dict())
-    assert load_measured_cost(tmp_path / "measured.json") == costs
-    assert [file.name for file in tmp_path.iterdir()] == ["measured.json"]
 
 
 def test_graphs_and_the_reward_function_are_optional_in_a_file():

@@ -1,7 +1,5 @@
 """Profiles by tensor degree: each task's grids come from its own degree, and what was not measured is not priced."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Profiles: interpolation, the file, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -150,6 +148,7 @@ def test_a_profile_saves_loads_and_is_told_from_measured_costs(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
+        ([1], "must be a JSON object"),
         ({"version": 1}, "version 1 is unknown; this program reads 2"),
         ({"decode": {}}, "decode.axes is missing"),
         ({"prefill": {"axes": [[2, 1]], "seconds": [1, 1]}}, "prefill: points .* must ascend"),
@@ -161,17 +160,10 @@ def test_a_profile_saves_loads_and_is_told_from_measured_costs(tmp_path):
     ],
 )
 def test_bad_profiles_are_refused(tmp_path, change, message):
-    (tmp_path / "p.json").write_text(json.dumps({**profile().to_dict(), **change}))
+    (tmp_path / "p.json").write_text(json.dumps(profile().to_dict() | change if isinstance(change, dict) else change))
     with pytest.raises(InputError, match=message) as caught:
         load_costs(tmp_path / "p.json")
     assert "p.json" in str(caught.value)
-
-
-def test_files_that_are_no_costs_are_refused(tmp_path):
-    (tmp_path / "a.json").write_text("[1]")
-    for name, message in {"a.json": "must be a JSON object", "none.json": "does not exist; check the path"}.items():
-        with pytest.raises(InputError, match=f"{name}.* {message}"):
-            load_costs(tmp_path / name)
 
 
 def test_a_profile_of_something_else_is_refused():

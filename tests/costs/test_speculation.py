@@ -1,7 +1,5 @@
 """Steps with guesses are priced by what they cost and give; where none were seen nothing is assumed."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """B and W of a split backward: their seconds and bytes counted by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

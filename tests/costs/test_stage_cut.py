@@ -1,7 +1,5 @@
 """No cut of whole layers has a faster slowest stage than the one that is found: held against all of them."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest
@@ -88,16 +86,9 @@ def test_how_far_the_slowest_stage_is_above_the_mean(spec, layout, scalar, least
     assert least - 1e-9 <= max(ranks) * pp / sum(ranks) - 1 <= most
     even = seconds.of_ranks(made.layout.even_cut(spec.layers), pp)
     assert max(ranks) <= max(even) and (spec is LLAMA3_70B or max(even) > 1.05 * max(ranks))
-
-
-def test_the_8b_at_four_stages_against_all_cuts():
-    """4495 cuts, forward and backward of a micro-batch as the schedule's problem has them."""
-    made = cost(LLAMA3_8B, "d2t1p4")
-    seconds = made.stage_seconds(MicrobatchTokens(8192, 4, 8192))
-    found = fastest_cut(32, 4, seconds, LLAMA3_8B.layer_parameters, made.end_parameters())
-    slowest = min(max(map(sum, seconds.of(cut))) for cut in all_cuts(32, 4))
-    assert max(map(sum, seconds.of(found))) <= slowest + 32 * EXACT_SECONDS
-    assert found[-1] < found[0] <= 9
+    if pp == 4:  # 4495 cuts, forward and backward of a micro-batch as the schedule's problem has them
+        slowest = min(max(map(sum, seconds.of(cut))) for cut in all_cuts(spec.layers, pp))
+        assert max(map(sum, seconds.of(found))) <= slowest + spec.layers * EXACT_SECONDS
 
 
 def test_the_stages_of_one_rank_share_its_layers():

@@ -44,12 +44,12 @@ def write_parquet(folder, rows):
 
 def test_every_format_gives_the_same_prompts(tmp_path):
     rows = [{"prompt": "one, two", "answer": "3"}, {"prompt": 'say "é"', "answer": "4"}]
-    lines = "\n\n".join(json.dumps(row) for row in rows)  # an empty line is no row
+    lines = "\r\n\n".join(json.dumps(row) for row in rows)  # an empty line is no row
     files = [
         write(tmp_path, "p.jsonl", lines),
         write(tmp_path, "bom.jsonl", b"\xef\xbb\xbf" + lines.encode()),
         write(tmp_path, "p.jsonl.gz", gzip.compress(lines.encode(), mtime=0)),
-        write(tmp_path, "p.json", json.dumps(rows)),
+        write(tmp_path, "p.JSON", json.dumps(rows)),
         write(tmp_path, "p.csv", 'prompt,answer\n"one, two",3\r\n"say ""é""",4\n'),
         write_parquet(tmp_path, rows),
     ]
@@ -59,12 +59,6 @@ def test_every_format_gives_the_same_prompts(tmp_path):
         assert [prompt.row for prompt in prompts] == rows
     assert load(files[0])[1].where.endswith("p.jsonl:3")
     assert len(load(*files)) == 12
-
-
-def test_chat_turns_reach_encode_from_json_and_parquet(tmp_path):
-    row = {"prompt": TURNS}
-    for file in (write(tmp_path, "p.jsonl", json.dumps(row)), write_parquet(tmp_path, [row])):
-        assert load(file)[0].tokens == tuple(encode("be briefhi"))
 
 
 GOOD = '{"prompt": "x"}\n'
@@ -121,13 +115,14 @@ def test_refusals_name_place_and_fix(tmp_path, name, content, message):
     assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_parquet_without_the_column_and_a_folder(tmp_path):
+def test_what_is_no_file_of_prompts_is_named(tmp_path):
     file = write_parquet(tmp_path, [{"question": "q"}])
     with pytest.raises(InputError, match="p.parquet:1: no key 'prompt'; found 'question': set data.prompt_key"):
         load(file)
-    (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(InputError, match="cannot read .*folder.jsonl: it is a folder; check data.train_files"):
-        load(tmp_path / "folder.jsonl")
+    with pytest.raises(InputError, match="none.jsonl does not exist; check data.train_files"):
+        load(tmp_path / "none.jsonl")
+    with pytest.raises(InputError, match="no prompt file was given"):
+        load()
 
 
 DIALOGUE = "\n\nHuman: what?\n\nAssistant: this.\n\nHuman: and?\n\nAssistant: that,\n\nor that."
@@ -154,6 +149,7 @@ def test_verl_rows_keep_all_their_fields(tmp_path):
     }
     for file in (write(tmp_path, "p.json", json.dumps([row])), write_parquet(tmp_path, [row])):
         assert load(file)[0].row == row and load(file)[0].text == TURNS
+        assert load(file)[0].tokens == tuple(encode("be briefhi"))
 
 
 def refuse(text):
@@ -164,13 +160,6 @@ def refuse(text):
 def test_what_encoding_refuses_is_named_by_its_line(tmp_path, tokens, message):
     with pytest.raises(InputError, match=f"p.jsonl:1: {message}"):
         load_prompts([write(tmp_path, "p.jsonl", GOOD)], "prompt", tokens, 10)
-
-
-def test_missing_file_and_no_file(tmp_path):
-    with pytest.raises(InputError, match="does not exist"):
-        load(tmp_path / "none.jsonl")
-    with pytest.raises(InputError, match="no prompt file was given"):
-        load()
 
 
 def test_long_prompts_are_dropped_and_counted_on_request(tmp_path):

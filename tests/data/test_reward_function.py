@@ -32,10 +32,8 @@ if multiprocessing.parent_process():
     reward_workers.time = clock
 
 def length(data_source, solution_str, ground_truth, extra_info=None):
+    print("scoring", solution_str)
     return len(solution_str) + float(ground_truth)
-
-def as_dict(data_source, solution_str, ground_truth, extra_info):
-    return {"score": 2.5, "other": "ignored"}
 
 def words(prompts, completions, level, **columns):
     return [len(c.split()) * l for c, l in zip(completions, level)]
@@ -67,17 +65,6 @@ async def stuck(data_source, solution_str, ground_truth, extra_info=None):
     clock.now += 1e3
     time.sleep(1e6) if solution_str == "blocks" else await asyncio.sleep(1e6)
 
-def child(number, answers):
-    answers.put(number + 1.0)
-
-def has_children(data_source, solution_str, ground_truth, extra_info=None):
-    context = multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    process = context.Process(target=child, args=(float(ground_truth), answers))
-    process.start()
-    process.join()
-    return answers.get()
-
 def takes_long(data_source, solution_str, ground_truth, extra_info=None):
     clock.now += 0.25
     return 1.0
@@ -107,10 +94,6 @@ async def trips(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0)
     raise KeyError(solution_str)
 
-def loud(data_source, solution_str, ground_truth, extra_info=None):
-    print("scoring", solution_str)
-    return 1.5
-
 def several(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "raise":
         raise KeyError("no such thing")
@@ -120,9 +103,6 @@ def several(data_source, solution_str, ground_truth, extra_info=None):
         while True:
             time.sleep(0.01)
     return {"nan": float("nan"), "none": None, "text": "abc", "list": [1.0, 2.0]}.get(solution_str, 1.0)
-
-def two(completions):
-    return [1.0, 2.0]
 
 def checked(size):
     1 / size
@@ -180,21 +160,16 @@ def calling(file):
         ("/nowhere/mine.py:length", "file /nowhere/mine.py does not exist"),
         ("{file}:nothing", "has no function nothing"),
         ("{file}:NUMBER", "has no function NUMBER"),
+        ("{folder}/broken.py:f", "broken.py cannot be imported (AttributeError"),
+        ("{folder}/leaves.py:f", "leaves.py cannot be imported (SystemExit: 0)"),
     ],
 )
-def test_functions_that_are_not_there(file, name, message):
-    with pytest.raises(InputError) as caught:
-        RewardFunction.load(name.format(file=file), "verl")
-    assert message in str(caught.value)
-
-
-def test_a_module_that_fails(tmp_path):
+def test_functions_that_are_not_there(tmp_path, file, name, message):
     (tmp_path / "broken.py").write_text("import math\nmath.nothing\n")
-    with pytest.raises(InputError, match=r"broken.py cannot be imported \(AttributeError"):
-        RewardFunction.load(f"{tmp_path}/broken.py:f", "verl")
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(InputError, match=r"leaves.py cannot be imported \(SystemExit: 0\)"):
-        RewardFunction.load(f"{tmp_path}/leaves.py:f", "verl")
+    with pytest.raises(InputError) as caught:
+        RewardFunction.load(name.format(file=file, folder=tmp_path), "verl")
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -290,39 +265,10 @@ def test_calls_are_timed_where_they_run(calling):
         assert made.take_calls() == (0, at_once, 0.0)
 
 
-def test_an_async_function_that_raises_and_one_that_prints(calling):
-    trips, loud = calling("trips"), calling("loud")
-    trips.submit([call(17, "here")])
-    loud.submit([call(17, "here")])
-    with pytest.raises(RewardError, match="mine.py:trips, sample 17 of p.jsonl:18: raised KeyError: 'here', at "):
-        trips.finish()
-    assert loud.finish() == {17: 1.5}
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("awaits", "no result after 2 s (reward.timeout_seconds)"),
-        ("blocks", "no result after 2 s (reward.timeout_seconds)"),
-        ("exits", "its process ended with exit code 7"),
-    ],
-)
-def test_an_async_call_that_never_returns_is_named(calling, text, message):
-    stuck = calling("stuck", timeout=2.0 if text != "exits" else 540.0)
-    if text == "awaits":
-        stuck.submit([call(3, "returns")])
-    stuck.submit([call(17, text)])
-    with pytest.raises(RewardError) as caught:
-        stuck.finish()
-    assert str(caught.value).endswith(f"mine.py:stuck, sample 17 of p.jsonl:18: {message}")
-    assert not multiprocessing.active_children()
-
-
 def test_a_function_may_have_children(calling):
-    having, pooled = calling("has_children"), calling("has_a_pool")
-    having.submit([call(17, "here")])
+    pooled = calling("has_a_pool")
     pooled.submit([call(17, "here")])
-    assert having.finish() == pooled.finish() == {17: 5.0}
+    assert pooled.finish() == {17: 5.0}
 
 
 def test_what_a_late_function_has_started_ends_with_it(calling, tmp_path, monkeypatch):
@@ -353,38 +299,43 @@ def test_calls_that_return_are_told_while_all_are_waited_for(calling, function):
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    "function, first, text, message",
     [
-        ("raise", "raised KeyError: 'no such thing', at "),
-        ("nan", "returned nan; a score must be finite"),
-        ("none", "returned None, not a number"),
-        ("text", "returned 'abc', not a number"),
-        ("list", "returned [1.0, 2.0], not a number"),
-        ("exit7", "its process ended with exit code 7"),
-        ("exit0", "its process ended with exit code 0"),
-        ("forever", "no result after 0.5 s (reward.timeout_seconds)"),
+        ("several", "fine", "raise", "raised KeyError: 'no such thing', at "),
+        ("several", "fine", "nan", "returned nan; a score must be finite"),
+        ("several", "fine", "none", "returned None, not a number"),
+        ("several", "fine", "text", "returned 'abc', not a number"),
+        ("several", "fine", "list", "returned [1.0, 2.0], not a number"),
+        ("several", "fine", "exit7", "its process ended with exit code 7"),
+        ("several", "fine", "exit0", "its process ended with exit code 0"),
+        ("several", "", "forever", "no result after 2 s (reward.timeout_seconds)"),
+        ("trips", "", "here", "raised KeyError: 'here', at "),
+        ("stuck", "returns", "awaits", "no result after 2 s (reward.timeout_seconds)"),
+        ("stuck", "", "blocks", "no result after 2 s (reward.timeout_seconds)"),
+        ("stuck", "", "exits", "its process ended with exit code 7"),
     ],
 )
-def test_failures_name_function_and_sample(calling, text, message):
-    failing = calling("several", timeout=0.5 if text == "forever" else 540.0)
-    if text != "forever":
-        failing.submit([call(3, "fine")])  # with that time-out it could be late itself, where much else is running
+def test_failures_name_function_and_sample(calling, function, first, text, message):
+    """Those of plain functions and of async ones."""
+    failing = calling(function, timeout=2.0 if "no result" in message else 540.0)
+    if first:  # not before 'forever': with that time-out it could be late itself, where much else is running
+        failing.submit([call(3, first)])
     failing.submit([call(17, text)])
     with pytest.raises(RewardError) as caught:
         failing.finish()
-    assert f"mine.py:several, sample 17 of p.jsonl:18: {message}" in str(caught.value)
+    assert f"mine.py:{function}, sample 17 of p.jsonl:18: {message}" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not multiprocessing.active_children()
 
 
 def test_numbers_of_a_call(file):
-    dictionary = RewardFunction.load(f"{file}:as_dict", "verl")
-    assert dictionary.numbers({"score": 2.5}, call(0, "")) == {0: 2.5}
+    dictionary = RewardFunction.load(f"{file}:length", "verl")
+    assert dictionary.numbers({"score": 2.5, "other": "ignored"}, call(0, "")) == {0: 2.5}
     assert dictionary.numbers(True, call(0, "")) == {0: 1.0}
     for wrong in ({}, {"other": 1.0}, 10**400, [1.0], "1,0"):
         with pytest.raises(RewardError, match="sample 4 of p.jsonl:5: returned .*, not a number"):
             dictionary.numbers(wrong, call(4, ""))
-    listed, three = RewardFunction.load(f"{file}:two", "trl"), together("a", "b", "c")
+    listed, three = RewardFunction.load(f"{file}:words", "trl"), together("a", "b", "c")
     assert listed.numbers([3], call(0, "")) == {0: 3.0}
     assert listed.numbers([3, 1, 2], three) == {16: 3.0, 17: 1.0, 18: 2.0}
     for wrong, message in (

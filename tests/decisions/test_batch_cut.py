@@ -1,7 +1,5 @@
 """Numbers of mini-batches and micro-batches that a run leaves open: by all batches and layouts of a small size."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

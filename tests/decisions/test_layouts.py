@@ -1,16 +1,16 @@
 """Every rule of the task table, with the equation that its refusal prints."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
 import pytest
+import yaml
 from testkit.four_ranks import SPECS, TINY, config
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
+from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import (
@@ -36,69 +36,56 @@ def test_a_good_table_and_its_batch():
 
 
 SCORERS = [f"{role}_inference" for role in ("reference", "reward", "critic")]
-
 ALL = ("generation", "actor_train", "critic_train", *SCORERS)
-ALONE = {"algorithm__name": "rloo", "reference__path": "none", "algorithm__kl_coef": 0.0}
+ALONE = "algorithm.name=rloo reference.path=none algorithm.kl_coef=0"
 
 
-def rows(layout: str | bool, *tasks: str) -> dict:
-    """Settings that give all of the tasks that layout."""
-    return {f"parallel__{task}": layout for task in tasks}
+def table(text: str) -> RunConfig:
+    """The configuration with these `key=value`; a key without a group is a row of `parallel`."""
+    pairs = (word.split("=", 1) for word in text.split())
+    named = {key if "." in key else f"parallel.{key}": value for key, value in pairs}
+    return config(**{key.replace(".", "__"): yaml.safe_load(value) for key, value in named.items()})
+
+
+def rows(layout: str, *tasks: str) -> str:
+    """All of the tasks have that layout."""
+    return " ".join(f"{task}={layout}" for task in tasks)
 
 
 SIX = rows("d6t1p1", "generation", *SCORERS)
+M2 = "K1(1) * M1(3) = 3 is no multiple of K2(2)"
 REFUSALS = [
-    (8, {}, "parallel.generation=d4t1p1: dp(4) * tp(1) * pp(1) = 4 != world_size(8)"),
-    (4, rows("d1t1p2", "actor_train"), "parallel.actor_train=d1t1p2: dp(1) * tp(1) * pp(2) = 2 != world_size(4)"),
-    (4, rows("d1t4p4", "critic_train"), "parallel.critic_train=d1t4p4: dp(1) * tp(4) * pp(4) = 16 != world_size"),
-    (
-        4,
-        rows(True, "sequence_parallel"),
-        "parallel.sequence_parallel=true cuts tokens over tensor ranks, but parallel.actor_train=d1t1p4",
-    ),
-    (
-        4,
-        rows("d2t1p1@2-3", "reward_inference"),
-        "parallel.reward_inference=d2t1p1@2-3: reward_inference on ranks 2-3 of 4 is not yet runnable; drop @2-3",
-    ),
-    (4, rows("d2t1p2", "generation"), "parallel.generation=d2t1p2: pp(2) != 1"),
-    (4, rows("d1t1p4", "critic_inference"), "parallel.critic_inference=d1t1p4: pp(4) != 1"),
-    (
-        4,
-        rows("d2t2p1", "reference_inference"),
-        "parallel.reference_inference=d2t2p1: generation tp(1) % tp(2) = 1, must be 0",
-    ),
+    (8, "", "parallel.generation=d4t1p1: dp(4) * tp(1) * pp(1) = 4 != world_size(8)"),
+    (4, "actor_train=d1t1p2", "parallel.actor_train=d1t1p2: dp(1) * tp(1) * pp(2) = 2 != world_size(4)"),
+    (4, "critic_train=d1t4p4", "parallel.critic_train=d1t4p4: dp(1) * tp(4) * pp(4) = 16 != world_size"),
+    (4, "sequence_parallel=true", "parallel.sequence_parallel=true cuts tokens over tensor ranks, but parallel.actor_"),
+    (4, "reward_inference=d2t1p1@2-3", "reward_inference on ranks 2-3 of 4 is not yet runnable; drop @2-3"),
+    (4, "generation=d2t1p2", "parallel.generation=d2t1p2: pp(2) != 1"),
+    (4, "critic_inference=d1t1p4", "parallel.critic_inference=d1t1p4: pp(4) != 1"),
+    (4, "reference_inference=d2t2p1", "parallel.reference_inference=d2t2p1: generation tp(1) % tp(2) = 1, must be 0"),
     (8, rows("d1t8p1", *ALL), "parallel.generation=d1t8p1: kv_heads(4) % tp(8) = 4, must be 0"),
-    (
-        6,
-        SIX | rows("d3t2p1", "actor_train") | rows("d6t1p1", "critic_train"),
-        "with parallel.critic_train=d6t1p1: critic_train=d6t1p1: pp(1) % s(2) = 1, must be 0",
-    ),
-    (
-        6,
-        SIX | rows("d2t1p3", "actor_train") | rows("d3t1p2", "critic_train"),
-        "fusion.actor_microbatches=4: K1(2) * M1(4) = 8 is no multiple of K2(3), so no M2 has K1*M1 = K2*M2",
-    ),
-    (4, {"rollout__max_response_tokens": 1}, None),
+    (6, f"{SIX} actor_train=d3t2p1 critic_train=d6t1p1", "critic_train=d6t1p1: pp(1) % s(2) = 1, must be 0"),
+    (6, f"{SIX} actor_train=d2t1p3 critic_train=d3t1p2", "K1(2) * M1(4) = 8 is no multiple of K2(3), so no M2 has"),
+    (4, "rollout.max_response_tokens=1", None),
     (
         4,
-        {"rollout__max_response_tokens": 1, "data__max_prompt_tokens": 512},
-        "data.max_prompt_tokens(512) + rollout.max_response_tokens(1) = 513 > context(512) of actor",
+        "rollout.max_response_tokens=385",
+        "_tokens(128) + rollout.max_response_tokens(385) = 513 > context(512) of actor",
     ),
-    (4, {"algorithm__minibatches": 5}, "prompts(16) * copies(4) = 64 samples; 64 % 5 = 4, must be 0"),
+    (4, "algorithm.minibatches=5", "prompts(16) * copies(4) = 64 samples; 64 % 5 = 4, must be 0"),
     (
         4,
-        {"algorithm__minibatches": 32},
-        "a mini-batch has 64 / 32 = 2 samples, fewer than replicas(1) * K1(1) * M1(4) = 4 micro-batches",
+        "algorithm.minibatches=32",
+        "has 64 / 32 = 2 samples, fewer than replicas(1) * K1(1) * M1(4) = 4 micro-batches",
     ),
-    (4, {"fusion__actor_microbatches": 3}, "K1(1) * M1(3) = 3 is no multiple of K2(2)"),
-    (4, {"fusion__actor_microbatches": 3, "fusion__intra_stage": False}, "K1(1) * M1(3) = 3 is no multiple of K2(2)"),
+    (4, "fusion.actor_microbatches=3", f"fusion.actor_microbatches=3: {M2}"),
+    (4, "fusion.actor_microbatches=3 fusion.intra_stage=false", M2),
     (
         4,
-        {"rollout__kv_blocks_per_instance": 20},
-        "rollout.kv_blocks_per_instance=20: 20 * 16 = 320 tokens < 384 of one sample at full length; use at least 24",
+        "rollout.kv_blocks_per_instance=20",
+        "20 * 16 = 320 tokens < 384 of one sample at full length; use at least 24",
     ),
-    (4, rows("d4t1p1@0-3", "generation"), None),  # the whole world may be spelled out
+    (4, "generation=d4t1p1@0-3", None),  # the whole world may be spelled out
 ]
 
 
@@ -112,7 +99,7 @@ def held_or_refused(made, specs, world_size, message):
 
 @pytest.mark.parametrize("world_size, keys, message", REFUSALS)
 def test_refusals_print_the_equation(world_size, keys, message):
-    held_or_refused(resolve_device(config(**keys)), SPECS, world_size, message)
+    held_or_refused(resolve_device(table(keys)), SPECS, world_size, message)
 
 
 def test_a_run_without_critic_has_neither_its_tasks_nor_its_rules():
@@ -126,7 +113,7 @@ def test_a_run_without_critic_has_neither_its_tasks_nor_its_rules():
 
 
 def test_nothing_but_the_actor():
-    made = config(**ALONE, algorithm__epochs=2, reward__function="m:f")
+    made = table(f"{ALONE} algorithm.epochs=2 reward.function=m:f")
     tasks = check_layouts(made, {"actor": TINY}, 4)
     assert [task.name for task in tasks] == ["generation", "actor_train"]
     batch = batch_arithmetic(made, tasks)
@@ -148,32 +135,22 @@ def test_models_must_fit_together(role, changes, message):
 @pytest.mark.parametrize(
     "vocabs, tp, keys, message",
     [
-        ({"actor": 97, "reference": 97, "reward": 100, "critic": 100}, 4, {}, None),
-        (
-            dict.fromkeys(("actor", "reward"), 65),
-            4,
-            ALONE,
-            "parallel.actor_train=d1t4p1: the last of tp(4) ranks has rows 96",
-        ),
-        (
-            dict.fromkeys(SPECS, 65),
-            4,
-            {},
-            "parallel.reference_inference=d1t4p1: the last of tp(4) ranks has rows 96 to 127",
-        ),
-        (dict.fromkeys(SPECS, 100), 3, {}, "parallel.generation=d1t3p1: padded vocab(128) % tp(3) = 2, must be 0"),
+        ({"actor": 97, "reference": 97, "reward": 100, "critic": 100}, 4, "", None),
+        ({"actor": 65, "reward": 65}, 4, ALONE, "parallel.actor_train=d1t4p1: the last of tp(4) ranks has rows 96"),
+        (dict.fromkeys(SPECS, 65), 4, "", "reference_inference=d1t4p1: the last of tp(4) ranks has rows 96 to 127"),
+        (dict.fromkeys(SPECS, 100), 3, "", "parallel.generation=d1t3p1: padded vocab(128) % tp(3) = 2, must be 0"),
         (
             dict.fromkeys(SPECS, 512) | {"reward": 384},
             4,
-            {},
-            "has rows 384 to 511 of the padded vocabulary, none of vocab(384",
+            "",
+            "rows 384 to 511 of the padded vocabulary, none of vocab(384",
         ),
     ],
 )
 def test_tensor_ranks_need_rows_of_the_vocabulary(vocabs, tp, keys, message):
     """Rows of ids that all models have, where log-probabilities come out."""
     specs = {role: replace(TINY, heads=12, kv_heads=12, vocab=vocab) for role, vocab in vocabs.items()}
-    held_or_refused(config(**rows(f"d1t{tp}p1", *ALL), **keys), specs, tp, message)
+    held_or_refused(table(f"{rows(f'd1t{tp}p1', *ALL)} {keys}"), specs, tp, message)
 
 
 def test_stop_tokens_are_ids_that_every_model_has():
@@ -186,18 +163,17 @@ def test_stop_tokens_are_ids_that_every_model_has():
 @pytest.mark.parametrize(
     "world_size, keys, message",
     [
-        (8, {}, "parallel.generation=d4t1p1: dp(4) * tp(1) * pp(1) = 4 != world_size(8); or auto, as other layouts"),
-        (4, {"generation": "d2t1p2"}, "parallel.generation=d2t1p2: pp(2) != 1"),
-        (4, {"reference_inference": "d2t2p1"}, "reference_inference=d2t2p1: generation tp(1) % tp(2) = 1"),
-        (4, {"critic_train": "d1t1p4", "generation": "d1t3p1"}, "parallel.generation=d1t3p1: dp(1)"),
-        (4, {"critic_train": "d2t1p1@0-1"}, "critic_train on ranks 0-1 of 4 is not yet runnable"),
-        (4, {"actor_train": "d1t4p1", "critic_train": "d4t1p1", "generation": "auto"}, "pp(1) % s(4) = 1, must be 0"),
+        (8, "", "parallel.generation=d4t1p1: dp(4) * tp(1) * pp(1) = 4 != world_size(8); or auto, as other layouts"),
+        (4, "generation=d2t1p2", "parallel.generation=d2t1p2: pp(2) != 1"),
+        (4, "reference_inference=d2t2p1", "reference_inference=d2t2p1: generation tp(1) % tp(2) = 1"),
+        (4, "critic_train=d1t1p4 generation=d1t3p1", "parallel.generation=d1t3p1: dp(1)"),
+        (4, "critic_train=d2t1p1@0-1", "critic_train on ranks 0-1 of 4 is not yet runnable"),
+        (4, "actor_train=d1t4p1 critic_train=d4t1p1 generation=auto", "pp(1) % s(4) = 1, must be 0"),
     ],
 )
 def test_rows_beside_an_auto_are_held_against_world_models_and_each_other(world_size, keys, message):
-    keys = {f"parallel__{row}": layout for row, layout in ({"actor_train": "auto"} | keys).items()}
     with pytest.raises(InputError, match=re.escape(message)):
-        check_given_layouts(resolve_batch(config(**keys)), SPECS, world_size)
+        check_given_layouts(resolve_batch(table(f"actor_train=auto {keys}")), SPECS, world_size)
 
 
 def test_a_table_with_an_auto_is_no_table_yet():
@@ -211,8 +187,8 @@ def test_a_table_with_an_auto_is_no_table_yet():
 
 def test_models_that_score_have_one_layout():
     assert inference_layout(config()) == "d4t1p1"
-    assert inference_layout(config(**rows("auto", *SCORERS))) == "auto"
-    assert inference_layout(config(**rows("auto", *SCORERS) | rows("d2t2p1", "reward_inference"))) == "d2t2p1"
+    assert inference_layout(table(rows("auto", *SCORERS))) == "auto"
+    assert inference_layout(table(f"{rows('auto', *SCORERS)} reward_inference=d2t2p1")) == "d2t2p1"
     with pytest.raises(InputError, match="parallel.reward_inference=d2t2p1.*: different layouts of these are not yet"):
         inference_layout(config(parallel__reward_inference="d2t2p1", parallel__critic_inference="auto"))
 
@@ -221,7 +197,7 @@ def test_the_number_of_ranks_is_that_of_a_layout_that_is_given(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     made = config(parallel__actor_train="auto")
     assert planned_world_size(made, None) == 4 and planned_world_size(made, 8) == 8
-    nothing = config(**rows("auto", *ALL))
+    nothing = table(rows("auto", *ALL))
     assert planned_world_size(nothing, 2) == 2
     with pytest.raises(InputError, match="parallel.actor_train=auto: the number of ranks is not known; start under"):
         planned_world_size(nothing, None)

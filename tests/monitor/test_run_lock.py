@@ -1,7 +1,5 @@
 """A run directory belongs to one run: refused while that lives, taken over when it is dead, free when it has ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

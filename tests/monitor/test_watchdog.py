@@ -26,6 +26,7 @@ from rlhfuse.monitor.watchdog import PEERS_PER_TICK, Watchdog
 
 HERE = ProcessName.own()
 FAR = ProcessName("far", "far", 7, "1")
+GONE = dataclasses.replace(HERE, started="1")  # whose pid was used again
 LIMITS = Limits(watchdog_seconds=15, hang_seconds=100)
 
 
@@ -56,7 +57,7 @@ def child():
 
 def test_own_process_lives_and_an_ended_one_is_gone(child):
     assert not HERE.is_gone(HERE.machine)
-    assert dataclasses.replace(HERE, started="1").is_gone(HERE.machine)  # the pid was used again
+    assert GONE.is_gone(HERE.machine)
     assert not dataclasses.replace(HERE, pid=2**22 - 1).is_gone("another machine")
     name, send = child
     assert not name.is_gone(HERE.machine)
@@ -93,7 +94,7 @@ def test_silent_peer_is_dead_and_a_beating_one_is_not():
 def test_the_cause_is_named_before_its_consequences():
     """Rank 1 left because rank 2 died: rank 1's end must not be reported as the cause."""
     peers = table()
-    peers.note(beat(1, dataclasses.replace(HERE, started="1")), 0)  # gone without a word
+    peers.note(beat(1, GONE), 0)  # without a word
     peers.note(beat(3, state=LEFT, because="rank 2 (pid 9 on far) died"), 0)
     assert peers.verdict(0).report == "rank 2 (pid 9 on far) died (found by rank 3)"
 
@@ -113,8 +114,7 @@ class ScriptedStore:
 
 def test_a_peer_that_leaves_while_it_is_read_is_not_the_cause():
     """Rank 1 wrote why it leaves, and ended, after it was read for the second time."""
-    ended = dataclasses.replace(HERE, started="1")
-    store = ScriptedStore(beat(1, HERE), beat(1, ended), beat(1, ended, state=LEFT, because="rank 2 died"))
+    store = ScriptedStore(beat(1, HERE), beat(1, GONE), beat(1, GONE, state=LEFT, because="rank 2 died"))
     watchdog = Watchdog(store, rank=0, world_size=2, limits=LIMITS)
     watchdog._table = PeerTable(beat(0, HERE), Limits(watchdog_seconds=-1), now=0.0)
     assert watchdog._look(1, 0).report == "rank 2 died (found by rank 1)"
@@ -122,18 +122,18 @@ def test_a_peer_that_leaves_while_it_is_read_is_not_the_cause():
 
 @pytest.mark.parametrize(
     "state, exit_code, words",
-    [(FAILED, 1, "failed with ValueError: x"), (INTERRUPTED, 130, "interrupted"), (TERMINATED, 143, "terminated")],
+    [
+        (FAILED, 1, "failed with ValueError: x"),
+        (INTERRUPTED, 130, "interrupted"),
+        (TERMINATED, 143, "terminated"),
+        ("done", None, None),
+    ],
 )
 def test_what_peers_say_on_leaving(state, exit_code, words):
     peers = table()
-    peers.note(beat(1, state=state, because="ValueError: x"), 0)
-    assert peers.verdict(0).exit_code == exit_code and words in peers.verdict(0).report
-
-
-def test_a_rank_that_ended_cleanly_is_not_dead():
-    peers = table()
-    peers.note(beat(1, state="done", process=dataclasses.replace(HERE, started="1")), 0)
-    assert peers.verdict(90) is None
+    peers.note(beat(1, GONE, state=state, because="ValueError: x"), 0)
+    found = peers.verdict(90)
+    assert found is None if words is None else found.exit_code == exit_code and words in found.report
 
 
 def test_waiting_is_no_progress_and_who_does_not_wait_is_named():
@@ -151,6 +151,11 @@ def test_waiting_is_no_progress_and_who_does_not_wait_is_named():
     assert peers.verdict(102).report.endswith("; all wait for each other")
     peers.note(idle.now_in("training"), 103)
     assert peers.verdict(103) is None
+    for still in (beat(1, progress=7), idle.now_in("training")):
+        peers.note(dataclasses.replace(still, counter=300), 300)
+    assert "no rank made progress for 197 s" in peers.verdict(300).report
+    peers.note_own(beat(0, HERE, progress=1), 300)
+    assert peers.verdict(300) is None
 
 
 class CountingStore:
@@ -217,42 +222,49 @@ class DictStore(dict):
         return all(key in self for key in keys)
 
 
+class Alone(Watchdog):
+    """The watchdog of a job of one rank; `left` are the codes with which it would have left."""
+
+    def __init__(self, interval_seconds=600.0):
+        self.left, self._ended = [], threading.Event()
+        leave = lambda code: (self.left.append(code), self._stopping.set(), self._ended.set())  # noqa: E731
+        super().__init__(DictStore(), 0, 1, Limits(interval_seconds=interval_seconds), leave)
+
+    def await_end(self):
+        assert self._ended.wait(540)
+        return self.left
+
+
 def test_sigterm_is_heard_through_a_descriptor_of_1024_or_more():
     """As in a job of a thousand ranks, whose sockets have the numbers before."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
-    files, left, ended = [], [], threading.Event()
+    files = []
     try:
         files += [open(os.devnull) for _ in range(1100)]
-        exit_process = lambda code: (left.append(code), ended.set())  # noqa: E731
-        with Watchdog(DictStore(), 0, 1, Limits(interval_seconds=600), exit_process) as watchdog:
+        with Alone() as watchdog:
             assert watchdog._wake_read.fileno() >= 1024
             os.kill(os.getpid(), signal.SIGTERM)
-            assert ended.wait(540) and left == [143]
+            assert watchdog.await_end() == [143]
     finally:
         for file in files:
             file.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def alone(left, ended):
-    """The watchdog of a job of one rank, which says with which code it would have left."""
-    return Watchdog(DictStore(), 0, 1, Limits(interval_seconds=600), lambda code: (left.append(code), ended.set()))
-
-
 def test_ctrl_c_lets_the_iteration_end_and_a_second_one_does_not(monkeypatch, capfd):
     monkeypatch.setattr("rlhfuse.monitor.watchdog.SAME_SIGNAL_SECONDS", 0.0)
-    left, ended = [], threading.Event()
-    with alone(left, ended) as watchdog:
+    with Alone() as watchdog:
         watchdog.finishing = "iteration 3 of 9 is finished first"
         watchdog.go_on = "go on with: program --again"
         os.kill(os.getpid(), signal.SIGINT)
         eventually(lambda: watchdog.stop_asked)
         said = capfd.readouterr().err
-        assert said == "stopping: iteration 3 of 9 is finished first; Ctrl-C once more ends it now\n" and not left
+        assert (
+            said == "stopping: iteration 3 of 9 is finished first; Ctrl-C once more ends it now\n" and not watchdog.left
+        )
         os.kill(os.getpid(), signal.SIGINT)
-        assert ended.wait(540) and left == [130]
-        watchdog._stopping.set()  # it has left
+        assert watchdog.await_end() == [130]
     said = capfd.readouterr().err
     assert "interrupted before the end of: iteration 3 of 9" in said and said.endswith(
         "; go on with: program --again\n"
@@ -260,51 +272,34 @@ def test_ctrl_c_lets_the_iteration_end_and_a_second_one_does_not(monkeypatch, ca
 
 
 def test_ctrl_c_with_nothing_to_finish_interrupts():
-    left, ended = [], threading.Event()
     with pytest.raises(KeyboardInterrupt, match="interrupted in: start; start the same command again"):
-        with alone(left, ended) as watchdog:
+        with Alone() as watchdog:
             os.kill(os.getpid(), signal.SIGINT)
-            ended.wait(540)
-    assert watchdog._table.heartbeats == [] and not left
+            watchdog._ended.wait(540)
+    assert watchdog._table.heartbeats == [] and not watchdog.left
 
 
 def test_usr1_asks_for_an_end_and_the_launchers_patience_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5.6")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    left, ended = [], threading.Event()
-    dog = Watchdog(DictStore(), 0, 1, Limits(interval_seconds=0.2), lambda code: (left.append(code), ended.set()))
-    with dog as watchdog:
+    with Alone(interval_seconds=0.2) as watchdog:
         watchdog.finishing, watchdog.go_on = "iteration 3 of 9", "go on with: program --again"
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert ended.wait(540) and left[0] == 130 and watchdog.stop_asked
-        watchdog._stopping.set()
+        assert watchdog.await_end()[0] == 130 and watchdog.stop_asked
     told = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
     assert told.startswith("not done in time, 1 s, before the launcher ends it: iteration 3 of 9; this is rank 0")
     assert told.endswith("; go on with: program --again")
 
 
 def test_a_checkpoint_that_is_written_is_waited_for_at_the_end():
-    left, ended, asked, saved = [], threading.Event(), threading.Event(), threading.Event()
-    with alone(left, ended) as watchdog:
+    asked, saved = threading.Event(), threading.Event()
+    with Alone() as watchdog:
         watchdog.is_saving = lambda: (asked.set(), not saved.is_set())[1]
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked.wait(540) and not left
+        assert asked.wait(540) and not watchdog.left
         saved.set()
-        assert ended.wait(540) and left == [143]
-        watchdog._stopping.set()
-
-
-def test_hang_needs_every_rank_to_stand_still():
-    peers = table()
-    for now in range(0, 300, 10):
-        peers.note(beat(1, counter=now, progress=min(now, 150)), now)
-        verdict = peers.verdict(now)
-        assert (verdict is None) == (now <= 250)
-    assert "no rank made progress" in verdict.report and "is in: generation step 3" in peers.places()
-    peers.note_own(beat(0, HERE, progress=1), 300)
-    peers.note(beat(1, counter=300, progress=150), 300)
-    assert peers.verdict(300) is None
+        assert watchdog.await_end() == [143]
 
 
 def test_unheard_since_counts_only_running_ranks():
@@ -319,7 +314,7 @@ def test_unheard_since_counts_only_running_ranks():
 
 def test_the_lowest_rank_left_reports_the_places():
     peers = PeerTable(beat(3, HERE), LIMITS, now=0.0)
-    peers.note(beat(0, dataclasses.replace(HERE, started="1"), doing="step 0"), 0)  # gone
+    peers.note(beat(0, GONE, doing="step 0"), 0)
     peers.note(beat(1, state=FAILED, doing="step 1"), 0)
     assert peers.reporter() == 3
     peers.note(beat(2, doing="step 2"), 0)
@@ -356,7 +351,7 @@ def failing(*beats):
 
 
 def test_an_error_because_of_a_peer_that_is_still_dying_is_not_the_own_one(capfd):
-    said = failing(beat(1, HERE), beat(1, HERE), beat(1, dataclasses.replace(HERE, started="1"), doing="training 7"))
+    said = failing(beat(1, HERE), beat(1, HERE), beat(1, GONE, doing="training 7"))
     assert said.state == LEFT and "died; last seen in: training 7 (its word of " in said.because
     assert "rank 1" in capfd.readouterr().err
 

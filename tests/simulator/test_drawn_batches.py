@@ -1,9 +1,6 @@
 """Micro-batches of a plan: those that the run's own cut of drawn lengths gives, and what they change."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given
@@ -55,15 +52,6 @@ def test_a_microbatch_is_what_the_runs_own_cut_takes(minibatches, shape, depth, 
         sum(sum(batch.prompt) + sum(batch.output) for batch in drawn.batches)
     )
     assert drawn.microbatch(*shape, depth).tokens >= mean.tokens * (1 - 1e-12)
-
-
-def test_longest_samples_that_divide_are_the_mean():
-    drawn = DrawnBatches((equal(96, 128, 256),), 2, 7)
-    for depth, (pipelines, microbatches) in product((1, 3, 4), ((1, 4), (3, 8), (4, 12))):
-        samples = 48 / (pipelines * microbatches)
-        expected = (samples * 384, samples, samples * 256)
-        assert drawn.microbatch(pipelines, microbatches, depth) == expected
-        assert replace(drawn, even=True).microbatch(pipelines, microbatches, depth) == expected
 
 
 def test_samples_that_do_not_divide_make_some_heavier():

@@ -1,15 +1,9 @@
-"""The event simulation of an instance: closed forms, pauses, and how its work grows (test_step_by_step.py: exact)."""
-
-from __future__ import annotations
+"""The event simulation of an instance: a closed form, and how its work grows (test_step_by_step.py: exact)."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from testkit.profiles import examples
-from testkit.sim_helpers import equal, lengths_strategy, limits, linear_cost, long_tail, simulate_generation, tight
+from testkit.sim_helpers import equal, limits, linear_cost, long_tail, simulate_generation
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.simulator.instances import InstanceRun, SimulatedSequence, split_samples
 from rlhfuse.simulator.lengths import SampleLengths
 
 
@@ -18,36 +12,6 @@ def test_equal_lengths_have_a_closed_form():
     context = sum(8 * (10 + done) for done in range(1, 50))
     expected = 2e-3 + 80 * 1e-4 + 49 * 18e-3 + context * 1e-6
     assert simulate_generation(equal(8, 10, 50), 1, linear_cost(), limits()) == pytest.approx((expected,) * 8)
-
-
-@examples(40)
-@given(lengths_strategy(), st.floats(0.0, 3.0), st.integers(140, 700))
-def test_a_pause_stops_at_the_first_boundary_and_changes_nothing(lengths, until, capacity):
-    rows = list(enumerate(zip(lengths.prompt, lengths.output)))
-    whole, paused = (
-        InstanceRun([SimulatedSequence(i, *row) for i, row in rows], linear_cost(), tight(capacity)) for _ in range(2)
-    )
-    whole.run()
-    paused.run(until)
-    assert paused.clock >= until or not paused.unfinished
-    paused.run()
-    assert [i for _, i in paused.finished] == [i for _, i in whole.finished]
-    assert paused.clock == pytest.approx(whole.clock, rel=1e-9)
-
-
-def test_a_pause_overshoots_by_less_than_a_step():
-    run = InstanceRun([SimulatedSequence(0, 10, 100)], linear_cost(), limits())
-    run.run(0.5)
-    assert 0.5 <= run.clock < 0.5 + 0.012
-    clock, tokens = 3e-3, 11
-    while clock < 0.5:
-        clock, tokens = clock + 11e-3 + tokens * 1e-6, tokens + 1
-    assert run.clock == pytest.approx(clock)
-    assert run.tokens_of(run.unfinished[0]) == tokens
-
-
-def test_samples_are_split_contiguously_and_evenly():
-    assert split_samples(10, 4) == (range(0, 2), range(2, 5), range(5, 7), range(7, 10))
 
 
 def test_too_long_or_too_little_room_is_refused():

@@ -1,7 +1,5 @@
 """The kernel that prices generation and inference against the time lines that it stands for: equal to the last bit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -216,7 +214,8 @@ def test_what_has_no_form_in_numbers_is_simulated_by_time_lines():
     "instances, threshold, changes, message",
     [
         (0, 0, {}, "0 generation instances"),
-        (2, 65, {}, "R_t = 65"),
+        (2, 65, {}, "R_t = 65: .* to the 64 samples"),
+        (2, -1, {}, "R_t = -1"),
         (2, 0, {"max_output_tokens": 20}, "clip them first"),
     ],
 )

@@ -1,7 +1,5 @@
 """The simulation that jumps from event to event against one that takes every step, written differently."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,19 +54,17 @@ def both(lengths, instances, costs, lim, threshold):
     st.sampled_from([16, 1024, 8192]),
     st.integers(1, 8),
     st.sampled_from([1, 2, 4]),
+    st.sampled_from([0, 140]),
+    st.sampled_from([1, 3, 6, 8]),
 )
-def test_jumping_equals_stepping(lengths, instances, threshold, capacity, swap_in, per_token, bs_max, models):
-    lim = tight(capacity, bs_max=bs_max, scoring_models=models, max_sequences=6)
+def test_jumping_equals_stepping(
+    lengths, instances, threshold, capacity, swap_in, per_token, bs_max, models, padded, most
+):
+    lim = tight(capacity, bs_max=bs_max, scoring_models=models, max_sequences=most, padded_score_tokens=padded)
     line, slow = both(lengths, instances, exact_costs(swap_in, per_token), lim, threshold)
     assert line.scored_before_generation_end == sum(
         count for end, count in slow.scored if end <= line.generation_seconds and line.plan
     )
-
-
-@examples(60)
-@given(lengths_strategy(), st.integers(1, 8), st.integers(140, 700))
-def test_every_sample_of_an_instance_ends_as_step_by_step(lengths, most, capacity):
-    both(lengths, 1, exact_costs(0, 16), tight(capacity, max_sequences=most), 0)
 
 
 def test_jumping_equals_stepping_on_larger_cases():

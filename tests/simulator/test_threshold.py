@@ -1,10 +1,7 @@
 """R_t: the sweep's closed forms, and the contract of threshold.json."""
 
-from __future__ import annotations
-
 import json
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +12,6 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import from_json, to_json
 from rlhfuse.simulator.iteration import simulate_gen_infer
-from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import SweepPoint, Threshold, load_threshold, middle_of_best, sweep_threshold
 
 
@@ -59,13 +55,6 @@ def test_one_instance_has_only_zero_and_small_batches_sweep_each_count_once():
         assert [point.threshold for point in found.sweep] == counts and found.threshold in counts
 
 
-def test_a_ruinous_swap_in_keeps_it_serial():
-    """Freed instances would load weights for longer than the whole tail: fusion must not be chosen."""
-    lengths = SampleLengths((10,) * 8, (40,) * 7 + (41,))
-    found = sweep_threshold(lengths, 4, linear_cost(swap_in=5.0), limits())
-    assert found.fused_seconds <= found.serial_seconds
-
-
 def test_a_slow_reward_function_is_no_slower_for_the_tail():
     """Who began a sample has it rewarded, so the tail's do not stand in line at the few instances that keep it."""
     fast, slow = (sweep_threshold(long_tail(64), 4, linear_cost(reward=r), limits()) for r in (0.01, 0.25))
@@ -75,18 +64,16 @@ def test_a_slow_reward_function_is_no_slower_for_the_tail():
 
 
 @examples(25)
-@given(lengths_strategy(16), st.integers(2, 5))
-def test_never_slower_than_serial_and_reproducible(lengths, instances):
-    found = sweep_threshold(lengths, instances, linear_cost(), limits())
+@given(lengths_strategy(16), st.integers(2, 5), st.sampled_from([0.5, 5.0]))
+def test_never_slower_than_serial_and_reproducible(lengths, instances, swap_in):
+    """Nor where freed instances would load weights for longer than the whole tail."""
+    found = sweep_threshold(lengths, instances, linear_cost(swap_in), limits())
     assert found.fused_seconds <= found.serial_seconds
-    assert found == sweep_threshold(lengths, instances, linear_cost(), limits())
+    assert found == sweep_threshold(lengths, instances, linear_cost(swap_in), limits())
 
 
-def test_batches_are_averaged_and_clipping_is_counted():
+def test_clipping_is_counted_over_batches_of_one_size():
     batches = [long_tail(32, seed) for seed in range(3)]
-    found = sweep_threshold(batches, 4, linear_cost(), limits())
-    alone = [sweep_threshold(batch, 4, linear_cost(), limits()).sweep[5].fused_seconds for batch in batches]
-    assert found.sweep[5].fused_seconds == pytest.approx(np.mean(alone))
     cut = sweep_threshold(batches, 4, linear_cost(), limits(max_output_tokens=30), clipped=7)
     assert cut.lengths.max == 30 and cut.lengths.clipped == 7 + sum(o > 30 for b in batches for o in b.output)
     with pytest.raises(InputError, match="equal sizes"):
@@ -104,16 +91,9 @@ def test_file_round_trip_and_contract(tmp_path):
     assert raw["sweep"][0].keys() == point
     del raw["samples"], raw["lengths"]["p90"], raw["lengths"]["p99"]  # the least that a file may hold
     assert from_json(Threshold, raw, "t").threshold == found.threshold
-
-
-def test_bad_files_are_refused(tmp_path):
-    bad = {"{": "not valid JSON", "[]": "must be a JSON object", '{"threshold": 1}': "ratio is missing"}
-    for text, message in bad.items():
-        (tmp_path / "t.json").write_text(text)
-        with pytest.raises(InputError, match=message):
-            load_threshold(tmp_path / "t.json")
-    with pytest.raises(InputError, match="none.json does not exist; check the path"):
-        load_threshold(tmp_path / "none.json")
+    (tmp_path / "t.json").write_text('{"threshold": 1}')
+    with pytest.raises(InputError, match="t.json: ratio is missing"):
+        load_threshold(tmp_path / "t.json")
 
 
 def test_least_threshold_migrates_though_serial_is_faster():

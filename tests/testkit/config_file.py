@@ -1,7 +1,5 @@
 """A configuration of few words, in a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlhfuse.config.load import load_config

@@ -1,7 +1,5 @@
 """Profiles in which calls take the same seconds whatever their size."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rlhfuse.config.device_defaults import resolve_device

@@ -3,8 +3,6 @@
 `iterate` runs on a rank of `Workers` and returns the digest of all that came out, and what happened.
 """
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 import threading

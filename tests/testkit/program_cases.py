@@ -1,7 +1,5 @@
 """Random schedules, damaged programs, and a judge of programs that shares no code with lowering or verification."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

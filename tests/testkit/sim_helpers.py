@@ -1,7 +1,5 @@
 """Values shared by the simulator's tests: a linear cost model, limits, lengths and hypothesis strategies."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Small random checkpoints in Hugging Face layout, for tests that need a model but no trained one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

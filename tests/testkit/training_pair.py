@@ -1,7 +1,5 @@
 """Actor and critic on gloo ranks for the tests of training: a made-up mini-batch, the built pair, its digest."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,10 +66,6 @@ def unit_problem(
         one, two = ((number,) * layout.stages for number in (1, 2))
         costs[model] = StageCosts(one, one, one, one) if model in split else StageCosts(one, two, one)
     return fused_problem(layouts, microbatches, costs, alternate=alternate)
-
-
-def make_schedule(layouts: Mapping[str, ParallelLayout], kind: str, microbatches: int = 4) -> Schedule:
-    return BUILDERS[kind](unit_problem(layouts, microbatches))
 
 
 @dataclass(frozen=True)

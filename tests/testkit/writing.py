@@ -1,7 +1,5 @@
 """Checkpoints that ranks of a test write without a run: a parameter of which each owns a part, made-up gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

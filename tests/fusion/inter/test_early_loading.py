@@ -1,7 +1,5 @@
 """Weights of models that score come in while the last samples decode: nothing else changes, and nothing is left."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What the events of all ranks add up to."""
 
-from __future__ import annotations
-
 from rlhfuse.decisions.migration import MigrationPlan, SampleMove
 from rlhfuse.fusion.inter.report import PairMigration, RankEvents, merge_sides, summarize
 

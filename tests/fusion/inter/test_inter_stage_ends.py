@@ -4,8 +4,6 @@ The job ends and says why. Two real processes under the watchdog; the fault is s
 function.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

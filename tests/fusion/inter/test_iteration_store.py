@@ -1,7 +1,5 @@
 """What ranks share through the store, and the thread that reports to it; in one process."""
 
-from __future__ import annotations
-
 import threading
 import time
 

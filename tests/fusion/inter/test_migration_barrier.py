@@ -1,7 +1,5 @@
 """What instances bring to a barrier and the plan that they make of it; the groups of ranks that act as one."""
 
-from __future__ import annotations
-
 from rlhfuse.decisions.migration import (
     FusionLimits,
     MigrationPlan,

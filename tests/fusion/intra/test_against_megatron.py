@@ -1,7 +1,5 @@
 """Our serial 1F1B against Megatron-core's own schedule function: the same stages, batches and losses, the same bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from testkit.stages import LENGTHS, build, loss_of, one_step, packed_for, random_rows, ranks_of

@@ -1,12 +1,14 @@
-"""The executor's manners: no model waits for another, what it says, and what is refused before anything is sent."""
+"""The executor's manners: no model waits for another, what it says, what is refused before anything is sent, a dry run
+that changes no bit, and groups that have all been used before."""
 
-from __future__ import annotations
-
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from unittest import mock
 
+import pytest
 import torch.distributed as dist
-from testkit.training_pair import Plan, build_pair
+from testkit.training_pair import Plan, build_pair, write_pair
 
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.ir.action import Action, Kind
@@ -66,35 +68,6 @@ def test_one_model_steps_while_the_reduction_of_the_other_stands_still(workers, 
     runs = workers.run(held_back, folders)
     (met,) = [run for rank, run in enumerate(runs) if rank != 3 and run["meets rank 3"]]
     assert met["begun"]  # and rank 3 has seen that all ranks stepped the other model since
-
-
-def stopped_backward(rank: int, folders: dict) -> bool:
-    """The last backward of the model that steps last begins, on rank 3, when all ranks have stepped the other model."""
-    pair = build_pair(rank, folders, REPLICAS)
-    order = [i.action for i in pair.programs[rank].instructions if i.action.kind is Kind.ST]
-    first, last = (pair.models[model_of(pair, action)] for action in order)
-    stage, store = last.stages[order[1].stage], dist.distributed_c10d._get_default_store()
-    step, backward, held = first.optimizer.step, stage.backward, []
-
-    def stepped(lr):
-        result = step(lr)
-        store.set(f"stopped/{rank}", "stepped")
-        return result
-
-    def late(microbatch, gradient):
-        if rank == 3 and microbatch == 3:
-            store.wait([f"stopped/{other}" for other in range(4)], timedelta(seconds=540))
-            held.append(microbatch)
-        return backward(microbatch, gradient)
-
-    first.optimizer.step, stage.backward = stepped, late
-    pair.train(0)
-    pair.close()
-    return bool(held)
-
-
-def test_one_model_steps_on_all_ranks_while_a_backward_of_the_other_stands_still(workers, folders):
-    assert workers.run(stopped_backward, folders) == [False, False, False, True]
 
 
 def under_way(rank: int, folders: dict) -> bool | None:
@@ -225,3 +198,118 @@ def test_what_cannot_work_is_refused_before_anything_is_sent(workers, folders):
             assert all(part in line for part in words), line
         if name != "programs of other ranks":  # which says what each rank holds
             assert len({said[name] for said in runs}) == 1 and "\n" not in runs[0][name]
+
+
+# a dry run --------------------------------------------------------------------------------------------------------
+
+
+def stepped(rank: int, folders: dict, plan: Plan, options: dict) -> dict:
+    """Digests of a pair that trains, and of one that is dry-run first and again between its steps."""
+    plain = build_pair(rank, folders, plan, **options)
+    expected = [(plain.train(seed), plain.digest())[1] for seed in range(2)]
+    losses = plain.train(2)
+    plain.close()
+    pair = build_pair(rank, folders, plan, **options)
+    before, seen = pair.digest(), []
+    for model in pair.models.values():
+        model.optimizer.dry_step = mock.Mock(wraps=model.optimizer.dry_step)
+    executor_run = pair.step._executor.run
+
+    def run(work):
+        seen.append(pair.digest())
+        for model in pair.models.values():
+            for buffer in model.optimizer._buffers():
+                assert not buffer.grad_data.any(), "gradients of the dry run are gone"
+        return executor_run(work)
+
+    pair.step._executor.run = run
+    after = []
+    for seed in range(2):
+        pair.step.dry_run_first = True
+        pair.train(seed)
+        after.append(pair.digest())
+    again = pair.train(2)
+    pair.close()
+    return {
+        "dry": seen[:2] == [before, after[0]],
+        "steps": after == expected,
+        "stats": again.stats == losses.stats,
+        "calls": [model.optimizer.dry_step.call_count for model in pair.models.values()],
+    }
+
+
+@pytest.mark.parametrize(
+    "plan, options",
+    [
+        (Plan(), {}),
+        (Plan("d2t1p2v2", "d2t1p2v2"), {"dtype": "bfloat16"}),
+        (Plan("d1t2p2", "d2t2p1"), {"sequence_parallel": True, "recompute": "full"}),
+        (Plan("d2t1p2", "d4t1p1"), {"optim": {"name": "sgd"}}),
+        (Plan("d1t2p2", "d1t1p4", split=("actor", "critic")), {"sequence_parallel": True}),
+    ],
+)
+def test_a_dry_run_changes_no_bit(workers, folders, plan, options):
+    for seen in workers.run(stepped, folders, plan, options):
+        assert seen == {"dry": True, "steps": True, "stats": True, "calls": [2, 2]}
+
+
+# connected groups -------------------------------------------------------------------------------------------------
+
+
+KINDS = {
+    "allreduce": "all_reduce",
+    "reduce_scatter": "reduce_scatter",
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+}
+POINTS = {"send": "send", "recv": "receive"}
+
+
+@pytest.fixture(scope="module")
+def tied_folders(tmp_path_factory):
+    return write_pair(tmp_path_factory.mktemp("tied"), actor={"tie_word_embeddings": True})
+
+
+@contextmanager
+def noting(used: set):
+    """Note (group, kind of operation) of whatever is asked of a process group meanwhile."""
+
+    def noted(name: str):
+        kind = next((kind for word, kind in (KINDS | POINTS).items() if word in name), name)
+        original = getattr(dist.ProcessGroup, name)
+
+        def call(group, *arguments, **options):
+            used.add((group.group_name, kind))
+            return original(group, *arguments, **options)
+
+        return call
+
+    names = [name for name in dir(dist.ProcessGroup) if any(word in name for word in (*KINDS, *POINTS))]
+    with mock.patch.multiple(dist.ProcessGroup, **{name: noted(name) for name in names}):
+        yield
+
+
+def uses(rank: int, folders: dict, plan: Plan, options: dict) -> dict:
+    """What was used at start, and what in a training step only."""
+    start, step = set(), set()
+    with noting(start):
+        pair = build_pair(rank, folders, plan, **options)
+    with noting(step):
+        pair.train(0)
+    everyone = dist.group.WORLD.group_name
+    pair.close()
+    return {"start": start, "late": {use for use in step - start if use[0] != everyone}, "step": step}
+
+
+@pytest.mark.parametrize(
+    "plan, options, kinds",
+    [
+        (Plan(), {}, {"all_reduce", "reduce_scatter", "all_gather", "send", "receive"}),
+        (Plan("d1t2p2", "d2t2p1"), {"sequence_parallel": True}, set(KINDS.values())),
+        (Plan("d2t1p2", "d2t1p2"), {"optim": {"name": "sgd"}}, {"all_reduce"}),
+    ],
+)
+def test_nothing_is_first_used_inside_a_step(workers, tied_folders, plan, options, kinds):
+    for seen in workers.run(uses, tied_folders, plan, options):
+        assert kinds <= {kind for _, kind in seen["step"]}, "the step is watched"
+        assert seen["late"] == set()

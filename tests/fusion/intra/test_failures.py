@@ -4,8 +4,6 @@ Real processes under the watchdog. The fault is set off by the test's own progre
 before each instruction and before each wait. Where the others must end up is worked out from the programs alone.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -216,3 +214,4 @@ def test_a_rank_that_hangs_is_named_by_those_that_wait_for_it(tmp_path, models):
         named = line.partition("; this is rank")[0]
         assert "no rank made progress for" in line and f"rank 2 (pid {pid} on " in named, line
     assert "waits for" not in named, line
+    assert sum("the other ranks:" in text for text in texts) == 1

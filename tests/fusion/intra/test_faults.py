@@ -1,7 +1,5 @@
 """NaN and infinity anywhere in a training step are named on all ranks, and never reach a weight."""
 
-from __future__ import annotations
-
 import pytest
 from testkit.training_pair import LR, Plan, build_pair, make_batch
 
@@ -18,34 +16,23 @@ def spoiled(field: str, sample: int):
     return batch.with_fields(**{field: values})
 
 
-def infinite_gradient(pair, rank: int) -> None:
-    """The actor's stage 2 makes an infinite gradient of micro-batch 1."""
-    stage = pair.models["actor"].stages.get(2)
-    if stage is not None:
-        original = stage.backward
+def infinite(role: str, number: int, work: str, microbatch: int, place: tuple[int, int, int]):
+    """What a stage gives out of a micro-batch is infinite in one place."""
 
-        def backward(microbatch, gradient):
-            out = original(microbatch, gradient)
-            if microbatch == 1:
-                out[3, 0, 5] = float("inf")
+    def break_it(pair, rank: int) -> None:
+        stage = pair.models[role].stages.get(number)
+        original = getattr(stage, work, None)
+
+        def worked(given: int, *more):
+            out = original(given, *more)
+            if given == microbatch:
+                out[place] = float("inf")
             return out
 
-        stage.backward = backward
+        if stage is not None:
+            setattr(stage, work, worked)
 
-
-def infinite_hidden(pair, rank: int) -> None:
-    """The critic's stage 0 gives out an infinite hidden state of micro-batch 0."""
-    stage = pair.models["critic"].stages.get(0)
-    if stage is not None:
-        original = stage.forward
-
-        def forward(microbatch, batch, hidden, loss):
-            out = original(microbatch, batch, hidden, loss)
-            if microbatch == 0:
-                out[0, 0, 0] = float("-inf")
-            return out
-
-        stage.forward = forward
+    return break_it
 
 
 def overflowing_norm(pair, rank: int) -> None:
@@ -64,8 +51,8 @@ def overflowing_norm(pair, rank: int) -> None:
 FAULTS = {
     "advantages": (lambda pair, rank: None, lambda: spoiled("advantages", 3)),
     "returns": (lambda pair, rank: None, lambda: spoiled("returns", 7)),
-    "gradient": (infinite_gradient, lambda: make_batch(5)),
-    "hidden": (infinite_hidden, lambda: make_batch(5)),
+    "gradient": (infinite("actor", 2, "backward", 1, (3, 0, 5)), lambda: make_batch(5)),
+    "hidden": (infinite("critic", 0, "forward", 0, (0, 0, 0)), lambda: make_batch(5)),
     "norm": (overflowing_norm, lambda: make_batch(5)),
 }
 

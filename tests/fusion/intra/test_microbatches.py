@@ -1,14 +1,12 @@
 """Micro-batches: what is known before the program runs, when they are cut, and the memory they are sent from."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
 from testkit.tiny import write_checkpoint
-from testkit.training_pair import make_batch, make_schedule
+from testkit.training_pair import make_batch, unit_problem
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlhfuse.config.settings import AlgorithmConfig, ParallelConfig, RunConfig
@@ -21,6 +19,7 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.run.rank_models import ModelFolders, build_models
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.program.lowering import lower
+from rlhfuse.schedule.rules.builders import serial_1f1b
 
 SCORING = ("reference_inference", "reward_inference", "critic_inference")
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -30,7 +29,7 @@ def test_a_micro_batch_is_cut_when_the_program_comes_to_it(tmp_path, monkeypatch
     """One rank trains both models: whatever the host does not have to do first is left until a stage computes."""
     spec = ModelSpec.from_config(write_checkpoint(tmp_path / "model", num_hidden_layers=1))
     layouts = {role: ParallelLayout(1, 1, 1) for role in ("actor", "critic")}
-    ranks, schedule, log = rank_map(layouts), make_schedule(layouts, "serial", 4), []
+    ranks, schedule, log = rank_map(layouts), serial_1f1b(unit_problem(layouts, 4)), []
     monkeypatch.setattr(
         Microbatch, "of", lambda *given, real=Microbatch.of, **named: (log.append("cut"), real(*given, **named))[1]
     )
@@ -85,12 +84,3 @@ def test_all_that_a_step_sends_fits_into_what_was_taken_before_it(monkeypatch, s
         assert all(flat.untyped_storage().data_ptr() == inside for flat in arrived) and len(arrived) == 12
         assert outbox._taken <= outbox._memory.nbytes
     assert len(taken) in (1, 2)
-
-
-def test_tensors_in_the_outbox_do_not_overlap(monkeypatch):
-    monkeypatch.setattr(stage, "page_locked", lambda size: torch.empty(size, dtype=torch.uint8))
-    outbox = Outbox()
-    outbox.empty(3 * Outbox.ALIGNMENT)
-    given = [torch.arange(5), torch.tensor([1.5]), torch.tensor([3, 4], dtype=torch.int32)]
-    there = [outbox.put(one) for one in given]
-    assert all(torch.equal(one, other) for one, other in zip(there, given))

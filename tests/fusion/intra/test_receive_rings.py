@@ -1,8 +1,10 @@
-"""Receives in their places and into rings, as on CUDA, give the bits of those posted ahead into new memory."""
+"""Receives in their places and into rings, as on CUDA, give the bits of those posted ahead into new memory.
 
-from __future__ import annotations
+So do messages that are late and a rank that is slow.
+"""
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -29,6 +31,7 @@ def train(rank: int, folders: dict, plan: Plan, seeds, how: str, options: dict) 
     ahead     receives posted ahead, as on CPU
     rings     posted in their places, into rings; a buffer is spoiled as soon as it is free
     blocking  the same, and the rank stands at each receive until it is satisfied
+    late      posted ahead, but every message a random time late; and a rank computes at half speed
     """
     from rlhfuse.fusion.intra.p2p import Channels
 
@@ -48,21 +51,23 @@ def train(rank: int, folders: dict, plan: Plan, seeds, how: str, options: dict) 
     pair, digests = build_pair(rank, folders, plan, **options), []
     groups = pair.roles.channels._groups
     kind = Blocking if how == "blocking" else Channels
-    channels = kind(rank, groups, torch.device("cpu"), ahead=3 if how == "ahead" else 0)
-    if how == "ahead":
-        assert pair.roles.channels.ahead == 3
-    for seed, samples in zip(seeds, SAMPLES):
+    posts_ahead = how in ("ahead", "late")
+    channels = kind(rank, groups, torch.device("cpu"), ahead=3 if posts_ahead else 0)
+    assert pair.roles.channels.ahead == 3, "as on CPU"
+    if how == "late":
+        disturb(channels, pair.models, rank)
+    for seed in seeds:
         schedule, reduce = programs_for(plan, seed)
         programs = lower(schedule, pair.ranks, reduce=reduce)
         pair.set_step(schedule=schedule, programs=programs, channels=channels)
         for ring in channels.rings.values():
             spoil(ring)
-        pair.train(seed, samples)
+        pair.train(seed, SAMPLES[seed % len(SAMPLES)])
         digests.append(pair.digest())
-        if how != "ahead":
+        if not posts_ahead:
             counts = receive_slots(programs[rank]).counts
             assert all(channels.rings[sender].slots >= count for sender, count in counts.items())
-    assert bool(channels.rings) is (how != "ahead")
+    assert bool(channels.rings) is not posts_ahead
     pair.close()
     return digests
 
@@ -76,19 +81,44 @@ def spoil(ring) -> None:
     ring.free = free
 
 
+def disturb(channels, models, rank: int) -> None:
+    """Wait before each posting, up to 2 ms, one in fifty times 20 ms; rank 2 takes twice as long as it needs."""
+    drawn = random.Random(rank)
+
+    def late(post):
+        return lambda *given: (time.sleep(0.02 if drawn.random() < 0.02 else 0.002 * drawn.random()), post(*given))[1]
+
+    def slow(work):
+        def worked(*given):
+            start = time.perf_counter()
+            out = work(*given)
+            time.sleep(time.perf_counter() - start)
+            return out
+
+        return worked
+
+    channels.send, channels.post_receive = late(channels.send), late(channels.post_receive)
+    for stage in [stage for model in models.values() for stage in model.stages.values()] if rank == 2 else []:
+        stage.forward, stage.backward = slow(stage.forward), slow(stage.backward)
+
+
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "plan, options",
+    "plan, options, steps",
     [
-        (Plan(), {}),
-        pytest.param(Plan("d2t1p2v2", "d2t1p2v2"), {}, marks=pytest.mark.slow),
-        (Plan("d1t2p2", "d1t1p4"), {"sequence_parallel": True}),
-        (Plan("d1t1p4", "d1t1p4"), {"dtype": "bfloat16", "recompute": "full"}),
+        (Plan(), {}, 6),
+        pytest.param(Plan("d2t1p2v2", "d2t1p2v2"), {}, 3, marks=SLOW),
+        (Plan("d1t2p2", "d1t1p4"), {"sequence_parallel": True}, 3),
+        (Plan("d1t1p4", "d1t1p4"), {"dtype": "bfloat16", "recompute": "full"}, 3),
+        pytest.param(Plan("d1t2p2", "d2t1p2"), {}, 200, marks=SLOW),
     ],
 )
-def test_random_programs_have_the_same_bits(workers, folders, plan, options):
-    seeds = range(len(SAMPLES))
-    ahead, *others = (workers.run(train, folders, plan, seeds, how, options) for how in ("ahead", "rings", "blocking"))
-    assert others == [ahead, ahead]
+def test_random_programs_have_the_same_bits(workers, folders, plan, options, steps):
+    ways = ("ahead", "rings", "blocking", "late")
+    ahead, *others = (workers.run(train, folders, plan, range(steps), how, options) for how in ways)
+    assert others == [ahead] * 3
 
 
 def lifetimes(rank: int, folders: dict) -> dict:
