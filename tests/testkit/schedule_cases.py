@@ -175,8 +175,7 @@ def _draws(rng, stages):
 
 def check(problem, orders):
     """Makespan and peak memory per node of valid orders of Actions; AssertionError with the broken rule otherwise."""
-    rows = [[(a.pipeline, a.stage, a.kind.value, a.microbatch) for a in order] for order in orders]
-    found = verdict(plain(problem), rows)
+    found = verdict(plain(problem), orders)
     assert not isinstance(found, str), found
     return found
 
@@ -192,7 +191,7 @@ def verdict(problem, rows, claims=None):
     """The first rule that a schedule breaks, as text, or (makespan, peak memory per node).
 
     problem: as in problem.json. rows: per node, tasks as in schedule.json (start and end may be left out) or
-    (pipeline, stage, kind, microbatch). claims: an object with makespan, peak_memory, node_peak_memory,
+    Actions. claims: an object with makespan, peak_memory, node_peak_memory,
     lower_bound and optimal, of which any may be missing.
     """
     if len(rows) != problem["nodes"]:

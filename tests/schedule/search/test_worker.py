@@ -1,6 +1,7 @@
 """One rank's worker: its levels, its rounds, and that whatever it finds is valid, within the caps and better."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import given
@@ -160,6 +161,6 @@ def test_same_seed_and_rank_same_rounds():
         runs = [run for level in worker.levels for run in (level.run, level.capped) if run.state is not None]
         return keys, best.schedule.orders, [tuple(run.state.sequence) for run in runs]
 
-    first = rounds(1, 0)
-    assert rounds(1, 0) == first
-    assert rounds(2, 0)[2] != first[2] and rounds(1, 1)[2] != first[2]
+    first, others = rounds(1, 0), [rounds(2, 0), rounds(1, 1), rounds(1, 2)]
+    assert rounds(1, 0) == first and rounds(1, 1) == others[1]
+    assert all(one[2][0] != other[2][0] for one, other in combinations([first, *others], 2))
