@@ -95,13 +95,6 @@ def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):
     assert (f"{offloaded} on a node of 4 ranks" in plan.render()) == (plan.hardware == "a100")
 
 
-def test_the_plan_round_trips(tmp_path):
-    for lengths in (None, long_tail(64)):
-        plan = planned(run(), lengths=lengths).report
-        write_json(tmp_path / "plan.json", plan.to_dict())
-        assert PlanReport.from_dict(json.loads((tmp_path / "plan.json").read_text())) == plan
-
-
 def test_memory_by_hand():
     """float32 on 4 ranks: the actor is cut in 4 stages, the critic in 2, generation copies whole."""
     made = planned(run())
@@ -309,18 +302,6 @@ def test_schedule_file_is_used_and_checked(tmp_path):
     assert str(file) in plan.report.schedule.source
     assert plan.report.schedule.makespan_seconds > shared_plan().report.schedule.makespan_seconds
     assert plan.schedule.orders == serial_1f1b(problem_of(run())).orders
-    with pytest.raises(InputError, match="microbatches 4, this run has 8"):
-        planned(run(fusion__schedule=str(file), fusion__actor_microbatches=8))
-
-
-@pytest.mark.parametrize("critic, source", [("d2t1p2v2", "interleaved 1F1B"), ("d2t1p2", "serial 1F1B")])
-def test_interleaved_layouts_are_planned(critic, source):
-    layouts = {"parallel__actor_train": "d1t1p4v2", "parallel__critic_train": critic}
-    off = planned(run(fusion__intra_stage=False, **layouts))
-    assert off.report.schedule.source.startswith(source)
-    assert off.schedule.problem.pipeline("actor").placement == (0, 1, 2, 3) * 2
-    fused = shared_plan(**layouts).report
-    assert fused.schedule.makespan_seconds < off.report.schedule.makespan_seconds
 
 
 def slow_at(model: str, made) -> ProfiledCost:

@@ -16,15 +16,14 @@ LARGE = ModelSpec("llama", 8, 4096, 32, 8, 128, 14336, 32000, 4096)
 LARGE_SPECS = dict.fromkeys(SPECS, LARGE)
 LAYOUTS = ("actor_train", "critic_train", "generation", "inference", "sequence_parallel")
 SCORERS = ("reference_inference", "reward_inference", "critic_inference")
+OPEN = {f"parallel__{row}": AUTO for row in (*LAYOUTS, *SCORERS)} | {"fusion__actor_microbatches": AUTO}
 FEW = {"rollout__prompts_per_iteration": 4, "rollout__samples_per_prompt": 1, "algorithm__minibatches": 1}
 GPUS = {"trainer__device": "cuda", "trainer__hardware": "h100"}
 
 
 def everything(**keys):
     """A run of few samples in which all that a search decides is auto, unless `keys` say it."""
-    open_keys = {f"parallel__{row}": AUTO for row in (*LAYOUTS, *SCORERS)}
-    open_keys |= {"fusion__actor_microbatches": AUTO, "trainer__recompute": AUTO}
-    return config(**{**open_keys, **FEW, **keys})
+    return config(**{**OPEN, **FEW, "trainer__recompute": AUTO, **keys})
 
 
 def setting(world_size: int = 2, specs=SPECS, **keys) -> Setting:

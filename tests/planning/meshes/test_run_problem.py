@@ -255,13 +255,19 @@ def test_a_mesh_is_priced_with_the_kinds_of_its_own_ranks():
 
 
 @pytest.mark.ci
-def test_machines_that_are_far_slower_are_left_alone():
-    slow = replace(H100, name="slow", flops=H100.flops / 100, memory_bandwidth=H100.memory_bandwidth / 100)
+@pytest.mark.parametrize("slower", [2, 100])
+def test_slower_machines_get_less_and_far_slower_ones_nothing(slower):
+    """Either way round."""
+    slow = replace(H100, name="slow", flops=H100.flops / slower, memory_bandwidth=H100.memory_bandwidth / slower)
     work = RunWork.of(draft_plan(on_gpus(), SPECS, 4))
-    for kinds, fast in ((((slow, 4), (H100, 4)), Mesh(4, 4)), (((H100, 4), (slow, 4)), Mesh(0, 4))):
-        made = RunProblem.of(work, machines(*kinds))
-        plan = best_plan(made.problem).plan
-        assert all(fast.holds(choice.mesh) for choice in plan.values())
+    halves, found = [Mesh(0, 4), Mesh(4, 4)], []
+    for kinds in ((slow, H100), (H100, slow)):
+        best = best_plan(RunProblem.of(work, machines(*((kind, 4) for kind in kinds))).problem)
+        taken = [sum(c.option.seconds for c in best.plan.values() if c.mesh.overlaps(half)) for half in halves]
+        little, much = taken if kinds[0] is slow else reversed(taken)
+        assert little < much and (little == 0 or slower < 100)
+        found.append((best.seconds, little, much))
+    assert found[0] == found[1]
 
 
 # terms that placements share with a plan's price ------------------------------------------------------------

@@ -80,14 +80,6 @@ def test_every_level_has_as_much_slack_as_the_one_above():
             assert level.objective.latency_bound == level.objective.latency - slack
 
 
-def test_a_cap_counts_on_every_level():
-    problem = table_3(9, memory_cap=tuple(range(20, 36)), static_memory=1)
-    worker, best = worker_of(problem, "latency")
-    for level in worker.levels:
-        assert level.objective.problem.memory_cap == problem.memory_cap and level.objective.problem.static_memory == 1
-    play(worker, best, 8, 20_000)
-
-
 @examples(40)
 @given(st.integers(0, 10**6), st.integers(1, 9), st.sampled_from(["latency", "memory", "slack"]), st.booleans())
 def test_whatever_a_worker_finds_checks_out(seed, units, objective, capped):
