@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.four_ranks import SPECS, config
 from testkit.profiles import examples
-from testkit.small_searches import OPEN, SCORERS
+from testkit.search_cases import OPEN, SCORERS
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.auto_layouts import layout_rows, searched_keys
