@@ -170,7 +170,7 @@ def test_the_cache_gets_what_memory_leaves(layout):
         assert fitting_blocks(draft.config, memory, draft.batch.instances) is None
     tight = draft_plan(run(**keys, trainer__memory_limit_gb=limit(wanted // 2) / 1e9), SPECS, 4)
     kept = tight.config.rollout.kv_blocks_per_instance
-    assert kept == 7 * wanted // 16 and engine_blocks(tight) == kept
+    assert kept == 7 * wanted // 16 and kv_blocks(tight.config, tight.batch.instances) == kept
     assert tight.limits.kv_capacity_bytes == kept * 16 * draft.limits.kv_bytes_per_token
     assert tight.memory.needed(generation_of(tight.memory)) <= tight.memory.limit
     assert f"rollout.kv_blocks_per_instance = {kept}: what memory leaves" in make_plan(tight).report.render()
@@ -187,10 +187,6 @@ def before_early_loading(memory):
         ]
         ranks.append(replace(rank, static=tuple(kept)))
     return replace(memory, ranks=tuple(ranks), early=())
-
-
-def engine_blocks(draft):
-    return kv_blocks(draft.config, draft.batch.instances)
 
 
 ON_GPU = dict(trainer__hardware="a100", rollout__kv_blocks_per_instance=24, rollout__max_batched_tokens=64)

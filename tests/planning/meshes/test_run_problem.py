@@ -67,11 +67,7 @@ def actor_trainings(work, hardware=H100, ranks=4):
 
 
 def bound_of(problem, name):
-    pipeline = problem.pipeline(name)
-    costs = StageCosts(pipeline.forward, pipeline.backward, (1,) * pipeline.stages)
-    layout = {"actor": ParallelLayout(1, 1, pipeline.stages)}
-    alone = fused_problem(layout, pipeline.microbatches, {"actor": costs})
-    return latency_bound(replace(alone, transfer=problem.transfer)) * TICK_SECONDS
+    return latency_bound(replace(problem, pipelines=(problem.pipeline(name),), memory_cap=None)) * TICK_SECONDS
 
 
 @pytest.mark.parametrize("lengths", [None, long_tail(300, longest=256)])
@@ -353,17 +349,16 @@ def test_sequence_parallelism_that_is_open_is_tried_both_ways():
     draft = alone()
     both = RunWork.of(replace(draft, asked=draft.asked.with_(parallel={"sequence_parallel": "auto"})))
     given = actor_trainings(RunWork.of(draft))
-    found = {(layout, *split_note(note)): one for (layout, note), one in actor_trainings(both).items()}
+    found = {
+        (layout, note.replace(", sequence parallel", ""), "sequence parallel" in note): one
+        for (layout, note), one in actor_trainings(both).items()
+    }
     assert {key[:2] for key in found if key[2]} == {(layout, note) for layout, note in given if "t1" not in layout}
     assert {key[:2]: one for key, one in found.items() if not key[2]} == given
     for (*key, cut), one in found.items():
         if cut and "recompute" not in key[1]:  # which keeps little that could be cut
             whole = given[tuple(key)]
             assert one.held_bytes + one.passing_bytes < whole.held_bytes + whole.passing_bytes
-
-
-def split_note(note):
-    return note.replace(", sequence parallel", ""), "sequence parallel" in note
 
 
 LLAMA3_8B = ModelSpec("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192)

@@ -227,23 +227,16 @@ def test_checker_and_package_agree_on_random_orders():
 
 
 def random_order(problem, node, rng, tidy):
-    """The lanes of a node merged at random; with `tidy` a stage's B waits for its F, and its W for its B."""
-    kinds, before = (Kind.F, Kind.B, Kind.W), {Kind.B: Kind.F, Kind.W: Kind.B}
-    stages = [(p, stage) for p in problem.pipelines for stage, home in enumerate(p.placement) if home == node]
-    lanes = {(p.name, stage, kind): 0 for p, stage in stages for kind in kinds[: 3 if p.split else 2]}
-    order = []
-    while True:
-        open_lanes = [
-            (name, stage, kind)
-            for (name, stage, kind), done in lanes.items()
-            if done < problem.pipeline(name).microbatches
-            and (not tidy or kind is Kind.F or lanes[name, stage, before[kind]] > done)
-        ]
-        if not open_lanes:
-            return order
-        name, stage, kind = rng.choice(open_lanes)
-        order.append(Action(name, stage, kind, lanes[name, stage, kind]))
-        lanes[name, stage, kind] += 1
+    """The lanes of a node, each with a beginning and a pace of its own; with `tidy` a stage's F, B and W follow."""
+    placed = []
+    for pipeline in problem.pipelines:
+        for stage in (stage for stage, home in enumerate(pipeline.placement) if home == node):
+            begins, pace = [rng.random() for _ in "FBW"[: 3 if pipeline.split else 2]], rng.random()
+            for kind, begin in zip((Kind.F, Kind.B, Kind.W), sorted(begins) if tidy else begins):
+                pace = pace if tidy else rng.random()
+                lane = [Action(pipeline.name, stage, kind, m) for m in range(pipeline.microbatches)]
+                placed += [(begin + pace * action.microbatch, action) for action in lane]
+    return [action for _, action in sorted(placed)]
 
 
 def test_times_and_figures_in_a_file_are_for_people():
