@@ -212,13 +212,14 @@ def _key(task):
     return (task["pipeline"], task["stage"], task["kind"], task["microbatch"]) if isinstance(task, dict) else task
 
 
-def _per_stage(pipe, key, stage):
-    value = pipe[key]
-    return value[stage] if isinstance(value, (list, tuple)) else value
+def _at(facts, key, place):
+    """Of one stage of a pipeline, or one node of a problem: a scalar stands for all."""
+    value = facts[key]
+    return value[place] if isinstance(value, (list, tuple)) else value
 
 
 def _duration(pipe, stage, kind):
-    return _per_stage(pipe, {"F": "forward", "B": "backward", "W": "weight_gradient"}[kind], stage)
+    return _at(pipe, {"F": "forward", "B": "backward", "W": "weight_gradient"}[kind], stage)
 
 
 def _kinds(pipe):
@@ -314,11 +315,9 @@ def _untimely(problem, pipes, rows, slack):
 def _peak(pipes, row):
     level = peak = 0
     for name, stage, kind, _ in row:
-        activation = _per_stage(pipes[name], "activation", stage)
-        later = activation if pipes[name].get("weight_activation") is None else None
-        later = _per_stage(pipes[name], "weight_activation", stage) if later is None else later
-        if "W" not in _kinds(pipes[name]):
-            later = 0
+        activation = _at(pipes[name], "activation", stage)
+        held_for_weights = "activation" if pipes[name].get("weight_activation") is None else "weight_activation"
+        later = _at(pipes[name], held_for_weights, stage) if "W" in _kinds(pipes[name]) else 0
         during = level + {"F": activation, "B": max(0, later - activation), "W": 0}[kind]
         level += {"F": activation, "B": later - activation, "W": -later}[kind]
         peak = max(peak, during, level)
@@ -326,11 +325,9 @@ def _peak(pipes, row):
 
 
 def _over_cap(problem, peaks):
+    given = {"memory_cap": None, "static_memory": 0, **problem}
     for node, peak in enumerate(peaks):
-        cap = problem.get("memory_cap")
-        cap = cap[node] if isinstance(cap, (list, tuple)) else cap
-        static = problem.get("static_memory", 0)
-        static = static[node] if isinstance(static, (list, tuple)) else static
+        cap, static = _at(given, "memory_cap", node), _at(given, "static_memory", node)
         if cap is not None and static + peak > cap + 1e-9 * max(1, cap):
             return f"over the cap: node {node} holds {static} + {peak} > {cap}"
     return None

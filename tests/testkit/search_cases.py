@@ -190,7 +190,7 @@ def with_memory(case: SearchCase, gigabytes: float) -> SearchCase:
     return replace(case, config=case.config.with_(trainer={"memory_limit_gb": gigabytes}))
 
 
-def profiles_of(case: SearchCase, rng: random.Random, degrees: tuple[int, ...] = (1, 2)) -> TensorProfiles:
+def profiles_of(case: SearchCase, rng: random.Random) -> TensorProfiles:
     """As tools/profile_costs.py writes them for this run: grids that ascend, in no other order."""
 
     def grid(*axes: tuple[float, ...], scale: float) -> Grid:
@@ -202,13 +202,10 @@ def profiles_of(case: SearchCase, rng: random.Random, degrees: tuple[int, ...] =
 
     tokens, few = (16.0, 100.0, 700.0), (1.0, 3.0, 9.0)
     made = []
-    for degree in degrees:
-        known = case.config.with_(
-            parallel={row: f"d1t{degree}p1" for row in (*ROWS, *TRAINED)} | {"sequence_parallel": False},
-            fusion={"actor_microbatches": 1},
-            trainer={"recompute": "none"},
-        )
-        known = resolve_device(known)
+    for degree in rng.choice(((1, 2), (1, 2, 4))):
+        rows = {row: f"d1t{degree}p1" for row in (*ROWS, *TRAINED)} | {"sequence_parallel": False}
+        settled = {"fusion": {"actor_microbatches": 1}, "trainer": {"recompute": "none"}}
+        known = resolve_device(case.config.with_(parallel=rows, **settled))
         scales = (2e-3, 4e-3, 1e-3, 2e-3, 2.5e-3, 2e-3)[: 4 if rng.random() < 0.2 else 6]  # now and then no split ones
         training = {
             role: TrainingGrids(degree, *(grid(tokens, scale=scale) for scale in scales)) for role in known.trained()
@@ -230,13 +227,9 @@ def profiles_of(case: SearchCase, rng: random.Random, degrees: tuple[int, ...] =
 
 def with_profiles(case: SearchCase, file: Path, seed: int) -> SearchCase:
     """With measured costs, which are written to `file`."""
-    rng = random.Random(seed)
-    degrees = rng.choice(((1, 2), (1, 2, 4)))
-    write_json(file, profiles_of(case, rng, degrees).to_dict())
-    config = case.config.with_(
-        fusion={"profile": str(file)}, parallel={"sequence_parallel": AUTO}, trainer={"recompute": AUTO}
-    )
-    return replace(case, config=config)
+    write_json(file, profiles_of(case, random.Random(seed)).to_dict())
+    opened = {"parallel": {"sequence_parallel": AUTO}, "trainer": {"recompute": AUTO}}
+    return replace(case, config=case.config.with_(fusion={"profile": str(file)}, **opened))
 
 
 def priced_tables(setting: Setting) -> list[PricedTable]:
