@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.planning.meshes.mesh import Mesh
-from rlhfuse.planning.meshes.problem import Call, Choice, MeshPlan, MeshProblem, Option
+from rlhfuse.planning.meshes.problem import Call, Choice, MeshPlan, MeshProblem, Option, on_equal_meshes
 from rlhfuse.planning.meshes.run_problem import SOURCES
 
 PHASES = (
@@ -20,14 +20,13 @@ PHASES = (
 
 def random_problem(
     seed: int,
-    meshes: Sequence[Mesh],
+    groups: Sequence[Sequence[Mesh]],
     memory: tuple[float, ...],
     least: int,
     degrees: tuple[int, ...] = (1,),
     phases: tuple[tuple[str, ...], ...] = PHASES,
-    kind_of: Callable[[Mesh], Hashable] = lambda mesh: mesh.size,
 ) -> MeshProblem:
-    """Whole numbers, so that ties and exact fits come about; meshes of a kind have the same options."""
+    """Whole numbers, so that ties and exact fits come about; meshes of a group and a size have the same options."""
     generator = random.Random(seed)
 
     def option(name: str, size: int, tp: int) -> Option:
@@ -37,9 +36,12 @@ def random_problem(
         return Option(ParallelLayout(size // tp, tp, 1), seconds, held, generator.randint(1, 6), fetch)
 
     def call(name: str) -> Call:
-        sizes = {kind_of(mesh): mesh.size for mesh in meshes}
-        known = {kind: [option(name, size, tp) for tp in degrees if size % tp == 0] for kind, size in sizes.items()}
-        return Call(name, {mesh: known[kind_of(mesh)] for mesh in meshes}, SOURCES.get(name, ""))
+        options = {}
+        for meshes in groups:
+            sizes = sorted({mesh.size for mesh in meshes})
+            by_size = {size: [option(name, size, tp) for tp in degrees if size % tp == 0] for size in sizes}
+            options |= on_equal_meshes(meshes, by_size)
+        return Call(name, options, SOURCES.get(name, ""))
 
     return MeshProblem(memory, least, tuple(tuple(map(call, phase)) for phase in phases))
 

@@ -20,7 +20,7 @@ TWO_SCORERS = (PHASES[0], ("reference_inference", "critic_inference"), PHASES[2]
 
 
 def iteration(seed, ranks, least, degrees, memory, phases=TWO_SCORERS):
-    return random_problem(seed, aligned_meshes(ranks, least).meshes(), (memory,) * ranks, least, degrees, phases)
+    return random_problem(seed, [aligned_meshes(ranks, least).meshes()], (memory,) * ranks, least, degrees, phases)
 
 
 def check_best(problem, tree=None):
@@ -83,7 +83,7 @@ def test_no_plan_is_faster_where_ranks_differ(ranks, least, degrees, seed):
 def test_no_plan_is_faster_on_two_parts(seed):
     tree = split_meshes(6, 2, 2)
     assert [str(mesh) for mesh in tree.meshes()] == "@0-5 @0-1 @2-5 @2-3 @4-5".split()
-    check_best(random_problem(seed, tree.meshes(), (9.0,) * 6, 2, phases=TWO_SCORERS), tree)
+    check_best(random_problem(seed, [tree.meshes()], (9.0,) * 6, 2, phases=TWO_SCORERS), tree)
 
 
 def test_meshes_are_of_a_kind_where_all_is_alike_in_their_parts():

@@ -30,10 +30,10 @@ def random_run(seed, kinds=((H100, 4),), degrees=(1, 2), phases=PHASES, meshes=N
     meshes, least = meshes or run_meshes(machines), least or least_mesh(machines)
     memory = sum(((float(generator.randint(5, 12)),) * count for _, count in machines.kinds), ())
 
-    def kind_of(mesh):
-        return mesh.size, machines.on(mesh.first, mesh.last)
-
-    return RunProblem(random_problem(seed, meshes, memory, least, degrees, phases, kind_of), machines, meshes)
+    groups = {}
+    for mesh in meshes:
+        groups.setdefault(machines.on(mesh.first, mesh.last), []).append(mesh)
+    return RunProblem(random_problem(seed, list(groups.values()), memory, least, degrees, phases), machines, meshes)
 
 
 def divide(run_problem, *meshes):
