@@ -18,11 +18,13 @@ from rlhfuse.planning.price import (
     minibatch_seconds,
     price,
     price_generation,
+    schedule_seconds,
     simulate_generation,
     weight_moves,
 )
 from rlhfuse.planning.search.search import Row, search_tables
 from rlhfuse.planning.search.table import Table
+from rlhfuse.schedule.ir.evaluate import evaluate
 
 SPECS = dict.fromkeys(("actor", "critic", "reference", "reward"), spec_of(4, 1024, 8, 4))
 ROWS = ("generation=d2t2p1", "inference=d4t1p1", "actor_train=d1t2p2", "critic_train=d2t2p1", "sequence_parallel=false")
@@ -111,3 +113,13 @@ def test_a_luckier_order_in_less_room_is_not_priced_as_faster():
     assert lucky.fused < whole.fused and lucky.serial == whole.serial
     made = price_generation(replace(draft, limits=small))
     assert (made.fused, made.serial) == (whole.fused, whole.serial)
+
+
+def test_an_order_by_rule_is_priced_as_it_is():
+    serial, searched = (
+        SearchCase(auto_config(fusion__intra_stage=rule, trainer__hardware="h100"), SPECS, 4, None).setting.draft(TABLE)
+        for rule in ("serial", "search")
+    )
+    by_rule = schedule_seconds(serial)
+    assert serial.given and by_rule == pytest.approx(float(evaluate(serial.given[0]).makespan) * 1e-6)
+    assert schedule_seconds(searched) < by_rule

@@ -166,3 +166,17 @@ def test_generation_is_never_simulated_below_its_floor(seed, kind, tmp_path):
         for threshold in {0, 1, len(batch) // 2, len(batch)}:
             seconds = simulate_gen_infer(batch, instances, costs, limits, threshold).total_seconds
             assert 0 < floor <= seconds * ABOVE
+
+
+def test_a_profile_of_one_degree_prices_generation_whatever_trains(tmp_path):
+    """The first training row may have a degree that was not measured."""
+    for seed in range(40):
+        case = random_case(seed)
+        setting = with_profiles(case, tmp_path / f"{seed}.json", seed).setting
+        space = space_of_setting(setting)
+        first = space.table(0, 0)
+        degrees = setting.inputs.measured.degrees
+        if first.actor_train.tp not in degrees and {first.generation.tp, first.inference.tp} <= set(degrees):
+            assert setting.generation_costs(first).decode_step_seconds(1, 10) > 0
+            return
+    raise AssertionError("no run has such a row")

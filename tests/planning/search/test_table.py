@@ -30,3 +30,11 @@ def test_texts_are_in_the_order_of_the_space_and_no_two_are_alike():
     for seed in range(share(20)):
         texts = [table.text for table in tables_of(space_of_setting(random_case(seed).setting))]
         assert texts == sorted(set(texts))
+
+
+def test_ten_micro_batches_come_after_nine():
+    rows = [f"parallel.{row}=d4t1p1" for row in ("generation", "inference", "actor_train")]
+    rest = ["parallel.sequence_parallel=false", "fusion.actor_microbatches=9", "trainer.recompute=none"]
+    table = Table.parse((*rows, *rest))
+    ten = Table(table.generation, table.inference, table.actor_train, None, 10, "none", False)
+    assert table.critic_train is None and table.text < ten.text

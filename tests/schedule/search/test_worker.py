@@ -156,3 +156,11 @@ def test_same_seed_and_rank_same_rounds():
     first, others = rounds(1, 0), [rounds(2, 0), rounds(1, 1), rounds(1, 2)]
     assert rounds(1, 0) == first and rounds(1, 1) == others[1]
     assert all(one[2][0] != other[2][0] for one, other in combinations([first, *others], 2))
+
+
+def test_a_cap_counts_on_every_level():
+    problem = table_3(9, memory_cap=tuple(range(20, 36)), static_memory=1)
+    worker, best = worker_of(problem, "latency")
+    for level in worker.levels:
+        assert level.objective.problem.memory_cap == problem.memory_cap and level.objective.problem.static_memory == 1
+    play(worker, best, 8, 20_000)
