@@ -11,7 +11,7 @@ from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning import reasons
 from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.memory import KEEPING_PART, GenerationMemory, MemoryBudget, PhaseMemory, RankMemory
-from rlhfuse.planning.planner import make_plan, parse_plan
+from rlhfuse.planning.planner import make_plan
 from rlhfuse.schedule.ir.evaluate import evaluate
 
 GB = 10**9
@@ -113,8 +113,3 @@ def test_where_there_is_no_room_nothing_else_changes():
     assert draft.config.rollout.kv_blocks_per_instance == roomy.config.rollout.kv_blocks_per_instance == 0
     assert draft.problem.static_memory == roomy.problem.static_memory  # keeping is no part of it
     assert replace(draft.problem, memory_cap=None) == replace(roomy.problem, memory_cap=None)
-
-
-def test_every_rank_knows():
-    draft, plan = draft_plan(run(**GPU), SPECS, 4), shared_plan(**GPU)
-    assert plan.report.keeps_generation and parse_plan(draft, plan.to_text()).report == plan.report

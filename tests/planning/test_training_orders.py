@@ -15,6 +15,7 @@ from rlhfuse.schedule.rules.time_sharing import time_sharing
 
 FLAT = {"parallel__actor_train": "d1t1p4", "parallel__critic_train": "d1t1p4"}
 VIRTUAL = {key: f"{layout}v2" for key, layout in FLAT.items()}
+UNEQUAL = {**VIRTUAL, "parallel__critic_train": "d2t1p2v2"}
 BUILDERS = {"serial": serial_1f1b, "interleaved": interleaved_1f1b, "time_sharing": time_sharing}
 
 
@@ -23,10 +24,17 @@ def promised(plan) -> dict:
 
 
 @pytest.mark.parametrize(
-    "rule, layouts", [("serial", FLAT), ("time_sharing", FLAT), ("interleaved", VIRTUAL), ("serial", VIRTUAL)]
+    "rule, layouts",
+    [
+        ("serial", FLAT),
+        ("time_sharing", FLAT),
+        ("interleaved", VIRTUAL),
+        ("serial", VIRTUAL),
+        ("interleaved", UNEQUAL),
+    ],
 )
 def test_a_rule_is_planned_and_compared(rule, layouts):
-    settings, build = run(**layouts, fusion__intra_stage=rule), BUILDERS["interleaved" if layouts is VIRTUAL else rule]
+    settings, build = run(**layouts, fusion__intra_stage=rule), BUILDERS[rule if layouts is FLAT else "interleaved"]
     plan = shared_plan(**layouts, fusion__intra_stage=rule)
     assert plan.schedule.orders == build(plan.schedule.problem).orders
     assert f"fusion.intra_stage={rule}" in plan.report.schedule.source

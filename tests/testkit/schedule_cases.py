@@ -4,9 +4,10 @@ import math
 import random
 from dataclasses import replace
 
+from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph
-from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
+from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline, StageCosts, fused_problem
 from rlhfuse.schedule.rules.builders import greedy, lane_ranks, list_schedule, min_memory
 
 # (P0, P1, M0, M1, f0, f1, a0, a1), serial 1F1B, latency bound, serial memory, what is proved at the latency bound
@@ -127,23 +128,17 @@ def random_instance(seed):
 
 
 def random_group(rng):
-    """Two models as in a fused pair, K1:K2 coprime, sometimes a third one: blocks of nodes, the second's reversed."""
+    """Two models as in a fused pair, K1:K2 coprime, sometimes a third one; mostly the second's are reversed."""
     depths = rng.choice([(4, 2), (4, 3), (2, 3), (6, 4), (6, 4), (9, 3), (10, 5), (15, 5), (16, 8), (16, 16), (12, 4)])
     nodes = math.lcm(*depths)
     if rng.random() < 0.3:
         depths += (rng.choice([d for d in range(1, nodes + 1) if nodes % d == 0 and 2 * d >= nodes]),)
-    copies = [nodes // depth for depth in depths]
-    total = math.lcm(*copies) * (rng.randint(1, 2) if nodes < 9 else 1)
-    pipelines = []
-    for number, (depth, count) in enumerate(zip(depths, copies)):
-        draw, split = _draws(rng, depth), rng.random() < 0.2
-        facts = draw(), draw(), draw(), draw() if split else None
-        for k in range(count):
-            block = tuple(range(k * depth, (k + 1) * depth))
-            reverse = number == 1 or (number == 2 and rng.random() < 0.5)
-            placement = block[::-1] if reverse else block
-            pipelines.append(Pipeline(f"m{number}.{k}", f"m{number}", placement, total // count, *facts))
-    return FusionProblem(nodes, tuple(pipelines), transfer=rng.choice([0, 0, 1, 0.25]))
+    layouts = {f"m{number}": ParallelLayout(nodes // depth, 1, depth) for number, depth in enumerate(depths)}
+    copies = [layout.dp for layout in layouts.values()]
+    microbatches = math.lcm(*copies) * (rng.randint(1, 2) if nodes < 9 else 1) // copies[0]
+    costs = {model: StageCosts(*_facts(rng, layout.pp)) for model, layout in layouts.items()}
+    problem = fused_problem(layouts, microbatches, costs, alternate=rng.random() < 0.75)
+    return replace(problem, transfer=rng.choice([0, 0, 1, 0.25]))
 
 
 def random_layout(rng):
@@ -152,22 +147,20 @@ def random_layout(rng):
     nodes = tuple(rng.sample(range(depth), depth))
     pipelines = []
     for number in range(rng.randint(1, 3)):
-        draw, split = _draws(rng, depth), rng.random() < 0.2
-        microbatches = depth * rng.randint(1, 2 if depth < 6 else 1)
-        facts = draw(), draw(), draw(), draw() if split else None
+        microbatches, facts = depth * rng.randint(1, 2 if depth < 6 else 1), _facts(rng, depth)
         pipelines.append(Pipeline(f"m{number}", f"m{number}", nodes[:: rng.choice([1, -1])], microbatches, *facts))
     return FusionProblem(depth, tuple(pipelines), transfer=rng.choice([0, 0, 1, 0.25]))
 
 
-def _draws(rng, stages):
-    """Draws a value per stage: whole numbers or not, alike or not."""
+def _facts(rng, stages):
+    """Times, activations and sometimes weight gradients, a value per stage: whole numbers or not, alike or not."""
     whole, alike = rng.random() < 0.5, rng.random() < 0.3
 
     def draw():
         values = tuple(rng.randint(1, 6) if whole else rng.uniform(0.1, 3) for _ in range(stages))
         return values[:1] * stages if alike else values
 
-    return draw
+    return draw(), draw(), draw(), draw() if rng.random() < 0.2 else None
 
 
 # ---- the checker: from here on nothing of the package is used -------------------------------------------------
@@ -175,8 +168,7 @@ def _draws(rng, stages):
 
 def check(problem, orders):
     """Makespan and peak memory per node of valid orders of Actions; AssertionError with the broken rule otherwise."""
-    rows = [[(a.pipeline, a.stage, a.kind.value, a.microbatch) for a in order] for order in orders]
-    found = verdict(plain(problem), rows)
+    found = verdict(plain(problem), orders)
     assert not isinstance(found, str), found
     return found
 
@@ -192,7 +184,7 @@ def verdict(problem, rows, claims=None):
     """The first rule that a schedule breaks, as text, or (makespan, peak memory per node).
 
     problem: as in problem.json. rows: per node, tasks as in schedule.json (start and end may be left out) or
-    (pipeline, stage, kind, microbatch). claims: an object with makespan, peak_memory, node_peak_memory,
+    Actions. claims: an object with makespan, peak_memory, node_peak_memory,
     lower_bound and optimal, of which any may be missing.
     """
     if len(rows) != problem["nodes"]:
@@ -220,13 +212,14 @@ def _key(task):
     return (task["pipeline"], task["stage"], task["kind"], task["microbatch"]) if isinstance(task, dict) else task
 
 
-def _per_stage(pipe, key, stage):
-    value = pipe[key]
-    return value[stage] if isinstance(value, (list, tuple)) else value
+def _at(facts, key, place):
+    """Of one stage of a pipeline, or one node of a problem: a scalar stands for all."""
+    value = facts[key]
+    return value[place] if isinstance(value, (list, tuple)) else value
 
 
 def _duration(pipe, stage, kind):
-    return _per_stage(pipe, {"F": "forward", "B": "backward", "W": "weight_gradient"}[kind], stage)
+    return _at(pipe, {"F": "forward", "B": "backward", "W": "weight_gradient"}[kind], stage)
 
 
 def _kinds(pipe):
@@ -322,11 +315,9 @@ def _untimely(problem, pipes, rows, slack):
 def _peak(pipes, row):
     level = peak = 0
     for name, stage, kind, _ in row:
-        activation = _per_stage(pipes[name], "activation", stage)
-        later = activation if pipes[name].get("weight_activation") is None else None
-        later = _per_stage(pipes[name], "weight_activation", stage) if later is None else later
-        if "W" not in _kinds(pipes[name]):
-            later = 0
+        activation = _at(pipes[name], "activation", stage)
+        held_for_weights = "activation" if pipes[name].get("weight_activation") is None else "weight_activation"
+        later = _at(pipes[name], held_for_weights, stage) if "W" in _kinds(pipes[name]) else 0
         during = level + {"F": activation, "B": max(0, later - activation), "W": 0}[kind]
         level += {"F": activation, "B": later - activation, "W": -later}[kind]
         peak = max(peak, during, level)
@@ -334,11 +325,9 @@ def _peak(pipes, row):
 
 
 def _over_cap(problem, peaks):
+    given = {"memory_cap": None, "static_memory": 0, **problem}
     for node, peak in enumerate(peaks):
-        cap = problem.get("memory_cap")
-        cap = cap[node] if isinstance(cap, (list, tuple)) else cap
-        static = problem.get("static_memory", 0)
-        static = static[node] if isinstance(static, (list, tuple)) else static
+        cap, static = _at(given, "memory_cap", node), _at(given, "static_memory", node)
         if cap is not None and static + peak > cap + 1e-9 * max(1, cap):
             return f"over the cap: node {node} holds {static} + {peak} > {cap}"
     return None

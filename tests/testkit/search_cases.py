@@ -1,10 +1,11 @@
-"""Random runs whose layouts are searched, and all their tables priced one by one."""
+"""Runs whose layouts are searched: random ones, all their tables priced one by one, and small ones, ranked once."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -19,17 +20,24 @@ from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.price import Price, price, price_generation, weight_moves
-from rlhfuse.planning.search.search import check_headroom
+from rlhfuse.planning.search.resolve import open_setting
+from rlhfuse.planning.search.search import Ranking, Row, check_headroom
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import Space, space_of
 from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.lengths import SampleLengths
-from testkit.four_ranks import config
+from testkit.four_ranks import SPECS, config
 
-ROWS = ("generation", "inference", "reference_inference", "reward_inference", "critic_inference")
+SCORERS = ("reference_inference", "reward_inference", "critic_inference")
+ROWS = ("generation", "inference", *SCORERS)
 TRAINED = ("actor_train", "critic_train")
+OPEN = {f"parallel__{row}": AUTO for row in (*ROWS, *TRAINED, "sequence_parallel")}
+OPEN |= {"fusion__actor_microbatches": AUTO}
 PROMPT, RESPONSE = 64, 192  # tokens, at most
+LARGE = ModelSpec("llama", 8, 4096, 32, 8, 128, 14336, 32000, 4096)
+LARGE_SPECS = dict.fromkeys(SPECS, LARGE)
+GPUS = {"trainer__device": "cuda", "trainer__hardware": "h100"}
 
 
 @dataclass(frozen=True)
@@ -55,9 +63,7 @@ class PricedTable:
 
 def auto_config(**keys) -> RunConfig:
     """A run whose layouts, micro-batches and recomputation are all searched but for these keys."""
-    rows = {f"parallel__{row}": AUTO for row in (*ROWS, *TRAINED, "sequence_parallel")}
     base = {
-        "fusion__actor_microbatches": AUTO,
         "trainer__recompute": AUTO,
         "algorithm__minibatches": 2,
         "data__max_prompt_tokens": PROMPT,
@@ -66,7 +72,7 @@ def auto_config(**keys) -> RunConfig:
         "rollout__prompts_per_iteration": 16,
         "parallel__headroom": 0.0,
     }
-    return config(**{**rows, **base, **keys})
+    return config(**{**OPEN, **base, **keys})
 
 
 def spec_of(layers: int, hidden: int, heads: int, kv_heads: int, vocab: int = 2048, tied: bool = False) -> ModelSpec:
@@ -184,7 +190,7 @@ def with_memory(case: SearchCase, gigabytes: float) -> SearchCase:
     return replace(case, config=case.config.with_(trainer={"memory_limit_gb": gigabytes}))
 
 
-def profiles_of(case: SearchCase, rng: random.Random, degrees: tuple[int, ...] = (1, 2)) -> TensorProfiles:
+def profiles_of(case: SearchCase, rng: random.Random) -> TensorProfiles:
     """As tools/profile_costs.py writes them for this run: grids that ascend, in no other order."""
 
     def grid(*axes: tuple[float, ...], scale: float) -> Grid:
@@ -196,13 +202,10 @@ def profiles_of(case: SearchCase, rng: random.Random, degrees: tuple[int, ...] =
 
     tokens, few = (16.0, 100.0, 700.0), (1.0, 3.0, 9.0)
     made = []
-    for degree in degrees:
-        known = case.config.with_(
-            parallel={row: f"d1t{degree}p1" for row in (*ROWS, *TRAINED)} | {"sequence_parallel": False},
-            fusion={"actor_microbatches": 1},
-            trainer={"recompute": "none"},
-        )
-        known = resolve_device(known)
+    for degree in rng.choice(((1, 2), (1, 2, 4))):
+        rows = {row: f"d1t{degree}p1" for row in (*ROWS, *TRAINED)} | {"sequence_parallel": False}
+        settled = {"fusion": {"actor_microbatches": 1}, "trainer": {"recompute": "none"}}
+        known = resolve_device(case.config.with_(parallel=rows, **settled))
         scales = (2e-3, 4e-3, 1e-3, 2e-3, 2.5e-3, 2e-3)[: 4 if rng.random() < 0.2 else 6]  # now and then no split ones
         training = {
             role: TrainingGrids(degree, *(grid(tokens, scale=scale) for scale in scales)) for role in known.trained()
@@ -224,13 +227,9 @@ def profiles_of(case: SearchCase, rng: random.Random, degrees: tuple[int, ...] =
 
 def with_profiles(case: SearchCase, file: Path, seed: int) -> SearchCase:
     """With measured costs, which are written to `file`."""
-    rng = random.Random(seed)
-    degrees = rng.choice(((1, 2), (1, 2, 4)))
-    write_json(file, profiles_of(case, rng, degrees).to_dict())
-    config = case.config.with_(
-        fusion={"profile": str(file)}, parallel={"sequence_parallel": AUTO}, trainer={"recompute": AUTO}
-    )
-    return replace(case, config=config)
+    write_json(file, profiles_of(case, random.Random(seed)).to_dict())
+    opened = {"parallel": {"sequence_parallel": AUTO}, "trainer": {"recompute": AUTO}}
+    return replace(case, config=case.config.with_(fusion={"profile": str(file)}, **opened))
 
 
 def priced_tables(setting: Setting) -> list[PricedTable]:
@@ -253,3 +252,32 @@ def priced_tables(setting: Setting) -> list[PricedTable]:
 def tables_of(space: Space) -> Iterator[Table]:
     for training, generation in product(range(len(space.training)), range(len(space.generation))):
         yield space.table(training, generation)
+
+
+def everything(**keys):
+    """A run of few samples in which all that a search decides is auto, unless `keys` say it."""
+    few = {"rollout__prompts_per_iteration": 4, "rollout__samples_per_prompt": 1, "algorithm__minibatches": 1}
+    return config(**{**OPEN, "trainer__recompute": AUTO, **few, **keys})
+
+
+def setting(world_size: int = 2, specs=SPECS, **keys) -> Setting:
+    return open_setting(everything(**keys), specs, world_size)
+
+
+def all_rows(made: Setting) -> list[Row]:
+    """Every table that fits, by a search that has answered nothing else."""
+    return [row for row, _ in Ranking(made).ranked()]
+
+
+@cache
+def known(world_size: int = 2, large: bool = False, **keys) -> tuple[Setting, list[Row]]:
+    """A setting of small or large models and all its rows, ranked once."""
+    made = setting(world_size, LARGE_SPECS if large else SPECS, **keys)
+    return made, all_rows(made)
+
+
+def with_price(row: Row, seconds: float, needed_bytes: float) -> Row:
+    """As it is, with that price in all."""
+    return replace(
+        row, price=replace(row.price, schedules=row.price.schedules + seconds - row.seconds), needed_bytes=needed_bytes
+    )

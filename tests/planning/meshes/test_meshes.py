@@ -5,92 +5,58 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from testkit.mesh_cases import PHASES, plans, random_problem
 from testkit.profiles import share
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.planning.meshes.call_graph import GraphCall, graph_seconds, place_calls
 from rlhfuse.planning.meshes.mesh import Mesh, aligned_meshes, split_meshes
-from rlhfuse.planning.meshes.problem import Call, Choice, MeshProblem, Option, on_equal_meshes
+from rlhfuse.planning.meshes.problem import Call, Choice, MeshProblem, Option
 from rlhfuse.planning.meshes.search import best_plan, mesh_kinds
 from rlhfuse.planning.meshes.walk import greedy_plan, walk
 
-
-def options(generator, size, layouts, held, fetched):
-    """Random ones: whole numbers, so that ties and exact fits come about."""
-    degrees = [tp for tp in (1, 2, 4) if size % tp == 0][:layouts]
-    return [
-        Option(
-            ParallelLayout(size // tp, tp, 1),
-            seconds=float(generator.randint(4, 40) * 8 // size),
-            held_bytes=float(generator.randint(1, 4)) if held else 0.0,
-            passing_bytes=float(generator.randint(1, 6)),
-            fetch_seconds=float(generator.randint(0, 3)) if fetched else 0.0,
-        )
-        for tp in degrees
-    ]
+TWO_SCORERS = (PHASES[0], ("reference_inference", "critic_inference"), PHASES[2])
 
 
-def call(name, generator, meshes, layouts, held=False, source=""):
-    """The same options for all meshes of a size."""
-    sizes = sorted({mesh.size for mesh in meshes})
-    by_size = {size: options(generator, size, layouts, held, bool(source)) for size in sizes}
-    return Call(name, on_equal_meshes(meshes, by_size), source)
+def iteration(seed, ranks, least, degrees, memory, phases=TWO_SCORERS):
+    return random_problem(seed, [aligned_meshes(ranks, least).meshes()], (memory,) * ranks, least, degrees, phases)
 
 
-def iteration(seed, ranks, least, layouts, memory, scorers=("reference", "critic")):
-    """Generation, scorers and two trainings: the actor's weights are fetched to generate, the critic's to score."""
-    generator = random.Random(seed)
-    some = (generator, aligned_meshes(ranks, least).meshes(), layouts)
-    phases = (
-        (call("generation", *some, source="actor_train"),),
-        tuple(call(name, *some, source="critic_train" if name == "critic" else "") for name in scorers),
-        (call("critic_train", *some, held=True), call("actor_train", *some, held=True)),
-    )
-    return MeshProblem((memory,) * ranks, least, phases)
-
-
-def least_of_all(problem, tree=None):
-    """Seconds of the fastest plan, by trying all of them; None where none fits."""
-    meshes = (tree or aligned_meshes(problem.ranks, problem.least)).meshes()
-    every = [
-        [Choice(mesh, one) for mesh in meshes for one in call.options.get(mesh, ())] for call in problem.calls.values()
-    ]
-    plans = (dict(zip(problem.calls, chosen)) for chosen in product(*every))
-    return min((problem.seconds(plan) for plan in plans if problem.fits(plan)), default=None)
-
-
-def check_best(problem):
+def check_best(problem, tree=None):
     """Against all plans; without any that fits it is refused."""
-    expected = least_of_all(problem)
+    meshes = (tree or aligned_meshes(problem.ranks, problem.least)).meshes()
+    expected = min(map(problem.seconds, plans(problem, meshes)), default=None)
     if expected is None:
         with pytest.raises(InputError, match=f"on {problem.ranks} ranks fits into .* GB of a rank"):
-            best_plan(problem)
+            best_plan(problem, tree)
         return
-    found = best_plan(problem)
+    found = best_plan(problem, tree)
     assert problem.fits(found.plan) and problem.seconds(found.plan) == found.seconds == expected
     assert found.bound >= found.seconds and found.priced <= found.placements
     assert graph_seconds(problem.graph(found.plan)) == pytest.approx(found.seconds)
 
 
 @pytest.mark.parametrize("seed", range(share(10)))
-@pytest.mark.parametrize("ranks, least, layouts", [(4, 2, 2), (4, 1, 1), (6, 2, 1), (8, 4, 2)])
-def test_no_plan_is_faster(ranks, least, layouts, seed):
-    check_best(iteration(seed, ranks, least, layouts, memory=4.0 + seed % 7))
+@pytest.mark.parametrize(
+    "ranks, least, degrees, phases",
+    [
+        (4, 2, (1, 2), TWO_SCORERS),
+        (4, 1, (1,), TWO_SCORERS),
+        (6, 2, (1,), TWO_SCORERS),
+        (8, 4, (1, 2), TWO_SCORERS),
+        (4, 2, (1,), PHASES),
+        (4, 2, (1,), (PHASES[0], PHASES[1][:2], ("actor_train",))),
+    ],
+)
+def test_no_plan_is_faster(ranks, least, degrees, phases, seed):
+    check_best(iteration(seed, ranks, least, degrees, 4.0 + seed % 7, phases))
 
 
-@pytest.mark.parametrize("seed", range(share(5)))
-def test_three_scorers_and_no_critic(seed):
-    problem = iteration(seed, 4, 2, 1, 8.0, ("reference", "reward", "critic"))
-    check_best(problem)
-    generation, scorers, (_, actor) = problem.phases
-    check_best(MeshProblem((8.0,) * 4, 2, (generation, scorers[:2], (actor,))))
-
-
-def unlike(seed, ranks, least, layouts):
+def unlike(seed, ranks, least, degrees):
     """The same iteration where ranks of the left half have other memory, and meshes there other options."""
     generator = random.Random(seed)
-    problem = iteration(seed, ranks, least, layouts, 0.0)
+    problem = iteration(seed, ranks, least, degrees, 0.0)
     left = Mesh(0, ranks // 2)
 
     def slower(some):
@@ -108,27 +74,20 @@ def unlike(seed, ranks, least, layouts):
 
 
 @pytest.mark.parametrize("seed", range(share(20)))
-@pytest.mark.parametrize("ranks, least, layouts", [(4, 2, 2), (4, 1, 1), (8, 4, 2)])
-def test_no_plan_is_faster_where_ranks_differ(ranks, least, layouts, seed):
-    check_best(unlike(seed, ranks, least, layouts))
+@pytest.mark.parametrize("ranks, least, degrees", [(4, 2, (1, 2)), (4, 1, (1,)), (8, 4, (1, 2))])
+def test_no_plan_is_faster_where_ranks_differ(ranks, least, degrees, seed):
+    check_best(unlike(seed, ranks, least, degrees))
 
 
 @pytest.mark.parametrize("seed", range(share(10)))
 def test_no_plan_is_faster_on_two_parts(seed):
     tree = split_meshes(6, 2, 2)
     assert [str(mesh) for mesh in tree.meshes()] == "@0-5 @0-1 @2-5 @2-3 @4-5".split()
-    problem = iteration(seed, 6, 2, 1, 9.0)
-    generator, meshes = random.Random(seed), tree.meshes()
-    phases = tuple(
-        tuple(call(one.name, generator, meshes, 1, one.resident, one.source) for one in phase)
-        for phase in problem.phases
-    )
-    problem = MeshProblem((9.0,) * 6, 2, phases)
-    assert best_plan(problem, tree).seconds == least_of_all(problem, tree)
+    check_best(random_problem(seed, [tree.meshes()], (9.0,) * 6, 2, phases=TWO_SCORERS), tree)
 
 
 def test_meshes_are_of_a_kind_where_all_is_alike_in_their_parts():
-    problem, tree = iteration(1, 8, 2, 1, 8.0), aligned_meshes(8, 2)
+    problem, tree = iteration(1, 8, 2, (1,), 8.0), aligned_meshes(8, 2)
     kinds = mesh_kinds(problem, tree)
     assert kinds[Mesh(0, 4)] == kinds[Mesh(4, 4)] and len(set(kinds.values())) == 3
     less = mesh_kinds(replace(problem, memory_bytes=(8.0,) * 7 + (7.0,)), tree)
@@ -141,7 +100,7 @@ def test_meshes_are_of_a_kind_where_all_is_alike_in_their_parts():
 
 @pytest.mark.parametrize("seed", range(share(5)))
 def test_a_walk_is_never_worse_than_its_start_nor_better_than_the_best(seed):
-    problem = iteration(seed, 8, 1, 2, 9.0)
+    problem = iteration(seed, 8, 1, (1, 2), 9.0)
     meshes, found = aligned_meshes(8, 1).meshes(), best_plan(problem)
     walked = walk(problem, greedy_plan(problem, meshes), meshes, 2000, seed)
     assert not walked.fits or walked.seconds >= found.seconds

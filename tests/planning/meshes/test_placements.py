@@ -2,70 +2,38 @@
 
 import random
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testkit.four_ranks import run
+from testkit.mesh_cases import PHASES, plans, random_problem
 from testkit.profiles import examples, share
 
 from rlhfuse.config.machines import Machines
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.meshes.across_iterations import best_lanes, period_seconds, repeated
 from rlhfuse.planning.meshes.call_graph import place_calls
 from rlhfuse.planning.meshes.mesh import Mesh
 from rlhfuse.planning.meshes.placements import OVERLAPPED, SHAPES, placements
 from rlhfuse.planning.meshes.problem import Call, Choice, MeshProblem, Option
 from rlhfuse.planning.meshes.run_problem import SOURCES, RunProblem, least_mesh, run_meshes
-from rlhfuse.planning.meshes.run_work import RunWork
 from rlhfuse.planning.meshes.tell import as_dict, as_text
 
 H100 = replace(hardware_by_name("h100"), devices_per_node=4)
 A100 = replace(hardware_by_name("a100"), devices_per_node=4)
-PHASES = (
-    ("generation",),
-    ("reference_inference", "reward_inference", "critic_inference"),
-    ("critic_train", "actor_train"),
-)
 
 
-def random_run(seed, kinds=((H100, 4),), degrees=(1, 2), phases=PHASES):
-    """Random options, the same for meshes of one size and kind: whole numbers, so that ties come about."""
+def random_run(seed, kinds=((H100, 4),), degrees=(1, 2), phases=PHASES, meshes=None, least=None):
+    """The same options for meshes of one size and kind."""
     generator, machines = random.Random(seed), Machines.of(kinds)
-    meshes = run_meshes(machines)
-
-    def options(name, size):
-        found = []
-        for tp in (tp for tp in degrees if size % tp == 0):
-            held = generator.randint(1, 4) if name.endswith("_train") else 0
-            fetch = generator.randint(0, 3) if name in SOURCES else 0
-            seconds = generator.randint(4, 40) * 8 // size
-            found.append(Option(ParallelLayout(size // tp, tp, 1), seconds, held, generator.randint(1, 6), fetch))
-        return tuple(found)
-
-    def call(name):
-        known = {}
-        for mesh in meshes:
-            known.setdefault((mesh.size, machines.on(mesh.first, mesh.last)), options(name, mesh.size))
-        by_mesh = {mesh: known[mesh.size, machines.on(mesh.first, mesh.last)] for mesh in meshes}
-        return Call(name, by_mesh, SOURCES.get(name, ""))
-
+    meshes, least = meshes or run_meshes(machines), least or least_mesh(machines)
     memory = sum(((float(generator.randint(5, 12)),) * count for _, count in machines.kinds), ())
-    calls = tuple(tuple(map(call, phase)) for phase in phases)
-    return RunProblem(MeshProblem(memory, least_mesh(machines), calls), machines, meshes)
 
-
-def plans(run_problem):
-    """Every plan on aligned meshes that fits."""
-    problem, meshes = run_problem.problem, run_problem.aligned.meshes()
-    every = [[Choice(mesh, one) for mesh in meshes for one in call.options[mesh]] for call in problem.calls.values()]
-    for chosen in product(*every):
-        plan = dict(zip(problem.calls, chosen))
-        if problem.fits(plan):
-            yield plan
+    groups = {}
+    for mesh in meshes:
+        groups.setdefault(machines.on(mesh.first, mesh.last), []).append(mesh)
+    return RunProblem(random_problem(seed, list(groups.values()), memory, least, degrees, phases), machines, meshes)
 
 
 def divide(run_problem, *meshes):
@@ -119,19 +87,14 @@ def steady_state(problem, plan):
 @pytest.mark.parametrize("seed", range(share(12)))
 def test_each_is_the_best_of_all_that_obey_its_definition(seed):
     """On four ranks with parts of two, and on two machines of a rank's size each."""
-    kinds = [((H100, 4),), ((replace(A100, devices_per_node=2), 2), (replace(H100, devices_per_node=2), 2))][seed % 2]
-    run_problem = random_run(seed, kinds, degrees=(1, 2) if seed % 2 == 0 else (1,))
     if seed % 2:  # meshes of one rank are for the walk alone: too many plans to try
-        only = {Mesh(0, 4), Mesh(0, 2), Mesh(2, 2)}
-        phases = tuple(
-            tuple(replace(one, options={m: some for m, some in one.options.items() if m in only}) for one in phase)
-            for phase in run_problem.problem.phases
-        )
-        problem = replace(run_problem.problem, phases=phases, least=2)
-        run_problem = replace(run_problem, problem=problem, meshes=tuple(sorted(only)))
+        kinds = tuple((replace(kind, devices_per_node=2), 2) for kind in (A100, H100))
+        run_problem = random_run(seed, kinds, (1,), meshes=(Mesh(0, 2), Mesh(0, 4), Mesh(2, 2)), least=2)
+    else:
+        run_problem = random_run(seed)
     problem = run_problem.problem
     best = {}
-    for plan in plans(run_problem):
+    for plan in plans(problem, run_problem.aligned.meshes()):
         for name in (*SHAPES, "free"):
             if name != "REAL's heuristic" and obeys(name, run_problem, plan):
                 seconds = steady_state(problem, plan) if name in OVERLAPPED else problem.seconds(plan)
@@ -165,14 +128,6 @@ def with_memory(run_problem, memory, **changes):
     return replace(run_problem, problem=problem)
 
 
-def with_options(phases, change):
-    """All calls, with the options of each mesh changed."""
-    return tuple(
-        tuple(replace(one, options={m: change(m, some) for m, some in one.options.items()}) for one in phase)
-        for phase in phases
-    )
-
-
 def test_the_heuristic_has_as_many_tensor_ranks_as_fit():
     run_problem = random_run(3)
 
@@ -180,11 +135,14 @@ def test_the_heuristic_has_as_many_tensor_ranks_as_fit():
         chosen = next(one for one in placements(some) if one.name == "REAL's heuristic")
         return {choice.option.layout.tp for choice in chosen.plan.values()}
 
-    def heavier(_, some):
+    def heavier(some):
         return tuple(replace(one, passing_bytes=1e9) if one.layout.tp == 2 else one for one in some)
 
     assert degrees(with_memory(run_problem, 99.0)) == {2}
-    phases = with_options(run_problem.problem.phases, heavier)
+    phases = tuple(
+        tuple(replace(one, options={m: heavier(some) for m, some in one.options.items()}) for one in phase)
+        for phase in run_problem.problem.phases
+    )
     assert degrees(with_memory(run_problem, 99.0, phases=phases)) == {1}
 
 
@@ -224,28 +182,6 @@ def test_what_a_run_does_not_have_is_said():
     assert found["split training"].why_not.startswith("1 ranks have no two parts")
     full = with_memory(without, 0.5)
     assert all("fits into" in one.why_not or "this run has no" in one.why_not for one in placements(full))
-
-
-SMALL = ModelSpec("llama", 16, 2048, 16, 8, 128, 5632, 32000, 2048)
-SPECS = {role: SMALL for role in ("actor", "critic", "reference", "reward")}
-
-
-@pytest.mark.ci
-def test_slow_machines_get_less():
-    """A run's own prices on machines of two kinds, either way round."""
-    draft = draft_plan(run(trainer__hardware="h100", fusion__intra_stage="serial"), SPECS, 4)
-    work, half = RunWork.of(draft), {"flops": H100.flops / 2}
-    slow = replace(H100, name="slow", memory_bandwidth=H100.memory_bandwidth / 2, **half)
-    shares = []
-    for kinds, slow_ranks in ((((slow, 4), (H100, 4)), Mesh(0, 4)), (((H100, 4), (slow, 4)), Mesh(4, 4))):
-        found = {one.name: one for one in placements(RunProblem.of(work, Machines.of(kinds)))}
-        taken = [0.0, 0.0]
-        for choice in found["free"].plan.values():
-            for index, ranks in enumerate((slow_ranks, Mesh(4 - slow_ranks.first, 4))):
-                taken[index] += choice.option.seconds if choice.mesh.overlaps(ranks) else 0
-        assert taken[0] < taken[1] and found["free"].seconds < found["colocated, serial"].seconds
-        shares.append((found["free"].seconds, taken))
-    assert shares[0] == shares[1]
 
 
 def test_the_table_names_all_and_compares_with_what_runs_today():

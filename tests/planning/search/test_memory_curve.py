@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from testkit.small_searches import known, with_price
+from testkit.search_cases import known, with_price
 
 from rlhfuse.planning.search.memory_curve import draw_memory_curve, memory_curve
 

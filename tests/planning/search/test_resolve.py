@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.four_ranks import SPECS, config
 from testkit.profiles import examples
+from testkit.search_cases import OPEN, SCORERS
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.auto_layouts import layout_rows, searched_keys
@@ -17,7 +18,6 @@ from rlhfuse.planning.search.resolve import StoredLayouts, resolve_layouts
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.rules.builders import greedy
 
-SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 GIVEN = {"generation": "d2t2p1", "actor_train": "d1t1p4", "critic_train": "d2t1p2", **dict.fromkeys(SCORERS, "d4t1p1")}
 STORED = StoredLayouts(
     "run/checkpoints/iteration-3",
@@ -33,15 +33,8 @@ STORED = StoredLayouts(
 )
 
 
-def auto(*keys: str, **given_keys):
-    """The run of four ranks with these keys auto."""
-    return config(**{key.replace(".", "__"): AUTO for key in keys}, **given_keys)
-
-
 def everything(**keys):
-    rows = (*SCORERS, "inference", "generation", "actor_train", "critic_train", "sequence_parallel")
-    given_keys = {"fusion__actor_microbatches": AUTO, "algorithm__minibatches": AUTO} | keys
-    return auto(*(f"parallel.{row}" for row in rows if f"parallel__{row}" not in keys), **given_keys)
+    return config(**{**OPEN, "algorithm__minibatches": AUTO, **keys})
 
 
 def is_settled(made) -> bool:

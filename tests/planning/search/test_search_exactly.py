@@ -8,7 +8,6 @@ from math import inf
 import pytest
 from testkit.profiles import share
 from testkit.search_cases import (
-    ROWS,
     PricedTable,
     SearchCase,
     auto_config,
@@ -100,16 +99,6 @@ def test_a_search_and_drafts_of_their_own_agree():
     draft = draft_plan(config, case.specs, case.world_size, case.lengths)
     assert draft.problem == case.setting.draft(best.table).problem
     assert draft.memory == case.setting.draft(best.table).memory
-
-
-def test_rows_that_are_given_stay():
-    keys = {"parallel__actor_train": "d1t2p2", "fusion__actor_microbatches": 4, "trainer__recompute": "full"}
-    rows = dict.fromkeys((f"parallel__{row}" for row in ROWS), "d2t2p1")
-    found = found_of(SearchCase(auto_config(**keys, **rows), SPECS, 4, None))
-    for row in found.rows:
-        table = row.table
-        assert (str(table.actor_train), table.microbatches, table.recompute) == ("d1t2p2", 4, "full")
-        assert str(table.generation) == str(table.inference) == "d2t2p1"
 
 
 # nothing fits ----------------------------------------------------------------------------------------------------

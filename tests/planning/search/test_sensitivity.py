@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from testkit.small_searches import GPUS, known
+from testkit.search_cases import GPUS, known
 
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.sensitivity import CONSTANTS, FACTORS, Swing, seconds_of, sensitivity, with_constant

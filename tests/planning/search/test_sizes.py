@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from testkit.small_searches import GPUS, LARGE_SPECS, everything, setting
+from testkit.search_cases import GPUS, LARGE_SPECS, everything, setting
 
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.sizes import render_sizes, sizes_of

@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 from testkit.flat_profile import of_degree
-from testkit.small_searches import GPUS, LAYOUTS, SCORERS, setting
+from testkit.search_cases import GPUS, ROWS, TRAINED, setting
 
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.planning.search.search import Ranking
@@ -127,7 +127,7 @@ def profiled() -> Setting:
 
 def measured(made: Setting, *degrees: int, largest: float = 1e6) -> Ranking:
     """Its search where every call was measured to take as many seconds as its tensor degree, counts up to `largest`."""
-    given = made.config.with_(parallel=dict.fromkeys((*LAYOUTS[:4], *SCORERS), "d4t1p1"))
+    given = made.config.with_(parallel=dict.fromkeys((*ROWS, *TRAINED), "d4t1p1"))
     profiles = tuple(of_degree(given, made.specs, degree, largest) for degree in degrees)
     return Ranking(replace(made, inputs=replace(made.inputs, measured=TensorProfiles(profiles))))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from testkit.small_searches import GPUS, LARGE_SPECS, all_rows, known, setting
+from testkit.search_cases import GPUS, LARGE_SPECS, all_rows, known, setting
 
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.planning.search.search import Ranking, Row

@@ -108,9 +108,12 @@ def test_bounds_and_claims_against_exact_optima(draw):
             seen["found fastest"] += report.makespan <= fastest.value * (1 + EDGE)
             assert report.optimal == told["optimal"] <= (report.makespan <= fastest.value * (1 + EDGE)), seed
             assert not told["memory_optimal"] or report.peak_memory <= (least.value or math.inf) * (1 + EDGE), seed
+            seen["least known"] += least.proved
+            seen["found leanest"] += least.proved and report.peak_memory <= least.value * (1 + EDGE)
     for asked in ("latency", "memory", "capped latency"):
         assert seen[asked] >= share(PROBLEMS) / 2 and seen[asked, "met"] > seen[asked] / 2, seen
     assert seen["found fastest"] >= 0.9 * seen["searched"]
+    assert seen["found leanest"] >= 0.8 * seen["least known"] >= 0.5 * seen["searched"], seen
 
 
 def test_bounds_never_pass_what_a_builder_made():

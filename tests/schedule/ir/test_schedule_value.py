@@ -4,8 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from testkit.profiles import share
-from testkit.schedule_cases import capped_greedy, random_problem, table_3, table_3_problem, with_facts
+from testkit.schedule_cases import capped_greedy, table_3, table_3_problem, with_facts
 
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.io import load_schedule, save_schedule
@@ -13,7 +12,7 @@ from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate, memory_profile
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.builders import greedy, min_memory, one_at_a_time, serial_1f1b
+from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 
 
 def two_by_two():
@@ -163,45 +162,6 @@ def test_damaged_schedule_files_are_refused(tmp_path, damage):
     path.write_text(unknown if damage == "an unknown kind" else damage)
     with pytest.raises(InputError, match="schedule.json"):
         load_schedule(path)
-
-
-def held_at(pipeline, stage, at, times):
-    """What one micro-batch holds on a stage at a moment, from the times of its tasks alone."""
-    activation = pipeline.activation[stage]
-    later = activation if pipeline.weight_activation is None else pipeline.weight_activation[stage]
-    (begin, _), (back, backed) = times["F"], times["B"]
-    if at < begin:
-        return 0
-    if at < back:
-        return activation
-    if at < backed:
-        return max(activation, later) if pipeline.split else activation
-    return later if pipeline.split and at < times["W"][1] else 0
-
-
-def test_peaks_are_those_of_the_clock():
-    """Memory summed over all micro-batches at the start of every task, split backwards with their own part included."""
-    more = less = 0
-    for seed in range(share(300)):
-        problem = random_problem(seed)
-        schedule = (greedy, capped_greedy, one_at_a_time)[seed % 3](problem)
-        timeline = evaluate(schedule)
-        for node, order in enumerate(schedule.orders):
-            times = {}
-            for action, start, end in zip(order, timeline.starts[node], timeline.ends[node]):
-                key = action.pipeline, action.stage, action.microbatch
-                times.setdefault(key, {})[action.kind.value] = start, end
-            levels = [
-                sum(held_at(problem.pipeline(name), stage, at, own) for (name, stage, _), own in times.items())
-                for at in timeline.starts[node]
-            ]
-            peak = max(levels, default=0)
-            assert timeline.node_peak_memory[node] == pytest.approx(peak), f"seed {seed}, node {node}"
-        if seed % 3 == 2:
-            assert timeline.node_peak_memory == pytest.approx(min_memory(problem)), f"seed {seed}"
-        pairs = [(a, w) for p in problem.pipelines for a, w in zip(p.activation, p.weight_activation or ())]
-        more, less = more + any(w > a for a, w in pairs), less + any(w < a for a, w in pairs)
-    assert min(more, less) > share(50)
 
 
 def test_whole_activations_are_multiplied():

@@ -1,7 +1,7 @@
 """Times of programs: equal to those of the schedule where that says them, and by hand where it does not."""
 
 import pytest
-from testkit.program_cases import fused, random_case
+from testkit.program_cases import GROUPS, L, fused, random_case
 
 from rlhfuse.base.errors import ScheduleError
 from rlhfuse.schedule.ir.action import Kind
@@ -11,13 +11,7 @@ from rlhfuse.schedule.program.program import Program
 from rlhfuse.schedule.program.times import makespan, program_times
 from rlhfuse.schedule.rules.builders import serial_1f1b
 
-WHOLE = [  # layouts without merged stages
-    ("d1t1p2", "d1t1p2"),
-    ("d1t1p4", "d2t1p2"),
-    ("d2t1p3", "d3t1p2"),
-    ("d1t1p3", "d1t1p3", "d1t1p3"),
-    ("d2t1p2v2", "d1t1p4v2"),
-]
+WHOLE = [group for group in GROUPS if len({L(layout).tp for layout in group}) == 1]  # without merged stages
 
 
 def free_weights(problem):

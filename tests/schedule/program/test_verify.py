@@ -47,6 +47,17 @@ def judged(programs, schedule, ranks, tied):
         return None, str(error)
 
 
+def counted(schedule, ranks, tied):
+    """Transfers, and collectives: sums of tied weights between first and last stages, reductions, optimizer steps."""
+    layouts = ranks.shape.layouts
+    microbatches = {p.model: p.microbatches for p in schedule.problem.pipelines}
+    replicas = {model: layout.dp * layout.tp for model, layout in layouts.items()}
+    hops = {model: layout.stages - 1 if layout.pp > 1 else 0 for model, layout in layouts.items()}
+    transfers = sum(2 * microbatches[model] * replicas[model] * hops[model] for model in layouts)
+    sums = sum(replicas[model] for model in tied if layouts[model].pp > 1)
+    return transfers, sums + sum(layout.stages * layout.tp for layout in layouts.values()) + len(layouts)
+
+
 @pytest.mark.parametrize("first, count", [(0, 160), pytest.param(10_000, 3000, marks=pytest.mark.slow)])
 def test_random_schedules_pass(first, count):
     queues = Counter()
@@ -58,7 +69,7 @@ def test_random_schedules_pass(first, count):
         one, two = verify(early, schedule, ranks, tied=tied), verify(joint, schedule, ranks, tied=tied)
         assert two.one_queue and one.blocking_receives and two.blocking_receives
         assert verify(joint, schedule, ranks, tied=tied, one_queue=True) == two
-        assert (one.transfers, one.collectives) == (two.transfers, two.collectives)
+        assert (one.transfers, one.collectives) == (two.transfers, two.collectives) == counted(schedule, ranks, tied)
         assert bool(one.hang) is not one.one_queue
         queues[one.one_queue] += 1
         if not one.one_queue:

@@ -14,9 +14,9 @@ from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import serial_1f1b
-from rlhfuse.schedule.search.anneal import LONG_SHARE, LONGER, Rule, anneal, uniform
+from rlhfuse.schedule.search.anneal import LONG_SHARE, LONGER, Rule, anneal
 from rlhfuse.schedule.search.heads_tails import LONGEST, makespan_of, new_state, refresh
-from rlhfuse.schedule.search.solution import sequence_of
+from rlhfuse.schedule.search.solution import schedule_of, sequence_of
 
 
 def longest_paths(graph, rows):
@@ -150,14 +150,6 @@ def twin(graph, sequence, word, rule, moves, warm, cold, fastest):
         sequence, accepted, fresh = moved, accepted + 1, True
 
 
-def test_random_stream_is_the_twins():
-    state = np.array([12345], np.uint64)
-    plain = Random(12345)
-    values = [uniform(state) for _ in range(200)]
-    assert values == [plain() for _ in range(200)]
-    assert 0 <= min(values) < 0.05 and 0.95 < max(values) < 1
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_kernel_does_what_the_twin_does(seed):
     """Integer times, so that sums are exact in any order; lags, splits and repeated nodes included."""
@@ -189,7 +181,7 @@ def test_kernel_does_what_the_twin_does(seed):
 @examples(25)
 @given(st.integers(0, 10**6))
 def test_incremental_state_stays_true(seed):
-    """After many moves: heads, tails and levels as computed afresh, orders valid, micro-batches in order."""
+    """After many moves: heads, tails and levels as computed afresh, and a valid schedule."""
     problem = random_problem(seed, largest=5)
     graph, tables = graph_and_tables(problem)
     state = new_state(sequence_of(graph, capped_greedy(problem)), seed)
@@ -198,25 +190,13 @@ def test_incremental_state_stays_true(seed):
     best = np.empty(graph.size, np.int64)
     anneal(tables, state, rule, 5000, 2.0, 0.5, best, 1e9)
     head, tail, level, position = (a.copy() for a in (state.head, state.tail, state.level, state.position))
-    places = np.full(graph.size, -1)
-    places[state.order] = np.arange(graph.size)
-    np.testing.assert_array_equal(places, state.rank)
-    for o in range(graph.size):
-        i, u = state.position[o], graph.upstream[o]
-        assert u < 0 or places[u] < places[o]
-        assert i == tables.first[graph.node[o]] or places[state.sequence[i - 1]] < places[o]
-    assert not state.marked.any()
     assert refresh(tables, state)
     np.testing.assert_allclose(head, state.head, atol=1e-9)
     np.testing.assert_allclose(tail, state.tail, atol=1e-9)
     np.testing.assert_allclose(level, state.level, atol=1e-9)
     np.testing.assert_array_equal(position, state.position)
-    rows = [[] for _ in range(problem.nodes)]
-    for o in state.sequence:
-        rows[graph.node[o]].append(graph.actions[o])
-    makespan, _ = check(problem, rows)
+    makespan, _ = check(problem, schedule_of(graph, state.sequence).orders)
     assert makespan_of(tables, state) == pytest.approx(makespan)
-    Schedule(problem, tuple(map(tuple, rows)))
 
 
 def test_a_cycle_is_seen():

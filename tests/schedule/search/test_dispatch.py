@@ -1,6 +1,5 @@
-"""The numba list scheduler against its plain twin in builders.py, its heap against heapq, and what it keeps."""
+"""The numba list scheduler against its plain twin in builders.py, and what it keeps."""
 
-import heapq
 import itertools
 import math
 import random
@@ -8,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
 from testkit.schedule_cases import TABLE_3, capped_greedy, random_instance, random_problem, table_3, with_facts
@@ -22,8 +21,6 @@ from rlhfuse.schedule.search.dispatch import (
     OTHER_EXTRAS,
     Dispatcher,
     Rules,
-    heap_pop,
-    heap_push,
     tuned_starts,
 )
 from rlhfuse.schedule.search.solution import schedule_of
@@ -42,23 +39,6 @@ def drawn_problem(seed):
     if rng.random() < 2 / 3:
         return problem
     return with_facts(problem, lambda values: [value * rng.randint(0, 1) for value in values], ["activation"])
-
-
-@examples(60)
-@example(np.random.default_rng(0).integers(0, 40, (500, 2)).tolist())
-@given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 5), st.integers(0, 5))), max_size=80))
-def test_the_heap_gives_what_heapq_gives(steps):
-    """Push a (key, item), or take out the smallest where the step is None; few values, so that many are equal."""
-    keys, items, count, twin = np.empty(500), np.empty(500, np.int64), 0, []
-    for step in steps + [None] * 500:
-        if step is not None:
-            count = heap_push(keys, items, count, step[0] / 8, step[1])
-            heapq.heappush(twin, (step[0] / 8, step[1]))
-        elif twin:
-            assert (keys[0], items[0]) == heapq.heappop(twin)
-            count = heap_pop(keys, items, count)
-        assert count == len(twin)
-        assert not twin or (keys[0], items[0]) == twin[0]
 
 
 @examples(60)

@@ -1,0 +1,57 @@
+"""Mesh problems of an iteration with random options, and every plan of one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.planning.meshes.mesh import Mesh
+from rlhfuse.planning.meshes.problem import Call, Choice, MeshPlan, MeshProblem, Option, on_equal_meshes
+from rlhfuse.planning.meshes.run_problem import SOURCES
+
+PHASES = (
+    ("generation",),
+    ("reference_inference", "reward_inference", "critic_inference"),
+    ("critic_train", "actor_train"),
+)
+
+
+def random_problem(
+    seed: int,
+    groups: Sequence[Sequence[Mesh]],
+    memory: tuple[float, ...],
+    least: int,
+    degrees: tuple[int, ...] = (1,),
+    phases: tuple[tuple[str, ...], ...] = PHASES,
+) -> MeshProblem:
+    """Whole numbers, so that ties and exact fits come about; meshes of a group and a size have the same options."""
+    generator = random.Random(seed)
+
+    def option(name: str, size: int, tp: int) -> Option:
+        held = generator.randint(1, 4) if name.endswith("_train") else 0
+        fetch = generator.randint(0, 3) if name in SOURCES else 0
+        seconds = generator.randint(4, 40) * 8 // size
+        return Option(ParallelLayout(size // tp, tp, 1), seconds, held, generator.randint(1, 6), fetch)
+
+    def call(name: str) -> Call:
+        options = {}
+        for meshes in groups:
+            sizes = sorted({mesh.size for mesh in meshes})
+            by_size = {size: [option(name, size, tp) for tp in degrees if size % tp == 0] for size in sizes}
+            options |= on_equal_meshes(meshes, by_size)
+        return Call(name, options, SOURCES.get(name, ""))
+
+    return MeshProblem(memory, least, tuple(tuple(map(call, phase)) for phase in phases))
+
+
+def plans(problem: MeshProblem, meshes: Sequence[Mesh]) -> Iterator[MeshPlan]:
+    """Every plan on these meshes that fits."""
+    every = [
+        [Choice(mesh, one) for mesh in meshes for one in call.options.get(mesh, ())] for call in problem.calls.values()
+    ]
+    for chosen in product(*every):
+        plan = dict(zip(problem.calls, chosen))
+        if problem.fits(plan):
+            yield plan
