@@ -1,7 +1,5 @@
 """Runs go on from their checkpoints: one that was killed ends like one that was left alone, bad ones are refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What ranks save comes back bit for bit, in their layout and in any other."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run goes on with the files it began with, wherever they lie now; with others it does not."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

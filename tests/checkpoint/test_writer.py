@@ -1,7 +1,5 @@
 """Writing a checkpoint is progress, piece by piece; what keeps it from being written ends all ranks with its cause."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

@@ -4,8 +4,6 @@ The engine reads the Megatron model's parameters in place, as in a run; then its
 packed through that very model. One tensor rank and two.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ best logits are more than NEAR apart the token must be the best one; the positio
 and printed, must be few, and must hold one of the best.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

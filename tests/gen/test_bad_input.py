@@ -4,8 +4,6 @@ Each refusal comes to a busy engine, by `add` and by `generate` to an idle one; 
 their way give what they give alone, and no block is missing.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,8 +1,6 @@
 """After compile_kernels a step compiles nothing, and no step compiles a Triton kernel for where its integers lie or how
 many rows it has."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine's contract: ends, weights and memory that come and go, and the same bits however it comes to a sample."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 A hash id of the trace names 512 tokens and all before them; here it stands for 16, so that lengths shrink by 32.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -6,8 +6,6 @@ loading of weights; and what is guessed of their next tokens: by counts, or by a
 the cases has 32 samples that end with more than four blocks each. Five shapes of model; bfloat16; two ranks.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

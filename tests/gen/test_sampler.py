@@ -1,7 +1,5 @@
 """Draws follow the distribution and depend on nothing else."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A stop text ends a response with the token that completes it: neither earlier, nor later, nor from the prompt."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -5,8 +5,6 @@ greedy token with its log-probability is asked for. Asked again with that token 
 so the gap between the two best logits.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

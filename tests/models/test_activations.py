@@ -4,8 +4,6 @@ Gradients are held against the whole model in float64 by transformers, one seque
 element of each tensor; padding, packing, tensor ranks, stages and chunks all lie between the two.
 """
 
-from __future__ import annotations
-
 import functools
 from contextlib import nullcontext
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Paged and packed attention against the plain formula, and their exactness."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

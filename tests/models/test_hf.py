@@ -1,7 +1,5 @@
 """Hugging Face folders in and out, bit for bit, what is refused of them, and a critic that begins as an actor."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

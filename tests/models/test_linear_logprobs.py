@@ -1,7 +1,5 @@
 """Log-probabilities and entropies from hidden states by tiles: against float64, over tensor ranks, and in memory."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

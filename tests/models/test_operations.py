@@ -1,7 +1,5 @@
 """What CUDA computes with, rehearsed on CPU: near what the CPU computes with, and nothing of the CPU's padding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

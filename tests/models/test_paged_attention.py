@@ -1,7 +1,5 @@
 """The choice of attention over cache blocks by name, and what libraries get, over doubles that compute."""
 
-from __future__ import annotations
-
 import inspect
 import types
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Packed tokens on their way to the device."""
 
-from __future__ import annotations
-
 import torch
 
 from rlhfuse.models.stage import PackedTokens, by_dtype, together

@@ -1,7 +1,5 @@
 """Which tokens end a text, and models that fit together: by their tokenizers' contents, not by rows of embeddings."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -3,8 +3,6 @@
 It cannot be installed without a GPU; layers with its signatures stand in for it, and compute by plain formulas.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from types import SimpleNamespace

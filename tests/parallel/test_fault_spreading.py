@@ -1,7 +1,5 @@
 """A fault that one rank sees makes one number NaN, and with it the gradient norm on every rank of the model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from testkit.stages import build_alone

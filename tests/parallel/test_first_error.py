@@ -1,7 +1,5 @@
 """An InputError under a launcher: printed once, by rank 0 or by a rank that alone met it. Real ranks, no launcher."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Any layout's part of a parameter comes back, value by value, from what the ranks of any other layout own."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

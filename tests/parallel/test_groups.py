@@ -1,7 +1,5 @@
 """Process groups: their order of ranks, on a torch that sorts too; which of them only carry sizes."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Memory of a switch: what goes is given back, weights move in buckets, gradients come back as they were."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

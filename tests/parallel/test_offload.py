@@ -1,7 +1,5 @@
 """Weights and optimizer states in host memory: one stretch for all of them, there and back bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from testkit.training_pair import Plan, build_roles, write_pair

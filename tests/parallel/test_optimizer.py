@@ -1,8 +1,6 @@
 """The optimizer step, by one kernel for many weights: against Megatron's own, against float64, and where it copies;
 weights gathered beneath what follows it: on their way after it, whole for whoever reads or runs them."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """The process group of ranks that share a GPU, with CPU tensors sent through its staging, against plain gloo."""
 
-from __future__ import annotations
-
 import datetime
 import threading
 

@@ -1,7 +1,5 @@
 """Whole runs whose every tensor passes through the staging of ranks that share a GPU: bit for bit those over gloo."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from pathlib import Path

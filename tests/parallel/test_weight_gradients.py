@@ -1,7 +1,5 @@
 """Weight gradients that products add up themselves, as on CUDA, against those that are computed and then added."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from testkit.stages import VOCAB, build_alone, packed_for

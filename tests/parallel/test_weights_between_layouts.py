@@ -2,8 +2,6 @@
 checkpoint, bit for bit: unequal layers per stage, chunks, tensor ranks, tied embeddings, sequence parallelism. What
 is sent is what was predicted from the layouts alone, on nodes of two, and no more than must go from node to node."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -1,7 +1,5 @@
 """Searches of plans take moves: what they find goes by no clock."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhfuse.planning import planner

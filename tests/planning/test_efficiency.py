@@ -1,7 +1,5 @@
 """The example runs on GPUs fit the machines they name; what the plan says of MFU and HBM follows from its inputs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Generation's weights and KV cache stay on a GPU where every phase of every rank has room for them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Recording CUDA graphs is in a plan's seconds, once or in every iteration."""
 
-from __future__ import annotations
-
 import pytest
 from testkit.four_ranks import SPECS, planned, run
 from testkit.sim_helpers import linear_cost

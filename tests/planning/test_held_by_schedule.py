@@ -1,7 +1,5 @@
 """What a schedule holds with what passes: two models whose peaks do not meet, and more under way than usual."""
 
-from __future__ import annotations
-
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning.memory import GenerationMemory, MemoryBudget
 from rlhfuse.planning.passing import PassingMemory

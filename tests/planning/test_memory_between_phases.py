@@ -1,7 +1,5 @@
 """Whether the optimizer rests on the host outside training, and models that score come early; what the plan says."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan: what it decides, that it saves and loads, and which files it refuses."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The price of a draft: its parts add up, a plan of the same draft says the same, and less memory is never faster."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Terms of the price of a table of layouts: without one of them another table is predicted to be faster, or fits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which models train with split backwards, what the plan says of it, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

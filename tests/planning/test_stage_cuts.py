@@ -1,7 +1,5 @@
 """Where the layers of each stage are from, and that everything in a plan has the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Orders of training by rule: what a plan makes of each, what the others promise beside it, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 from testkit.four_ranks import SPECS, planned, run, shared_plan
 

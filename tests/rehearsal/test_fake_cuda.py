@@ -1,7 +1,5 @@
 """Fake CUDA tensors: what holds memory, what is known of integers, and which faults raise as they do on CUDA."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

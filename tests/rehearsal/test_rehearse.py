@@ -1,7 +1,5 @@
 """tools/rehearse.py: a slice of Llama-3-8B at its true widths, one rank of 16, all phases; what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

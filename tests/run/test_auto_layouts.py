@@ -1,7 +1,5 @@
 """Runs whose layouts are auto: one table on all ranks, told and kept; killed ones resume in it, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Held-out prompts: what their metrics are, and that training does not notice that they were evaluated."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A disk that is full: one line says which file and what to do, and what was written before stays as it was."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """What a reward function is given: the sampled ids themselves, their text, and the row they were drawn from."""
 
-from __future__ import annotations
-
 import random
 import re
 from types import SimpleNamespace

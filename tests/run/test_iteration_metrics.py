@@ -1,7 +1,5 @@
 """Metrics that are computed from other metrics."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhfuse.costs.flops import IterationFlops

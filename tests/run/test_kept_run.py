@@ -1,7 +1,5 @@
 """What rests or stays between the phases of a run changes no bit: generation's weights and cache, optimizer states."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial

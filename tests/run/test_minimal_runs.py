@@ -3,8 +3,6 @@
 Twenty are checked and planned, four of them run to the end, started as their number of ranks asks for.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What utilisation is measured against: as set, by the GPU's name, measured on a CPU, or not known."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

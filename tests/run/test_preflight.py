@@ -1,7 +1,5 @@
 """Bad input gets one line that names the value and the fix, before anything is launched."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """rlhfuse.train: a function named so that ranks find it, settings as a dict, and a script without a guard."""
 
-from __future__ import annotations
-
 import functools
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Models that a start builds on a rank: groups that it connects beside those that the plan counts, and its progress."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs killed at named moments, and runs continued in other layouts, end like a run that was left alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """A run's folder: whose it is, what stays of an attempt that saved nothing, and which name it gets."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

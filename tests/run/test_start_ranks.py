@@ -1,7 +1,5 @@
 """The launcher for one machine: exit codes, the last word, and signals, with programs that take no time to start."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

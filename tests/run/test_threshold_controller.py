@@ -1,7 +1,5 @@
 """What R_t does while a run goes on, without a run: what it starts from, steadiness and the words of the log."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import astuple, replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The training program as a user starts it, torchrun with two ranks: exit codes, messages, and what failures leave."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

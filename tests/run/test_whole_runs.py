@@ -1,7 +1,5 @@
 """Whole runs of two ranks (testkit/runs_table.py): fused is serial, in whatever order and after whatever restart."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import contextmanager

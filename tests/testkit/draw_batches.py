@@ -1,7 +1,5 @@
 """Draws with given options, for tests."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from rlhfuse.gen.core.draws import DrawBatch

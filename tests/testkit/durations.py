@@ -1,7 +1,5 @@
 """What each file of tests took, by tier: recorded in durations.json, and which file comes first."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from pathlib import Path

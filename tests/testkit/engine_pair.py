@@ -8,8 +8,6 @@
 `EnginePair.seen` counts what really happened, so that a test can show that its cases were not empty.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import dataclass

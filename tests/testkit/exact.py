@@ -6,8 +6,6 @@ numbers are multiples of 1/100. How far the solver goes is given in its own work
 on a free core: what it proves does not depend on how busy the machine is.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The directory of a run that is over, as its trainer would have left it, with times that follow known rules."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from dataclasses import replace

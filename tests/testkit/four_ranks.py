@@ -1,7 +1,5 @@
 """A configuration of four ranks, the shapes of its models, and its plan, without files."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Small random models and engines for the tests of gen/, and what is done to an engine again and again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

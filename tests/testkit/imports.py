@@ -1,7 +1,5 @@
 """What a Python file of this checkout reaches: its imports, and files that it names."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -8,8 +8,6 @@ begins", "commit ends" (of the checkpoint, on rank 0). Before each stands "start
 came before it since the start.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

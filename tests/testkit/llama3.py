@@ -1,7 +1,5 @@
 """Folders of Llama 3 models: a config.json and nothing else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

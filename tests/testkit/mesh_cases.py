@@ -1,7 +1,5 @@
 """Mesh problems of an iteration with random options, and every plan of one."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from itertools import product

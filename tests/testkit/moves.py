@@ -1,7 +1,5 @@
 """Moves between two engines of one process, as the tests of gen/ make them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A fixture for conftest files: the tests below them run on one thread."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

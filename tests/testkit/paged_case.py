@@ -1,7 +1,5 @@
 """Attention by its formula in float64, and sequences whose keys and values lie scattered over blocks of a cache."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import torch

@@ -1,7 +1,5 @@
 """Where the checkout is, and data that is not in it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

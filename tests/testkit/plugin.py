@@ -1,7 +1,5 @@
 """Tiers of tests, their order, their fixtures, what is skipped, and the last line of a run."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """How many examples a test of random cases tries: a fifth of them every day, all of them in CI."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 
 FULL, EVERYDAY = "full", "everyday"

@@ -3,8 +3,6 @@
 The fixture `programs` gives the one `Programs`; a test that has it is one of programs, and no other may start one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """Engines whose decode steps are recorded and repeated on the CPU, as CUDA graphs are on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

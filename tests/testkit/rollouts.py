@@ -1,7 +1,5 @@
 """Batches of samples whose log-probabilities are chosen, for the tests of ppo/."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ to, bit for bit. All rows share one folder of models, prompts and reward functio
 asks for it and keeps it for the others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

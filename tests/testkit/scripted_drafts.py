@@ -1,7 +1,5 @@
 """Drafters that guess by a rule: at random, always right, always wrong, right up to somewhere or to the end."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Runs whose layouts are searched: random ones, all their tables priced one by one, and small ones, ranked once."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

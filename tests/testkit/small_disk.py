@@ -1,7 +1,5 @@
 """Disks that are soon full, for tests of what is written: a real small one, or a limit on the size of files."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ squared errors of values, each micro-batch with a weight of its own. Optimizers 
 so that gradients can be read after a step; SGD is not sharded, so that every rank has all of its parameters' gradients.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass

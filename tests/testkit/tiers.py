@@ -4,8 +4,6 @@ A test's machinery is seen by its fixtures: `programs` starts processes, `worker
 in this process. Every day runs those, one file of ranks a room, and one quick run.
 """
 
-from __future__ import annotations
-
 import os
 import re
 

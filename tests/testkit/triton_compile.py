@@ -9,8 +9,6 @@ The compiler is the Triton that is installed. The others of the supported torch 
 By hand: `pip install --no-deps --target FOLDER triton==3.7.0`, then `PYTHONPATH=FOLDER pytest -k compile tests/...`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

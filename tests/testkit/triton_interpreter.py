@@ -4,8 +4,6 @@ Loops over loaded bounds fail with numpy 2.4 (int() of an array of one element);
 patterns; float32 is cut to bfloat16, where GPUs round to the nearest and ties to even.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

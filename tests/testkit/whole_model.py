@@ -4,8 +4,6 @@ It shares nothing with the package but its batches: the models by transformers, 
 definition, clipping by the norm, torch's SGD and AdamW.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -9,8 +9,6 @@ them a file, and turn without work.
 The store is this process's: its port is bound when it is chosen, so that no other process can take it meanwhile.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """tools/calibrate_threshold.py: the file it writes, the same for the same seed, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

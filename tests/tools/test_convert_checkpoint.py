@@ -1,7 +1,5 @@
 """tools/convert_checkpoint.py: checkpoints become folders that transformers loads, with equal logits."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """scripts/gpu_check.sh without a GPU: what it says, how its checks are kept apart, and the checks rehearsed on CPU."""
 
-from __future__ import annotations
-
 import ast
 import atexit
 import inspect

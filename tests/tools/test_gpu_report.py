@@ -1,7 +1,5 @@
 """The report of scripts/gpu_check.sh from stand-in figures: what their machine is, and how the planner then prices."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 

@@ -1,7 +1,5 @@
 """tools/plan.py: its two forms, its search, placements after the plan, and nothing on the way but a line of error."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The best tables of a search run as users' jobs do; what cannot be tried is refused before anything is launched."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

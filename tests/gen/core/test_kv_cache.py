@@ -1,7 +1,5 @@
 """Both cache layouts hold the same thing, and the path without CPU kernels gives the same samples."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from testkit.gen_models import PROMPTS, add_all, assert_near, engine_of, run_out, tiny_spec

@@ -1,7 +1,5 @@
 """Host-side bookkeeping of a step: the flat batch, the running table, the order in which sequences get their tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -6,8 +6,6 @@ two threads  the same bits as one thread in a model of a few million parameters;
              may divide a sum among its threads: then equal tokens, and log-probabilities within 1e-5
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

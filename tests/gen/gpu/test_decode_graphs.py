@@ -1,8 +1,6 @@
 """Shapes of decode steps, their padding, the one copy that carries their integers; and the order of calls by which a
 CUDA graph is captured, over doubles of torch.cuda's objects."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from types import SimpleNamespace
 

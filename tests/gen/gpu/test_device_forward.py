@@ -1,7 +1,5 @@
 """The forward pass that CUDA runs, run on CPU: against the CPU kernels, and its padding, graphs and memory."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

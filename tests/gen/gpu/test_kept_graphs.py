@@ -1,7 +1,5 @@
 """An engine whose memory stays over the iterations of a run: decode steps are recorded once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from testkit import triton_interpreter  # noqa: F401

@@ -4,8 +4,6 @@ Lives of samples are drawn at random (arrivals, aborts, preemption, moves, pause
 model computes in torch on the CPU in float32, where a batch may change the last bits of a log-probability.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The Triton sampler against the CPU's, in the interpreter: the same noise, kept tokens and draws; and compiled."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

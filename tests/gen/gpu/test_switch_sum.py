@@ -1,7 +1,5 @@
 """Sums by the switch: chosen where their memory is there and right; the engine writes products into it."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest import mock
 

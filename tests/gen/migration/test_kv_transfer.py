@@ -1,7 +1,5 @@
 """Samples change engines: a shared prefix is sent once, a failure loses nothing."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

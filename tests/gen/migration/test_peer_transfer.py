@@ -1,7 +1,5 @@
 """Samples move between ranks and tensor-parallel layouts: heads are re-cut, bits arrive unchanged, buckets are kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """What a drafter keeps and forgets: new words at once, old iterations for a while, never more memory than it may."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from rlhfuse.decisions.decode_shapes import DRAFT_BYTES, DRAFT_ITERATIONS

@@ -1,7 +1,5 @@
 """Counting and guessing against plain Python: the same counts, the same interpolation, the sampler's own noise."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import defaultdict

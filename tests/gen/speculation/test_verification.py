@@ -1,7 +1,5 @@
 """Guesses in the engine: tokens, log-probabilities and ends are those without; steps are fewer, blocks come back."""
 
-from __future__ import annotations
-
 import functools
 import random
 

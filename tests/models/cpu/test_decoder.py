@@ -1,7 +1,5 @@
 """The kernels of a decoder layer against torch in float64, and their bits at every number of tokens and threads."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

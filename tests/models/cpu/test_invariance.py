@@ -1,7 +1,5 @@
 """The rules hold on this machine, and the self-test finds an operation that breaks them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

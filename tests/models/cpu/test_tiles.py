@@ -1,7 +1,5 @@
 """Tiles of every shape against a float64 product, and their bits against each other."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The kernels under the compilers of all torch versions that are supported, not just the one that is installed."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 

@@ -1,7 +1,5 @@
 """The kernels between a decoder layer's products, in the interpreter, against plain torch; and compiled."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from testkit import triton_interpreter  # noqa: F401

@@ -1,7 +1,5 @@
 """The Triton kernels over cache blocks, in the interpreter, against the formula in float64; and compiled."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """SwiGLU and rotation on CPU and as Triton kernels, in the interpreter against float64, and compiled for real GPUs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from testkit.triton_compile import compiled_launches

@@ -1,7 +1,5 @@
 """Sums and gradient of tiles of logits as Triton kernels: the same as torch's, in the interpreter; and compiled."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from testkit import triton_interpreter  # noqa: F401

@@ -1,7 +1,5 @@
 """Floors of a search lie below what they are floors of: schedules, memory of drafts, simulated generation, prices."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory against time: what is left is beaten by nothing in both, and beats all that is not."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.search_cases import known, with_price

@@ -1,7 +1,5 @@
 """Layouts that are auto get values: from the checkpoint that is resumed, else from a search; what is given stays."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

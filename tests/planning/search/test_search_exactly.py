@@ -1,7 +1,5 @@
 """A search finds the fastest of all tables, by brute force over them; says what fits where none does; and repeats."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf
 

@@ -1,7 +1,5 @@
 """Wrong constants: the price of a table on another machine is the price that a search there finds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """How many ranks to take: each number is a search of its own, and what does not fit says why."""
 
-from __future__ import annotations
-
 import pytest
 from testkit.search_cases import GPUS, LARGE_SPECS, everything, setting
 

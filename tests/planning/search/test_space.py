@@ -1,7 +1,5 @@
 """The space of tables: everything that could run is in it, and nothing that a rule refuses."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """A table of layouts prints as overrides that a run takes, and parses back."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

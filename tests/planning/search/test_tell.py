@@ -1,7 +1,5 @@
 """The text and search.json of a search say what it found, and how sure that is."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from math import inf

@@ -1,7 +1,5 @@
 """What it costs to insist: each wish is the first of the whole ranked list that has it, or a search's own answer."""
 
-from __future__ import annotations
-
 import pytest
 from testkit.search_cases import GPUS, LARGE_SPECS, all_rows, known, setting
 

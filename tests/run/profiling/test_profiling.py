@@ -1,7 +1,5 @@
 """Profiling on two ranks: what is measured, and the program's refusals."""
 
-from __future__ import annotations
-
 import pytest
 from testkit.paths import ROOT
 from testkit.programs import call_tool

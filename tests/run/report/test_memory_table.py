@@ -1,7 +1,5 @@
 """Planned beside measured memory: what is compared with what, by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhfuse.run.report.memory_table import MemoryTable

@@ -1,7 +1,5 @@
 """Receives in their places: whoever stands there waits for nobody in vain, and few buffers are enough."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 
