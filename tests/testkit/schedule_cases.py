@@ -213,7 +213,7 @@ def _key(task):
 
 
 def _at(facts, key, place):
-    """Of one stage of a pipeline, or one node of a problem: a scalar stands for all."""
+    """A value of one stage of a pipeline, or of one node of a problem; a scalar stands for all."""
     value = facts[key]
     return value[place] if isinstance(value, (list, tuple)) else value
 
