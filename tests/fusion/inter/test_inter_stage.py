@@ -175,8 +175,9 @@ AT_ONCE = (LONG,) * 8 + (SHORT,) * 6 + (LONG,) * 2 + (SHORT,) * 7 + (LONG,) + (S
 
 
 def facts_of(plan, first=0):
-    """What a plan decides, samples counted from the `first`; their tokens by then depend on when exactly they met."""
-    moves = [(move.sample_id - first, move.source, move.destination, move.mode) for move in plan.moves]
+    """What a plan decides, samples counted from the `first`. Their tokens by then, and with them who goes to which of
+    the destinations, depend on when exactly they met."""
+    moves = sorted((move.sample_id - first, move.source, move.mode) for move in plan.moves)
     return plan.destinations, plan.freed, [sample - first for sample in plan.stays], moves
 
 
