@@ -129,6 +129,7 @@ def run_alone(check: Check, place: Surroundings, limit: float) -> Result:
 def _serve(pipe: Any, kind: str, references: Path | None) -> None:
     """In the worker: run checks as they come."""
     os.setsid()  # what it starts is ended with it
+    gc.freeze()  # garbage of the process that this one was forked from is not collected here: its threads are not here
     while True:
         try:
             check, own, log, limit = pipe.recv()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import multiprocessing
 import os
@@ -52,6 +53,7 @@ def _run_rank(environment: dict[str, str], work: Callable[[], object], log: Path
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     atexit._clear()  # what was registered before the fork is for the other process to run: its folders, its services
+    gc.freeze()  # and to collect: its threads are not here
     work()
 
 
