@@ -7,7 +7,8 @@
 Lengths come from a csv, jsonl or parquet file with one request a line, from the metrics of a past run, or from a
 generation trial: so many prompts of the run's data through the engine in this process, which also shows what its
 prefill and decode steps cost. Batches of the run's size are drawn from the lengths; R_t = 0, 5%, ..., 95% of a batch
-are simulated on the run's generation instances; layouts that are auto are searched first, as the run would.
+are simulated on the generation instances of the run's plan, with the cache that memory leaves them; layouts that are
+auto are searched first, as the run would.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
@@ -26,19 +28,19 @@ from rlhfuse.base.json_values import to_json
 from rlhfuse.config.auto_layouts import searched_keys
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.measured import TrialCost
-from rlhfuse.costs.profile_files import load_run_costs
 from rlhfuse.decisions.layouts import planned_world_size
-from rlhfuse.planning.draft import generation_cost, instance_limits, read_specs
+from rlhfuse.planning.draft import PlanDraft, draft_plan, priced_limits, read_specs
 from rlhfuse.planning.search.resolve import resolve_layouts
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
+
+if TYPE_CHECKING:
+    from rlhfuse.run.generation_trial import GenerationTrial
 
 MOST_DRAWS = 1000  # the mean of as many batches is known to 3 % of what one batch scatters
 
@@ -57,17 +59,17 @@ def main() -> int:
         from rlhfuse.run.preflight import resolve_lengths
 
         config = resolve_lengths(config, read_specs(config))
+    config = config.with_(fusion={"threshold_file": "", "profile": args.cost or config.fusion.profile})
     config, told = _with_layouts(config, args)
-    instances = args.instances if args.instances is not None else ParallelLayout.parse(config.parallel.generation).dp
-    if instances > config.samples_per_iteration:
-        raise InputError(f"{instances} instances for {config.samples_per_iteration} samples; use fewer instances")
-    costs = _costs(config, args, instances)
+    specs, world_size, trial = read_specs(config), planned_world_size(config, args.world_size), None
     if args.trial is None:
         seen, source = _read_lengths(config, args)
     else:
-        seen, costs, source = _trial(config, args.trial, costs)
-    lengths = seen.clip(config.data.max_prompt_tokens, config.rollout.max_response_tokens)
-    threshold = _calibrate(config, args.draws, lengths, instances, costs)
+        draft_plan(config, specs, world_size)  # what cannot run is refused before the trial
+        seen, trial, source = _trial(config, args.trial)
+    draft = draft_plan(config, specs, world_size, seen)
+    lengths = draft.lengths.samples
+    threshold = _calibrate(draft, _trial_costs(draft, trial, source) if trial else draft.costs, args.draws)
     if args.plot:
         _plot(threshold, args.plot)
     write_json(args.out, to_json(threshold))
@@ -92,8 +94,7 @@ def _parse() -> argparse.Namespace:
     lengths.add_argument("--trial", type=int, metavar="PROMPTS", help="generate for so many prompts here")
     parser.add_argument("--prompt-column", help="column of prompt lengths; default: a known name, or none")
     parser.add_argument("--out", required=True, help="threshold.json to write")
-    parser.add_argument("--world-size", type=int, help="ranks that layouts are searched for where they are auto")
-    parser.add_argument("--instances", type=int, help="generation instances; default dp of parallel.generation")
+    parser.add_argument("--world-size", type=int, help="ranks; default WORLD_SIZE, or the product of actor_train")
     parser.add_argument("--hardware", help="as trainer.hardware, which is the default")
     parser.add_argument("--cost", metavar="JSON", help="costs.json of a run or a profile, instead of analytic costs")
     parser.add_argument("--draws", type=int, default=5, help="batches drawn and averaged")
@@ -106,7 +107,7 @@ def _check(args: argparse.Namespace, config: RunConfig) -> None:
     """What can be refused before anything is read or run."""
     if Path(args.out).exists() and not args.force:
         raise InputError(f"--out {args.out} exists; give another name or --force to replace it")
-    for name in ("world_size", "instances", "draws", "trial"):
+    for name in ("world_size", "draws", "trial"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if args.draws > MOST_DRAWS:
@@ -127,13 +128,6 @@ def _with_layouts(config: RunConfig, args: argparse.Namespace) -> tuple[RunConfi
     return found.config, found.lines
 
 
-def _costs(config: RunConfig, args: argparse.Namespace, instances: int) -> CostModel:
-    if args.cost:
-        return load_run_costs(config, read_specs(config), args.cost)
-    hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
-    return generation_cost(config, read_specs(config), instances, hardware)
-
-
 def _read_lengths(config: RunConfig, args: argparse.Namespace) -> tuple[SampleLengths, list[str]]:
     """Lengths of a file as they are, and a line that says where they are from."""
     file = load_lengths(args.lengths, args.prompt_column, default_prompt=config.data.max_prompt_tokens)
@@ -143,8 +137,8 @@ def _read_lengths(config: RunConfig, args: argparse.Namespace) -> tuple[SampleLe
     return file.lengths, [f"{len(file.lengths)} lengths from {file.path}, column {file.output_column!r}; {prompts}"]
 
 
-def _trial(config: RunConfig, prompts: int, costs: CostModel) -> tuple[SampleLengths, CostModel, list[str]]:
-    """Lengths that the engine makes here, and costs with its steps in them where an instance is one process."""
+def _trial(config: RunConfig, prompts: int) -> tuple[SampleLengths, GenerationTrial, list[str]]:
+    """Lengths that the engine makes here, its steps, and a line that says so."""
     from rlhfuse.run.generation_trial import run_trial  # the one part that needs torch
 
     def progress(text: str) -> None:
@@ -152,23 +146,30 @@ def _trial(config: RunConfig, prompts: int, costs: CostModel) -> tuple[SampleLen
 
     trial = run_trial(config, prompts, progress)
     print(file=sys.stderr)
-    told = [f"{prompts} prompts generated here: {len(trial.prefill)} prefill and {len(trial.decode)} decode steps"]
-    if ParallelLayout.parse(config.parallel.generation).tp > 1:
-        told.append("steps are priced analytically: the trial ran in one process, an instance of the run has several")
-        return trial.lengths, costs, told
-    measured = TrialCost.fit(trial.decode, trial.prefill, costs)
+    told = f"{prompts} prompts generated here: {len(trial.prefill)} prefill and {len(trial.decode)} decode steps"
+    return trial.lengths, trial, [told]
+
+
+def _trial_costs(draft: PlanDraft, trial: GenerationTrial, told: list[str]) -> CostModel:
+    """The draft's costs, with the steps of the trial in them where an instance is one process; says which."""
+    if ParallelLayout.parse(draft.config.parallel.generation).tp > 1:
+        told.append("steps are priced as in a plan: the trial ran in one process, an instance of the run has several")
+        return draft.costs
+    measured = TrialCost.fit(trial.decode, trial.prefill, draft.costs)
     step, per_sequence, per_token = measured.decode.constant, *measured.decode.slopes
     told.append(
         f"a decode step took {step * 1e6:.0f} us + {per_sequence * 1e6:.1f} us x sequences + "
         f"{per_token * 1e6:.3f} us x context tokens; scoring, loading and moving are priced as before"
     )
-    return trial.lengths, measured, told
+    return measured
 
 
-def _calibrate(config: RunConfig, draws: int, lengths: SampleLengths, instances: int, costs: CostModel) -> Threshold:
-    limits = instance_limits(config, read_specs(config)[Role.ACTOR], instances, costs, lengths.median_context)
+def _calibrate(draft: PlanDraft, costs: CostModel, draws: int) -> Threshold:
+    """R_t of the instances that the plan has, at these costs."""
+    config, lengths = draft.config, draft.lengths.samples
+    limits = priced_limits(config, draft.limits, costs, lengths.median_context)
     batches = lengths.draw(config.samples_per_iteration, draws, config.trainer.seed)
-    return sweep_threshold(batches, instances, costs, limits, clipped=lengths.clipped)
+    return sweep_threshold(batches, draft.batch.instances, costs, limits, clipped=lengths.clipped)
 
 
 def _describe(seen: SampleLengths, lengths: SampleLengths) -> tuple[str, ...]:

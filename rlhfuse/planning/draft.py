@@ -260,22 +260,32 @@ def _blocks_of(config: RunConfig, response_tokens: int) -> int:
 def instance_limits(
     config: RunConfig, actor: ModelSpec, instances: int, costs: CostModel, median_context_tokens: float
 ) -> InstanceLimits:
-    """Sizes of a generation instance. BS_max comes from the costs unless the config gives it."""
+    """Sizes of a generation instance."""
     rollout = config.rollout
     token_bytes = actor.kv_bytes_per_token(element_bytes(config))
     most = rollout.max_sequences_per_instance
-    return InstanceLimits(
+    limits = InstanceLimits(
         max_sequences=most,
         kv_capacity_bytes=kv_blocks(config, instances) * rollout.block_tokens * token_bytes,
         kv_bytes_per_token=token_bytes,
         block_tokens=rollout.block_tokens,
-        bs_max=config.fusion.bs_max or largest_flat_batch(costs, median_context_tokens, most),
+        bs_max=config.fusion.bs_max or most,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_output_tokens=rollout.max_response_tokens,
         score_tokens=rollout.max_batched_tokens,
         scoring_models=max(1, len(config.scorers())),
         reward_workers=config.reward.workers if config.reward.function else 0,
     )
+    return priced_limits(config, limits, costs, median_context_tokens)
+
+
+def priced_limits(
+    config: RunConfig, limits: InstanceLimits, costs: CostModel, median_context_tokens: float
+) -> InstanceLimits:
+    """`limits` with the BS_max that these costs allow at that context, unless `config` gives one."""
+    if config.fusion.bs_max:
+        return limits
+    return replace(limits, bs_max=largest_flat_batch(costs, median_context_tokens, limits.max_sequences))
 
 
 def task_costs(

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import (
@@ -31,8 +30,8 @@ from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.device import Device
-from rlhfuse.planning.draft import instance_limits
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.planning.draft import priced_limits
+from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.iteration_metrics import lengths_of
 from rlhfuse.run.time_budget import TimeBudget
@@ -96,17 +95,15 @@ def decode_observations(rows: Sequence[Sequence[float]]) -> list[DecodeObservati
 class ThresholdController:
     """Holds the R_t in force and what it was chosen from. All ranks hold the same values."""
 
-    def __init__(
-        self, config: RunConfig, plan: PlanReport, actor: ModelSpec, costs: CostModel, costs_name: str, device: Device
-    ) -> None:
-        """`costs` price everything until the first iteration has been measured; the log calls them `costs_name`."""
-        self._config, self._spec, self._instances = config, actor, plan.batch.instances
+    def __init__(self, config: RunConfig, plan: RunPlan, device: Device) -> None:
+        """The plan's costs price everything until the first iteration has been measured."""
+        self._config, self._instances, self._planned = config, plan.report.batch.instances, plan.report.limits
         self._adapts = config.fusion.inter_stage and config.threshold() is None and self._instances > 1
-        self.threshold = plan.threshold_samples or 0
+        self.threshold = plan.report.threshold_samples or 0
         self._transfers = probe_transfer(device) if config.fusion.inter_stage and self._instances > 1 else []
         self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
         self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
-        self._costs, self._costs_name = costs, costs_name
+        self._costs, self._costs_name = plan.costs, plan.costs_name
         self._seen = 0  # iterations of this process
         self._looks = TimeBudget(LOOK_SHARE)
         self._warned = ""
@@ -260,5 +257,7 @@ class ThresholdController:
         )
 
     def _instance_limits(self) -> InstanceLimits:
-        context = self._lengths[-1].median_context if self._lengths else float(self._config.data.max_prompt_tokens)
-        return instance_limits(self._config, self._spec, self._instances, self._costs, context)
+        """The plan's, with the BS_max of the costs in force once lengths have been seen."""
+        if not self._lengths:
+            return self._planned
+        return priced_limits(self._config, self._planned, self._costs, self._lengths[-1].median_context)

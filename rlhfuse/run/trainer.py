@@ -103,8 +103,7 @@ class Trainer:
             config.rollout.temperature,
             watchdog.progress,
         )
-        actor = inputs.models.specs[Role.ACTOR]
-        self.threshold = ThresholdController(config, plan.report, actor, plan.costs, plan.costs_name, device)
+        self.threshold = ThresholdController(config, plan, device)
         self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
         self.sampler = PromptSampler(len(inputs.prompts), config.trainer.seed)
         self.rewarder = self._start_rewarder()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from testkit.four_ranks import SPECS, planned, run
+from testkit.four_ranks import planned, run
 from testkit.sim_helpers import limits, linear_cost, long_tail
 
 from rlhfuse.base.files import write_json
@@ -29,10 +29,7 @@ from rlhfuse.simulator.threshold import sweep_threshold
 
 def control(config):
     config = resolve_device(config)
-    plan = planned(config)
-    return ThresholdController(
-        config, plan.report, SPECS["actor"], plan.costs, plan.costs_name, choose_device("cpu", 0, 1)
-    )
+    return ThresholdController(config, planned(config), choose_device("cpu", 0, 1))
 
 
 def observe(controller, number, lengths=None, **observed) -> str:
@@ -61,6 +58,16 @@ def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
     said = observe(analytic, 0)
     assert "costs measured over 1 iteration, against analytic costs: " in said
     assert said.endswith("tools/plan.py --search fusion.profile=FILE finds better ones by"), "far from what was planned"
+
+
+def test_instances_are_the_plans_whatever_the_costs(alone):
+    """On a GPU models come early to score; what the costs change is BS_max."""
+    config = run(trainer__hardware="h100")
+    controller, planned_limits = control(config), planned(resolve_device(config)).report.limits
+    assert planned_limits.early_models > 0 and controller._instance_limits() == planned_limits
+    observe(controller, 0)
+    fitted = controller._instance_limits()
+    assert replace(fitted, bs_max=planned_limits.bs_max) == planned_limits != fitted
 
 
 def restored(controller, unseen: str = "", unpriced: str = ""):

@@ -38,17 +38,37 @@ def test_writes_threshold_json_and_a_plot(run_yaml, lengths_csv, tmp_path):
 
 
 def test_options(run_yaml, lengths_csv, tmp_path):
-    words = ("--prompt-column", "output_tokens", "--instances", "8", "rollout.max_response_tokens=20")
+    words = ("--prompt-column", "output_tokens", "rollout.max_response_tokens=20")
     (tmp_path / "t.json").write_text("mine")
     raw, _ = calibrated(run_yaml, f"{lengths_csv}:prompt_tokens", tmp_path / "t.json", "--force", *words)
-    assert raw["instances"] == 8 and raw["lengths"]["max"] == 20 and raw["lengths"]["clipped"] > 0
+    assert raw["lengths"]["max"] == 20 and raw["lengths"]["clipped"] > 0
+
+
+def test_the_instances_are_those_of_the_plan(run_yaml, lengths_csv, tmp_path):
+    """With models that come early to score, on a GPU; and with the cache that memory leaves."""
+
+    def planned(*words: str) -> dict:
+        done = call_tool("plan", "--config", run_yaml, "--lengths", lengths_csv, "--json", *words)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    gpu = ("trainer.hardware=h100",)
+    small = ("trainer.recompute=full", "algorithm.minibatches=1", "fusion.actor_microbatches=32")
+    ample = planned(*small)
+    generation = next(phase for phase in ample["memory"] if phase["phase"] == "generation")
+    needed = sum(generation[part] for part in ("weights", "kv", "host", "activations")) + ample["process_bytes"]
+    short = (*small, f"trainer.memory_limit_gb={(needed - generation['kv'] / 4) / 1e9}")
+    assert planned(*gpu)["limits"]["early_models"]
+    assert planned(*short)["threshold"]["sweep"] != ample["threshold"]["sweep"]
+    for number, words in enumerate((gpu, short)):
+        plan, (raw, _) = planned(*words), calibrated(run_yaml, lengths_csv, tmp_path / f"{number}.json", *words)
+        assert raw["sweep"] == plan["threshold"]["sweep"] and raw["threshold"] == plan["threshold_samples"]
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--instances 0", "--instances 0"),
-        ("--instances 65", "65 instances for 64 samples"),
+        ("parallel.generation=d8t1p1", "parallel.generation"),
         ("--draws 0", "--draws 0"),
         *((f"--draws {bad}", f"--draws {bad} must be at most 1000") for bad in ("1001", "100000000")),
         ("--hardware abacus", "hardware 'abacus' is not known"),
@@ -81,7 +101,7 @@ def test_layouts_that_are_auto_are_those_that_the_run_would_choose(run_yaml, len
 
 
 def test_one_instance_says_once_that_fusion_is_off(run_yaml, lengths_csv, tmp_path):
-    raw, told = calibrated(run_yaml, lengths_csv, tmp_path / "t.json", "--instances", "1")
+    raw, told = calibrated(run_yaml, lengths_csv, tmp_path / "t.json", "parallel.generation=d1t4p1")
     assert told.count("inter-stage fusion is off") == 1 and raw["threshold"] == 0 and len(raw["sweep"]) == 1
 
 
