@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import inf
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.planning.training_problem import TICK_SECONDS
-from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.bounds.bounds import latency_bound, quick_bound
 from rlhfuse.schedule.io import load_schedule
-from rlhfuse.schedule.ir.problem import FusionProblem
+from rlhfuse.schedule.ir.problem import FusionProblem, Number
 
 WORTH_SPLITTING = 0.01  # of the bound: less is not worth an overhead that is priced, not measured
 WORTH_ONE_MORE = 0.001  # the same of a further model
@@ -27,11 +28,29 @@ Stated = Callable[[frozenset[str]], FusionProblem]  # the run's problem with the
 
 @dataclass(frozen=True)
 class SplitChoice:
-    """The models whose backwards are split, the problem without, and why for the plan."""
+    """The models whose backwards are split, the problem without, and why.
+
+    `compared`: the problem with some split whose bound the plan tells beside that of whole ones, if it chose by bounds.
+    """
 
     models: frozenset[str]
     whole: FusionProblem
-    why: str
+    because: str
+    compared: FusionProblem | None = None
+
+    @property
+    def why(self) -> str:
+        """A line for the plan; it takes as long as two bounds."""
+        if self.compared is None:
+            return self.because
+        before, after = _bound(self.whole), _bound(self.compared)
+        told = f"{self.because}: {_named(self.models, self.whole.models)}"
+        if before is None or after is None:  # no schedule fits: the memory's check says so
+            return told
+        seconds = f"{after * TICK_SECONDS:.4g} s instead of {before * TICK_SECONDS:.4g} s ({after / before - 1:+.1%})"
+        if self.models:
+            return f"{told}: the lower bound is {seconds}"
+        return f"{told}: split, their lower bound would be {seconds}, not {WORTH_SPLITTING:.0%} less"
 
 
 def given_split(config: RunConfig) -> frozenset[str] | None:
@@ -55,7 +74,7 @@ def choose_split(config: RunConfig, costs: CostModel, stated: Stated) -> SplitCh
     if fusion.split_backward == "true":
         if reason:
             raise InputError(f"{asked}: {reason}")
-        return _told(asked, whole, stated, frozenset(whole.models))
+        return SplitChoice(frozenset(whole.models), whole, asked, stated(frozenset(whole.models)))
     if fusion.intra_stage != "search":
         why = f"{asked}: all backwards are whole, as fusion.intra_stage={fusion.intra_stage} is no search"
         return SplitChoice(frozenset(), whole, why)
@@ -65,10 +84,11 @@ def choose_split(config: RunConfig, costs: CostModel, stated: Stated) -> SplitCh
         return SplitChoice(split, whole, f"{asked}: {_named(split, whole.models)}, as in {fusion.schedule}")
     if reason:
         return SplitChoice(frozenset(), whole, f"{asked}: all backwards are whole: {reason}")
-    return _told(asked, whole, stated, _cheapest(whole, stated))
+    split = _cheapest(whole, stated)
+    return SplitChoice(split, whole, asked, stated(split or frozenset(whole.models)))
 
 
-def obstacle(config: RunConfig, costs: CostModel, models: Sequence[str]) -> str:
+def obstacle(config: RunConfig, costs: CostModel | None, models: Sequence[str]) -> str:
     """Why backwards cannot be split, with what would do; '' if they can."""
     if config.trainer.transformer_impl == "transformer_engine":
         return "Transformer Engine's layers make both gradients at once; set trainer.transformer_impl=local"
@@ -78,29 +98,32 @@ def obstacle(config: RunConfig, costs: CostModel, models: Sequence[str]) -> str:
 
 
 def _cheapest(whole: FusionProblem, stated: Stated) -> frozenset[str]:
-    """The fewest models, in order, that reach the least bound; none where that is not worth it."""
+    """The fewest models, in order, that reach the least bound; none where that is not worth it.
+
+    A bound is proved where a quicker one leaves open whether it matters.
+    """
     sets = [frozenset(some) for count in range(len(whole.models) + 1) for some in combinations(whole.models, count)]
-    bounds = {some: bound for some in sets if (bound := _bound(stated(some))) is not None}
-    if not bounds or frozenset() not in bounds or min(bounds.values()) > (1 - WORTH_SPLITTING) * bounds[frozenset()]:
-        return frozenset()
-    return next(some for some in sets if some in bounds and bounds[some] <= (1 + WORTH_ONE_MORE) * min(bounds.values()))
+    problems = {some: stated(some) if some else whole for some in sets}
+    quick = {some: bound for some, problem in problems.items() if (bound := _bound(problem, quick_bound)) is not None}
+    none, least, bounds = frozenset[str](), inf, {}
+    if none not in quick:
+        return none
+    for some in sorted(quick, key=lambda some: (quick[some], sets.index(some))):
+        if quick[some] <= (1 + WORTH_ONE_MORE) * least:
+            bounds[some] = float(latency_bound(problems[some]))
+            least = min(least, bounds[some])
+    without = bounds.get(none, quick[none])
+    if least > (1 - WORTH_SPLITTING) * without:
+        without = bounds.get(none) or float(latency_bound(whole))
+    if least > (1 - WORTH_SPLITTING) * without:
+        return none
+    return next(some for some in sets if some in bounds and bounds[some] <= (1 + WORTH_ONE_MORE) * least)
 
 
-def _told(asked: str, whole: FusionProblem, stated: Stated, split: frozenset[str]) -> SplitChoice:
-    before, after = _bound(whole), _bound(stated(split or frozenset(whole.models)))
-    if before is None or after is None:  # no schedule fits: the memory's check says so
-        return SplitChoice(split, whole, f"{asked}: {_named(split, whole.models)}")
-    seconds = f"{after * TICK_SECONDS:.4g} s instead of {before * TICK_SECONDS:.4g} s ({after / before - 1:+.1%})"
-    if split:
-        return SplitChoice(split, whole, f"{asked}: {_named(split, whole.models)}: the lower bound is {seconds}")
-    why = f"split, their lower bound would be {seconds}, not {WORTH_SPLITTING:.0%} less"
-    return SplitChoice(split, whole, f"{asked}: all backwards are whole: {why}")
-
-
-def _bound(problem: FusionProblem) -> float | None:
+def _bound(problem: FusionProblem, bound: Callable[[FusionProblem], Number] = latency_bound) -> float | None:
     """None where no schedule fits into memory."""
     try:
-        return float(latency_bound(problem))
+        return float(bound(problem))
     except InputError:
         return None
 

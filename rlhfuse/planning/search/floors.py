@@ -6,7 +6,9 @@ tables have in common is computed once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from operator import mul
 from statistics import fmean
 from typing import Any
@@ -24,7 +26,7 @@ from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import TrainingRow
 from rlhfuse.planning.stage_cuts import stage_seconds, with_cut
 from rlhfuse.planning.training_problem import TICK_SECONDS, equal_microbatch, stage_costs, transfer_ticks
-from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
+from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
@@ -49,8 +51,9 @@ class TrainingFloors:
                 cost = self._cost(row, Role(share.model))
                 seconds = stage_seconds(share.model, cost, self._costs(cost), micro)
                 forward, backward = seconds.layer
-                if share.model in self.setting.split and seconds.split:
-                    backward = sum(seconds.split)
+                if seconds.split:
+                    parts = backward, sum(seconds.split)
+                    backward = min(parts[split] for split in self.setting.may_split(share.model))
                 whole = cost.spec.layers * (forward + backward) + sum(map(sum, seconds.ends))
                 self._known[key] = whole / TICK_SECONDS
             rounding = 1.5 * share.layout.stages  # half a tick for each of a stage's times, of which three are the most
@@ -71,18 +74,29 @@ class TrainingFloors:
         return held, weights
 
     def problem(self, row: TrainingRow) -> FusionProblem:
-        """The scheduling problem of the row, without a cap."""
+        """The scheduling problem of the row, without a cap; where a draft chooses which backwards are split one that
+        is no longer than any of those."""
+        return self._problem(row, {share.model: self.setting.may_split(share.model) for share in row.shape.shares})
+
+    def problems(self, row: TrainingRow) -> Iterator[FusionProblem]:
+        """All that a draft of the row chooses from."""
+        models = [share.model for share in row.shape.shares]
+        for splits in product(*map(self.setting.may_split, models)):
+            yield self._problem(row, {model: (split,) for model, split in zip(models, splits)})
+
+    def _problem(self, row: TrainingRow, splits: Mapping[str, tuple[bool, ...]]) -> FusionProblem:
         batch, stages, transfer = self.setting.batch(row), {}, 0
         for share in row.shape.shares:
             cost = self._cut(row, share.layout, Role(share.model))
             micro, longest = equal_microbatch(self.setting.inputs.drawn, batch, share), self.setting.longest(batch)
-            cut = cost.layout.tp, cost.layout.pp, cost.layout.chunks, cost.layout.cut
-            key = "stages", share.model, cut, row.recompute, row.sequence_parallel, micro, longest
+            cut, split = (cost.layout.tp, cost.layout.pp, cost.layout.chunks, cost.layout.cut), splits[share.model]
+            key = "stages", share.model, cut, row.recompute, row.sequence_parallel, micro, longest, split
             if key not in self._known:
-                costs, split = self._costs(cost), share.model in self.setting.split
-                if isinstance(costs, ProfiledCost):  # a draft is refused where it does not know both parts
-                    split = split and costs.splits(share.model)
-                self._known[key] = stage_costs(share.model, cost, micro, longest, costs, split)
+                costs = self._costs(cost)
+                if isinstance(costs, ProfiledCost) and not costs.splits(share.model):  # a draft refuses what is asked
+                    split = (False,)
+                made = [stage_costs(share.model, cost, micro, longest, costs, parts) for parts in split]
+                self._known[key] = made[0] if len(made) == 1 else no_longer_than(*made)
             stages[share.model] = self._known[key]
             transfer = max(transfer, transfer_ticks(cost, micro))
         layouts = {share.model: share.layout for share in row.shape.shares}
@@ -134,6 +148,15 @@ class TrainingFloors:
 
     def _costs(self, cost: AnalyticCost) -> CostModel | None:
         return self.setting.training_profile(cost.layout.tp)
+
+
+def no_longer_than(whole: StageCosts, split: StageCosts) -> StageCosts:
+    """Split backwards that a schedule can put in the place of whole ones and of split ones."""
+    assert split.weight_gradient is not None, "its backwards are split"
+    backward = tuple(map(min, whole.backward, split.backward))
+    rest = (max(0, both - before) for both, before in zip(whole.backward, backward))
+    weights = tuple(map(min, rest, split.weight_gradient))
+    return replace(whole, backward=backward, weight_gradient=weights, weight_activation=(0,) * len(weights))
 
 
 def work_bound(problem: FusionProblem) -> float:

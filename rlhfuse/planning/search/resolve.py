@@ -67,7 +67,7 @@ def resolve_layouts(
     found = Ranking(setting).found(TOP)
     made = with_table(asked, found.best.table)
     why = str(found).splitlines()[0]
-    return Resolved(made, found, (*anew, f"layouts of the search: {_values(asked, made)}: {why}"))
+    return Resolved(made, found, (*anew, f"layouts of the search: {_values(asked, made)}: {why}", *setting.notes))
 
 
 def open_setting(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> Setting:

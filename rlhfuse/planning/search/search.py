@@ -1,7 +1,8 @@
 """The fastest tables, by proof: best first, every table by a floor of its price until no other can be faster.
 
-A table takes six steps, each with a higher floor: the mean work of a node; the work of every node; weights moved;
-memory checked, generation simulated in all room; in the room there is; the proved bound of its training schedule.
+A table takes seven steps, each with a higher floor: the mean work of a node; the work of every node; weights moved;
+memory checked, generation simulated in all room; in the room there is; the work of every node by which backwards may be
+split; the proved bound of its training schedule.
 Whichever has the lowest floor takes its next step, so tables come out in the order of their price, ties in the order of
 their text (RLHFuse section 6 and REAL's plan search, exactly).
 """
@@ -125,6 +126,7 @@ class Ranking:
         self._captures = [0.0] * len(self.space.generation)  # seconds of an iteration that records graphs
         self._works: dict[int, float | None] = {}
         self._held: dict[int, float] = {}
+        self._split: set[int] = set()  # whose works know what a draft may choose
         self._drafts: dict[tuple[int, int], PlanDraft | None] = {}
         self._generated: dict[tuple[int, InstanceLimits], GenerationPrice] = {}
         self._moved: dict[Hashable, float] = {}
@@ -165,7 +167,7 @@ class Ranking:
             if generation is not None and (not allowed or allowed(self.space.training[t], self.space.generation[g]))
         ]
         heapq.heapify(queue)
-        steps = self._by_work, self._by_moves, self._by_draft, self._by_room, self._by_price
+        steps = self._by_work, self._by_moves, self._by_draft, self._by_room, self._by_split, self._by_price
         while queue:
             _, step, t, g = heapq.heappop(queue)
             if step == len(steps):
@@ -233,7 +235,7 @@ class Ranking:
     def _by_draft(self, t: int, g: int) -> float | None:
         """With generation as it is priced."""
         if (t, g) not in self._drafts:
-            self._drafts[t, g] = self._drafted(self.space.table(t, g))
+            self._drafts[t, g] = self._drafted(self.space.table(t, g), whole=True)
         draft = self._drafts[t, g]
         if draft is None:
             return None
@@ -243,10 +245,10 @@ class Ranking:
             self._captures[g] = capture.seconds
         return self._with(t, g, draft, generation)
 
-    def _drafted(self, table: Table) -> PlanDraft | None:
+    def _drafted(self, table: Table, whole: bool = False) -> PlanDraft | None:
         draft, share = None, self.setting.config.parallel.headroom
         try:
-            draft = self.setting.draft(table)
+            draft = self.setting.draft(table, whole)
             check_headroom(draft, share)
         except MemoryRefusal as error:
             self._refuse(f"memory of {error.phase}", error)
@@ -266,9 +268,22 @@ class Ranking:
         draft = self._draft(t, g)
         return self._with(t, g, draft, self._generation(g, draft))
 
-    def _by_price(self, t: int, g: int) -> float:
+    def _by_split(self, t: int, g: int) -> float:
+        """With the least of training that a draft may choose."""
+        if self.setting.split is None and t not in self._split:
+            row = self.space.training[t]
+            self._works[t] = min(self._floors.seconds(row, problem) for problem in self._floors.problems(row))
+            self._split.add(t)
+        return self._by_room(t, g)
+
+    def _by_price(self, t: int, g: int) -> float | None:
+        """With the backwards that the run has; where they are split memory may refuse it yet."""
         if (t, g) not in self._rows:
             draft = self._draft(t, g)
+            if self.setting.split is None:
+                draft = self._drafts[t, g] = self._drafted(self.space.table(t, g))
+            if draft is None:
+                return None
             made = price(draft, self._generation(g, draft), self._moves(t, g))
             least = min_memory(draft.problem)
             fullest = draft.memory.fullest(least)
@@ -320,7 +335,7 @@ class Ranking:
         training.sort(key=lambda t: (self._floors.rough_bytes(self.space.training[t]), t))
         for t, g in product(training[:CLOSEST], generation):
             if (t, g) not in self._drafts:
-                self._drafts[t, g] = self._drafted(self.space.table(t, g))
+                self._drafts[t, g] = self._drafted(self.space.table(t, g), whole=True)
         if not self._lacking:
             told = ", ".join(f"{count} {rule}" for rule, count in self.refused.items())
             return InputError(

@@ -31,7 +31,7 @@ from rlhfuse.planning.draft import (
 )
 from rlhfuse.planning.search.space import Given, TrainingRow
 from rlhfuse.planning.search.table import Table
-from rlhfuse.planning.split_choice import given_split
+from rlhfuse.planning.split_choice import given_split, obstacle
 from rlhfuse.planning.training_problem import longest_microbatch
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.simulator.instances import InstanceLimits
@@ -57,15 +57,16 @@ class GenerationBytes:
 
 @dataclass(frozen=True)
 class Setting:
-    """`split`: models whose backwards `config` splits. Where that is open, tables are ranked with whole ones, and the
-    plan of the winner splits where that helps."""
+    """`split`: models whose backwards `config` splits; None: each table's draft chooses. `notes`: lines on what is
+    open in `config` and not in the search."""
 
     config: RunConfig
     specs: Mapping[Role, ModelSpec]
     world_size: int
     given: Given
     inputs: DraftInputs
-    split: frozenset[str]
+    split: frozenset[str] | None
+    notes: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -77,21 +78,34 @@ class Setting:
     ) -> Setting:
         """`given`: in place of what `config` gives. Raises InputError for costs that hold for one table alone."""
         given, config = given or Given.of(config), resolve_batch(resolve_device(config))
-        if (split := given_split(config)) is None:
-            config, split = config.with_(fusion={"split_backward": "false"}), frozenset()
+        split, notes = given_split(config), ()
+        if split is None and obstacle(config, None, ()):
+            split = frozenset()
         inputs = DraftInputs.of(config, world_size, lengths)
         if isinstance(inputs.measured, MeasuredCost) and not (given.generation and given.inference):
             raise InputError(
                 f"fusion.profile={config.fusion.profile} was measured by a run in its layouts and says nothing of "
                 "others; use what tools/profile_costs.py --tensor 1,2,4 writes, or leave it empty"
             )
-        if inputs.measured is not None:  # with neither: what they would change was not measured
+        if inputs.measured is not None:
+            unmeasured = {"trainer.recompute": given.recompute, "parallel.sequence_parallel": given.sequence_parallel}
             given = replace(given, recompute=given.recompute or "none", sequence_parallel=bool(given.sequence_parallel))
-        return Setting(config, specs, world_size, given, inputs, split)
+            keys = " and ".join(f"{key}=auto" for key, value in unmeasured.items() if value is None)
+            told = f"{keys}: not searched, as fusion.profile={config.fusion.profile} has no times of them; they are off"
+            notes = (told,) if keys else ()
+        return Setting(config, specs, world_size, given, inputs, split, notes)
 
-    def draft(self, table: Table) -> PlanDraft:
-        """Raises InputError where it cannot run."""
-        return draft_plan(table.of(self.config), self.specs, self.world_size, inputs=self.inputs)
+    def may_split(self, model: str) -> tuple[bool, ...]:
+        """Whether a draft has the model's backwards in two parts, or both answers."""
+        return (False, True) if self.split is None else (model in self.split,)
+
+    def draft(self, table: Table, whole: bool = False) -> PlanDraft:
+        """`whole`: with whole backwards wherever the configuration lets a draft choose, for all that they do not
+        change: a split one needs no less memory. Raises InputError where it cannot run."""
+        config = table.of(self.config)
+        if whole and self.split is None:
+            config = config.with_(fusion={"split_backward": "false"})
+        return draft_plan(config, self.specs, self.world_size, inputs=self.inputs)
 
     def batch(self, row: TrainingRow) -> BatchArithmetic:
         """Its instances are of no meaning."""

@@ -168,7 +168,12 @@ def doubts_of(ranking: Ranking, found: Found) -> tuple[str, ...]:
         following = "no other table fits" if found.bound == inf else f"all others take {found.bound:.4g} s or more"
     top = min(3, len(found.rows))
     tried = f"to measure the best {top}: --search --json > search.json, then tools/try_plans.py --search search.json"
-    return following, f"{_measured(ranking)}{_beyond(ranking, found.best)}", f"{tried} --top {top}"
+    return (
+        following,
+        f"{_measured(ranking)}{_beyond(ranking, found.best)}",
+        *ranking.setting.notes,
+        f"{tried} --top {top}",
+    )
 
 
 def _measured(ranking: Ranking) -> str:

@@ -29,10 +29,7 @@ def latency_bound(problem: FusionProblem) -> Number:
 
     Raises InputError where the cap leaves no room for one micro-batch.
     """
-    windows = Windows.of(problem)
-    if problem.memory_cap is not None:
-        windows = _under_cap(problem, windows)
-    tick = _tick(problem)
+    windows, tick = _windows(problem), _tick(problem)
     low = _round_up(windows.least_makespan(), tick)
     if not windows.excludes(low, disjunctions=True):
         return tidy(low)
@@ -43,6 +40,12 @@ def latency_bound(problem: FusionProblem) -> Number:
         step //= 2
         low += step * unit * windows.excludes(low + step * unit, disjunctions=True)
     return tidy(low + unit if tick else low)
+
+
+@lru_cache(maxsize=64)
+def quick_bound(problem: FusionProblem) -> Number:
+    """A bound at or below `latency_bound`, by precedence and the work of each node alone. Raises InputError alike."""
+    return tidy(_round_up(_windows(problem).least_makespan(), _tick(problem)))
 
 
 def memory_bound(problem: FusionProblem, makespan: Number) -> Number:
@@ -78,6 +81,11 @@ def _peaks(windows: Windows) -> tuple[np.ndarray, np.ndarray]:
     single = np.concatenate([[hold.single for hold in windows.holds], *multiples])
     pairs = [np.add.outer(a, b).ravel() for a, b in itertools.combinations_with_replacement(multiples, 2)]
     return np.unique(single[single > 0]), np.unique(np.concatenate([single, *pairs]))
+
+
+def _windows(problem: FusionProblem) -> Windows:
+    windows = Windows.of(problem)
+    return windows if problem.memory_cap is None else _under_cap(problem, windows)
 
 
 def _under_cap(problem: FusionProblem, windows: Windows) -> Windows:
