@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -213,7 +214,7 @@ class ModelOptimizer:
         if len(tied) == 1 and self._groups.embd is not None:
             uses.append(GroupUse(self._groups.embd, "all_reduce", tied[0].numel()))
         norm = self._groups.intra_dist_opt if self._zero else self._groups.mp
-        return [*uses, GroupUse(norm, "all_reduce")]
+        return [*uses, GroupUse(norm, "all_reduce", self._ranks)]
 
     def dry_step(self) -> None:
         """Reduce gradients of zero and go through a step that changes no bit: every kernel and group has run then.
@@ -238,7 +239,7 @@ class ModelOptimizer:
             group["lr"] = lr or 0.0
         with fake_cuda(self._device):
             self.optimizer.prepare_grads()
-            norm = float(self._norm())
+            norm = self._norm()
             if lr is None or not math.isfinite(norm):
                 return StepResult(norm, math.isfinite(norm), lr or 0.0)
             if self._config.clip_grad > 0:
@@ -287,15 +288,24 @@ class ModelOptimizer:
                 return weight
         raise RuntimeError(f"stage {stage}: no gradient of this rank is in the norm; a stage has at least one layer")
 
-    def _norm(self) -> Tensor:
-        """The gradient's norm over all ranks of the model, on the device; Megatron's own reads one for each weight."""
+    @property
+    def _ranks(self) -> int:
+        return self._groups.pp.size() * self._groups.tp_dp_cp.size()
+
+    def _norm(self) -> float:
+        """The gradient's norm over all ranks of the model; Megatron's own reads one for each weight.
+
+        Squares are added up by place, pipeline and tensor rank, the last first: wherever the model lies, however its
+        group is sorted and in whatever order a backend adds, it is the same to the last bit.
+        """
         gradients = [gradient for part in self._parts() for gradient in part.get_main_grads_for_grad_norm()]
-        square = torch.zeros((), device=self._device.torch_device)
+        squares = torch.zeros(self._ranks, device=self._device.torch_device)  # of others 0, which changes no sum
         if gradients:
             norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
-            square += torch.stack(norms).square().sum()
-        dist.all_reduce(square, group=self.optimizer.get_grad_stats_parallel_group())
-        return square.sqrt()
+            own = self._groups.pp.rank() * self._groups.tp_dp_cp.size() + self._groups.tp_dp_cp.rank()
+            squares[own] = torch.stack(norms).square().sum()
+        dist.all_reduce(squares, group=self.optimizer.get_grad_stats_parallel_group())
+        return float(np.sqrt(np.add.accumulate(squares.cpu().numpy()[::-1])[-1]))
 
     def _clip(self, norm: float) -> None:
         """Scale this rank's gradients so that the norm is at most the setting's."""
