@@ -31,6 +31,9 @@ from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
 
+NO_TIME = 1e-12  # ticks of a part of a problem's backward, which must take some
+
+
 class TrainingFloors:
     """Lower bounds of training rows: first from the work of all models shared evenly, then from that of every node."""
 
@@ -154,7 +157,7 @@ def no_longer_than(whole: StageCosts, split: StageCosts) -> StageCosts:
     """Split backwards that a schedule can put in the place of whole ones and of split ones."""
     assert split.weight_gradient is not None, "its backwards are split"
     backward = tuple(map(min, whole.backward, split.backward))
-    rest = (max(0, both - before) for both, before in zip(whole.backward, backward))
+    rest = (max(NO_TIME, both - before) for both, before in zip(whole.backward, backward))
     weights = tuple(map(min, rest, split.weight_gradient))
     return replace(whole, backward=backward, weight_gradient=weights, weight_activation=(0,) * len(weights))
 
