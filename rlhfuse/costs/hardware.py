@@ -128,12 +128,6 @@ REAL_H100 = Calibration(
 )
 
 
-# By name: FLOP/s of one product of 8192 x 8192 x 8192 random bfloat16 numbers, and bytes/s, read and written, of a copy
-# within the device's memory; one H100 80GB HBM3 and one H200, PyTorch 2.11 with CUDA 13. The share of products that
-# ASSUMED has is of whole layers, other kernels included; these are of the products alone.
-MEASURED_RATES = {"h100": (798e12, 3.0e12), "h200": (790e12, 4.3e12)}
-
-
 def data_sheets() -> dict[str, DataSheet]:
     """By name: A100 SXM 80 GB, H100 SXM, H800 SXM (NVLink cut to 400 GB/s), H200 SXM."""
     sheets = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.flops import IterationFlops
-from rlhfuse.costs.hardware import MEASURED_RATES, data_sheets
+from rlhfuse.costs.hardware import data_sheets
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.memory import TRAINED
 from rlhfuse.planning.training_problem import TICK_SECONDS, longest_microbatch, training_problem
@@ -145,16 +145,12 @@ def efficiency(draft: PlanDraft, training_seconds: float) -> Efficiency | None:
 
 
 def rated_hardware(hardware: HardwareSpec) -> Iterator[tuple[str, HardwareSpec]]:
-    """The rates of the plan, those that were measured alone where they are known, and each of them WORSE."""
+    """The rates of the plan, and each of them WORSE."""
     sheet = data_sheets()[hardware.name]
-    sets = {"as planned": hardware}
-    if measured := MEASURED_RATES.get(hardware.name):
-        sets["as measured alone"] = replace(hardware, flops=measured[0], memory_bandwidth=measured[1])
-    for name, rated in sets.items():
-        shares = rated.flops / sheet.flops, rated.memory_bandwidth / sheet.memory_bandwidth
-        yield f"rates {name}, products {shares[0]:.2f} and memory {shares[1]:.2f} of the data sheet's", rated
-        worse = {key: WORSE * getattr(rated, key) for key in RATES}
-        yield f"these and links {1 - WORSE:.0%} worse", replace(rated, **worse)
+    shares = hardware.flops / sheet.flops, hardware.memory_bandwidth / sheet.memory_bandwidth
+    yield f"rates as planned, products {shares[0]:.2f} and memory {shares[1]:.2f} of the data sheet's", hardware
+    worse = {key: WORSE * getattr(hardware, key) for key in RATES}
+    yield f"these and links {1 - WORSE:.0%} worse", replace(hardware, **worse)
 
 
 def _busy_seconds(draft: PlanDraft) -> float:
