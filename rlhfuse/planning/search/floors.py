@@ -30,7 +30,6 @@ from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
-
 NO_TIME = 1e-12  # ticks of a part of a problem's backward, which must take some
 
 
