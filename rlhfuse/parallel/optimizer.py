@@ -305,7 +305,8 @@ class ModelOptimizer:
             own = self._groups.pp.rank() * self._groups.tp_dp_cp.size() + self._groups.tp_dp_cp.rank()
             squares[own] = torch.stack(norms).square().sum()
         dist.all_reduce(squares, group=self.optimizer.get_grad_stats_parallel_group())
-        return float(np.sqrt(np.add.accumulate(squares.cpu().numpy()[::-1])[-1]))
+        sums = np.add.accumulate(squares.cpu().numpy()[::-1])
+        return float(torch.tensor(sums[-1]).sqrt())
 
     def _clip(self, norm: float) -> None:
         """Scale this rank's gradients so that the norm is at most the setting's."""
