@@ -90,8 +90,9 @@ def measure(config: RunConfig, out: Path, limit_seconds: float, degrees: tuple[i
     import torch  # loads only for a config that can be profiled
     import torch.distributed as dist
 
+    from rlhfuse.base.launcher import local_rank
     from rlhfuse.parallel.connect import GroupUse, connect
-    from rlhfuse.parallel.device import allow_many_files, choose_device, local_rank
+    from rlhfuse.parallel.device import allow_many_files, choose_device
     from rlhfuse.run.profiling.profiler import Profiler
 
     if config.trainer.device == "auto":

@@ -12,6 +12,7 @@ from pathlib import Path
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import from_json, read_json, to_json
+from rlhfuse.base.launcher import ranks_per_node
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import HardwareSpec
 
@@ -214,15 +215,16 @@ def hardware_by_name(name: str, device: str = "auto", ranks: int | None = None) 
 def machines_by_name(name: str, device: str = "auto", ranks: int | None = None) -> Machines:
     """The kind called `name`, or the kinds of a list with counts (a100:8,h100:8) that adds up to so many `ranks`.
 
-    `auto` is the cpu, or h100 where `device` is cuda; `measured:FILE` is what `save_hardware` wrote. Raises InputError.
+    `auto` is the cpu, or h100 where `device` is cuda; `measured:FILE` is what `save_hardware` wrote. A machine has as
+    many devices as the launcher has ranks on a node, where there is one. Raises InputError.
     """
     if name.startswith(MEASURED):
-        return Machines.of([(load_hardware(name.removeprefix(MEASURED)), ranks or 1)])
+        return Machines.of([(_launched(load_hardware(name.removeprefix(MEASURED))), ranks or 1)])
     table = known_hardware()
     if name == "auto":
         name = "h100" if device == "cuda" else "cpu"
     if name in table:
-        return Machines.of([(table[name], ranks or 1)])
+        return Machines.of([(_launched(table[name]), ranks or 1)])
     kinds = []
     for part in name.split(","):
         kind, colon, count = part.strip().partition(":")
@@ -230,5 +232,10 @@ def machines_by_name(name: str, device: str = "auto", ranks: int | None = None) 
             raise InputError(f"hardware {kind!r} is not known; use auto, measured:FILE or one of {', '.join(table)}")
         if not (count.isdecimal() and int(count) > 0):
             raise InputError(f"hardware {name!r}: {part.strip()!r} names no number of ranks; write {kind}:8")
-        kinds.append((table[kind], int(count)))
+        kinds.append((_launched(table[kind]), int(count)))
     return Machines.of(kinds, ranks)
+
+
+def _launched(spec: HardwareSpec) -> HardwareSpec:
+    ranks = ranks_per_node()
+    return replace(spec, devices_per_node=ranks) if ranks else spec

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Protocol
 
 from rlhfuse.base.errors import JointError, NotFiniteError, Stopped, leave_message
+from rlhfuse.base.launcher import local_rank
 from rlhfuse.monitor.heartbeat import (
     DONE,
     EXIT_DEAD_PEER,
@@ -167,7 +168,7 @@ class Watchdog:
                 patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", LAUNCHER_SECONDS))
                 self._until = now + patience - BEFORE_LAUNCHER_SECONDS
                 limit = f", within {self._until - now:.0f} s (torchrun's --shutdown-timeout)"
-            if self.finishing and os.environ.get("LOCAL_RANK", "0") == "0":
+            if self.finishing and local_rank() == 0:
                 os.write(2, f"stopping: {self.finishing}{limit}; Ctrl-C once more ends it now\n".encode())
         elif signal.SIGINT in received and now - self._asked > SAME_SIGNAL_SECONDS:
             return Verdict(

@@ -148,12 +148,3 @@ def allow_many_files() -> None:
     """Raise this process's limit of open files as far as it may: every gloo group keeps some sockets open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def ranks_per_node(world_size: int) -> int:
-    """Ranks of this job on one node, as its launcher says; all of them where none has said it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -20,10 +20,11 @@ from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopySer
 from megatron.core.resharding.utils import ParameterMetadata, _build_layer_module_prefix_map, extract_param_metadata
 from torch import Tensor
 
+from rlhfuse.base.launcher import ranks_per_node
 from rlhfuse.decisions.shards import Shard, tensor_segments
 from rlhfuse.decisions.weight_moves import Transfer, in_buckets, plan_moves
 from rlhfuse.parallel.collectives import all_gather_objects
-from rlhfuse.parallel.device import Device, ranks_per_node
+from rlhfuse.parallel.device import Device
 
 BUCKET_BYTES = 64 << 20
 Shards = list[list[Shard]]  # one rank's: what it has of a model, and what it wants
@@ -76,7 +77,7 @@ class Resharder:
     ) -> None:
         """`devices_per_node`: where a node ends; by default as the launcher says. `gather`: every rank's shards."""
         self._service = _NcclTransport() if device.is_cuda else _GlooTransport()
-        self._devices_per_node = devices_per_node or ranks_per_node(dist.get_world_size())
+        self._devices_per_node = devices_per_node or ranks_per_node() or dist.get_world_size()
         self._bucket_bytes, self._gather = bucket_bytes, gather
         # of each destination, the transfers that this rank takes part in, by bucket
         self._plans: weakref.WeakKeyDictionary[torch.nn.Module, list[list[Transfer]]] = weakref.WeakKeyDictionary()

@@ -25,8 +25,8 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of cores, in so many micr
 
 
 def ranks_on_machine(hardware: HardwareSpec, world_size: int) -> int:
-    """Ranks of a run on this machine, as its launcher says; else as many as a machine has places."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, hardware.devices_per_node)))
+    """Ranks of a run on this machine."""
+    return min(world_size, hardware.devices_per_node)
 
 
 def machine_bytes() -> int:

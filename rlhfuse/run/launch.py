@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from rlhfuse.base.errors import EXIT_INTERRUPTED, LAST_WORD
 from rlhfuse.base.files import write_json, write_text
 from rlhfuse.base.kernel_cache import compile_apart
+from rlhfuse.base.launcher import local_rank
 from rlhfuse.checkpoint.checkpoint import is_finished
 from rlhfuse.config.device_defaults import is_for_gpus, resolve_device, without_shared_graphs
 from rlhfuse.config.load import dump_config
@@ -38,7 +39,7 @@ from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel import shared_gpu
 from rlhfuse.parallel.collectives import from_rank_0, raise_on_all_ranks
 from rlhfuse.parallel.connect import GroupUse, connect
-from rlhfuse.parallel.device import Device, allow_many_files, choose_device, device_kind, local_rank
+from rlhfuse.parallel.device import Device, allow_many_files, choose_device, device_kind
 from rlhfuse.parallel.groups import wait_for_workers
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.planner import make_plan, parse_plan

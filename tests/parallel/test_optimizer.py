@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from testkit.stages import build_alone, packed_for
+from testkit.stages import build_alone, load, packed_for
 from testkit.tiny import write_checkpoint
 from testkit.writing import fill_gradients
 
@@ -95,6 +95,37 @@ def test_shards_of_a_weight_step_as_the_whole_bit_for_bit():
     whole = adam([n], torch.float32, fused=True)
     for cuts in ([64, n], [64 * 7, 64 * 500, 64 * 777, n], [*range(64, n, 64), n]):
         assert all(torch.equal(one, other) for one, other in zip(whole, adam(cuts, torch.float32, fused=True)))
+
+
+def norms_at(rank: int, folder, places: tuple[int, ...], name: str) -> list[float]:
+    """Norms of a model of four stages that lie on the ranks of `places`; gradients are those of a stage, made up."""
+    from rlhfuse.config.settings import OptimizerConfig
+    from rlhfuse.models.build import WHOLE
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.parallel.groups import GroupMaker, ModelGrid
+
+    grid, maker = ModelGrid((tuple((place,) for place in places),)), GroupMaker(600)
+    groups, config = maker.for_model("actor", grid, rank), OptimizerConfig(name=name)
+    model = load(rank, grid, groups, folder, False, WHOLE, config, choose_device("cpu", 0, 1)).optimizer
+    found = []
+    for seed in range(20):
+        model.zero_grad()
+        for stage, module in model.modules.items():
+            generator = torch.Generator().manual_seed(10 * seed + stage)
+            for weight in module.module.parameters():
+                weight.main_grad.copy_(torch.randn(weight.shape, generator=generator))
+        model.finish_gradients()
+        found.append(model.step(None).grad_norm)
+    maker.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_a_norm_is_the_same_wherever_the_model_lies(pools, tmp_path, name):
+    folder, ranks = write_checkpoint(tmp_path / "actor", seed=1, num_hidden_layers=4), pools.of(4)
+    orders = (0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)
+    found = [norms for order in orders for norms in ranks.run(norms_at, folder, order, name)]
+    assert all(norms == found[0] for norms in found)
 
 
 def copies(rank: int, folder, layout: str) -> tuple[bool, bool, list[str]]:

@@ -14,7 +14,7 @@ from rlhfuse.config.load import load_config
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.flops import TRAINING_FORWARDS, forward_flops
-from rlhfuse.costs.hardware import MEASURED_RATES, data_sheets, hardware_by_name
+from rlhfuse.costs.hardware import data_sheets, hardware_by_name
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import planned_world_size
@@ -55,9 +55,8 @@ def test_the_run_that_the_readme_names_fits_eight_h100(sizes):
     plan = make_plan(draft).report
     assert (plan.world_size, plan.hardware, plan.memory_limit) == (8, "h100", 80e9)
     assert all(plan.needed_bytes(phase) <= plan.memory_limit for phase in plan.memory)
-    planned_rates, worse, measured, measured_worse = plan.efficiency.uses
+    planned_rates, worse = plan.efficiency.uses
     assert planned_rates.training.mfu >= 0.4
-    assert measured.training.mfu > 0.5 and measured_worse.training.mfu > 0.4
     assert plan.efficiency.hbm_share(planned_rates) >= 0.7
     assert worse.training.mfu == pytest.approx(WORSE * planned_rates.training.mfu, rel=1e-2)
     assert planned_rates.training.seconds == pytest.approx(plan.seconds.training_fused)
@@ -71,11 +70,10 @@ def test_70b_on_64_h100_fits_and_tells_what_stands_in_the_way(sizes):
     assert draft.world_size == 64 and {str(task.layout)[:6] for task in draft.tasks if task.training} == {"d2t4p8"}
     assert max(one.slowest_seconds / one.mean_seconds - 1 for one in draft.stages) < 0.10
     use = at_the_bound(draft)
-    planned_rates, _, measured, measured_worse = use.uses
+    planned_rates, _ = use.uses
     assert planned_rates.training.mfu == pytest.approx(0.36, abs=0.02)
-    assert measured_worse.training.mfu >= 0.4
     assert planned_rates.training.other > 0.4 * planned_rates.training.useful  # tensor ranks' all-reduces
-    assert 0.6 < use.hbm_share(planned_rates) < 0.7 <= use.hbm_share(measured)
+    assert 0.6 < use.hbm_share(planned_rates) < 0.7
     by_nccl = at_the_bound(example("llama3_70b_64gpus.yaml", sizes, "rollout.all_reduce=nccl"))
     assert by_nccl.uses[0].decode.all_reduces > 1.5 * planned_rates.decode.all_reduces > 1e-3
 
@@ -106,8 +104,6 @@ def test_the_figures_are_what_a_reader_works_out(sizes):
     step = read / (0.8 * sheet.memory_bandwidth) + 32 * (9 * 1.5e-6 + 2 * sums) + 192 * 128256 / 2 * 8 / 2.68e12
     assert decode.seconds == pytest.approx(step, rel=1e-3)
     assert use.hbm_share(use.uses[0]) == pytest.approx(read / (sheet.memory_bandwidth * step), rel=1e-3)
-    assert use.uses[2].rates.startswith("rates as measured alone, products 0.81 and memory 0.90")
-    assert MEASURED_RATES["h100"][0] < sheet.flops
 
 
 def test_seconds_of_training_are_products_bytes_and_all_reduces():

@@ -137,6 +137,15 @@ def test_the_limit_of_a_rank(monkeypatch):
     assert memory_limit(run(), hardware_by_name("cpu"), 16)[0] == machine_bytes() / 8
 
 
+@pytest.mark.parametrize("node, crosses", [("", False), ("4", False), ("2", True)])
+def test_a_node_has_as_many_ranks_as_the_launcher_says(monkeypatch, node, crosses):
+    """Where weights move, as the run's resharder has it."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", node)
+    report = planned(run()).report
+    assert report.ranks_per_node == int(node or 4)
+    assert any(move.traffic.across for move in report.weight_moves) == crosses
+
+
 def test_phases_that_do_not_fit_are_refused():
     huge = {role: replace(spec, mlp=2_000_000) for role, spec in SPECS.items()}
     with pytest.raises(InputError, match=r"memory: \w+ needs .* per rank \(weights .*, host copies .*, the process"):

@@ -16,7 +16,7 @@ from rlhfuse.config.values import AUTO
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.planning.price import Price, price, price_generation, weight_moves
 from rlhfuse.planning.search.resolve import open_setting
 from rlhfuse.planning.search.search import Ranking, Row, check_headroom
@@ -230,13 +230,13 @@ def with_profiles(case: SearchCase, file: Path, seed: int) -> SearchCase:
     return replace(case, config=case.config.with_(fusion={"profile": str(file)}, **opened))
 
 
-def priced_tables(setting: Setting) -> list[PricedTable]:
-    """Every table of the space that can run with its price, the fastest first."""
+def priced_tables(case: SearchCase) -> list[PricedTable]:
+    """Every table of the space that can run with its price, the fastest first; each is drafted as a run of it is."""
     made, generated = [], {}
-    for table in tables_of(space_of_setting(setting)):
+    for table in tables_of(space_of_setting(case.setting)):
         try:
-            draft = setting.draft(table)
-            check_headroom(draft, setting.config.parallel.headroom)
+            draft = draft_plan(table.of(case.config), case.specs, case.world_size, case.lengths)
+            check_headroom(draft, case.config.parallel.headroom)
         except InputError:
             continue
         key = str(table.generation), str(table.inference), draft.limits

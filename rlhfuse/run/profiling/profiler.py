@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from rlhfuse.base.launcher import local_rank
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -20,7 +21,7 @@ from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.gen.compile_kernels import compile_kernels
 from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.connect import GroupUse, connect
-from rlhfuse.parallel.device import Device, local_rank
+from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
 from rlhfuse.run.profiling.points import BYTES, Points, points_of, tensor_degrees
 from rlhfuse.run.profiling.work import Builder, GenerationWork, ScoreWork, TrainingWork, load_seconds

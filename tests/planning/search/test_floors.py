@@ -65,7 +65,7 @@ def check_floors(case: SearchCase) -> None:
     ranking = Ranking(setting)
     space, floors = ranking.space, TrainingFloors(setting)
     numbers = {space.table(t, g): (t, g) for t in range(len(space.training)) for g in range(len(space.generation))}
-    for one in priced_tables(setting):
+    for one in priced_tables(case):
         t, g = numbers[one.table]
         row, made, draft = space.training[t], one.price, one.draft
         training = made.schedules + made.steps
@@ -80,9 +80,9 @@ def check_floors(case: SearchCase) -> None:
         assert floors.rough_bytes(row)[0] <= min(states, held) and floors.rough_bytes(row)[1] <= always
         below = ranking._generation_floor(g)
         assert below is not None and 0 < below <= made.generation.fused * ABOVE
-        assert floors.problem(row).pipelines == draft.problem.pipelines
+        assert draft.problem.pipelines in [problem.pipelines for problem in floors.problems(row)]
         steps = [rough + below, ranking._by_work(t, g), ranking._by_moves(t, g), ranking._by_draft(t, g)]
-        steps += [ranking._by_room(t, g), ranking._by_price(t, g)]
+        steps += [ranking._by_room(t, g), ranking._by_split(t, g), ranking._by_price(t, g)]
         assert None not in steps and steps[-1] == made.seconds
         assert all(step <= following * ABOVE for step, following in zip(steps, steps[1:]))
         assert ranking._held[t] <= held

@@ -24,6 +24,7 @@ from rlhfuse.base.files import write_json
 from rlhfuse.planning import machine
 from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.memory import MemoryRefusal, readable_bytes
+from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.search import search
 from rlhfuse.planning.search.search import Found, Ranking, search_tables
 from rlhfuse.planning.search.setting import Setting
@@ -39,7 +40,7 @@ def found_of(case: SearchCase, top: int = 5) -> Found:
 
 def check_exact(case: SearchCase, top: int = 5) -> int:
     """How many tables fit."""
-    every = priced_tables(case.setting)
+    every = priced_tables(case)
     if not every:
         with pytest.raises(InputError):
             found_of(case, top)
@@ -89,14 +90,15 @@ def test_ties_are_broken_by_the_text(monkeypatch):
     assert [row.table.text for row in found.rows] == texts[:5] and found.bound == made.seconds
 
 
-def test_a_search_and_drafts_of_their_own_agree():
-    """Nothing that drafts of a search share changes a price."""
-    case = random_case(4)
-    best = found_of(case).best
-    config = best.table.of(case.setting.config)
-    draft = draft_plan(config, case.specs, case.world_size, case.lengths)
-    assert draft.problem == case.setting.draft(best.table).problem
-    assert draft.memory == case.setting.draft(best.table).memory
+@pytest.mark.parametrize("seed", range(share(20)))
+def test_the_plan_of_the_best_takes_what_the_search_says(seed):
+    """With what most leave as it is: backwards split where that helps, lengths are assumed."""
+    case = replace(random_case(seed + 500), lengths=None)
+    fusion = {"intra_stage": "search", "split_backward": "auto", "search_seconds": 2.0}
+    case = replace(case, config=case.config.with_(fusion=fusion))
+    best = found_of(case, 1).best
+    plan = make_plan(draft_plan(best.table.of(case.config), case.specs, case.world_size)).report
+    assert plan.seconds.fused == pytest.approx(best.seconds, rel=1e-9)
 
 
 # nothing fits ----------------------------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ def test_where_nothing_fits_the_closest_table_is_named_with_what_it_lacks(hardwa
     if hardware == "h100":  # what is as large as memory allows, or rests on the host
         config = case.config.with_(rollout={"kv_blocks_per_instance": 64}, trainer={"offload_optimizer": "false"})
         case = replace(case, config=config)
-    needs = [needed_beside_generation(one) for one in priced_tables(with_memory(case, 100.0).setting)]
+    needs = [needed_beside_generation(one) for one in priced_tables(with_memory(case, 100.0))]
     process = case.setting.inputs.hardware.process_bytes
     case = with_memory(case, (process + share * (min(needs) - process)) / 1e9)
     missing, table = least_missing(case)
