@@ -20,6 +20,7 @@ import shlex
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
@@ -29,17 +30,22 @@ from rich.console import Console
 from rlhfuse.base.cuda_environment import has_gpu
 from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
 from rlhfuse.base.files import write_bytes, write_json, write_text
+from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import dump_config, load_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import idle_settings
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
+from rlhfuse.costs.hardware import machines_by_name
+from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
-from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
+from rlhfuse.planning.draft import DraftInputs, draft_plan, read_specs
+from rlhfuse.planning.memory import MemoryRefusal
 from rlhfuse.planning.meshes.placements import Placement, placements
 from rlhfuse.planning.meshes.run_problem import RunProblem
+from rlhfuse.planning.meshes.run_work import RunWork
 from rlhfuse.planning.meshes.tell import as_dict, as_text
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.search.memory_curve import draw_memory_curve
@@ -66,14 +72,17 @@ def main() -> int:
         if args.world_sizes:
             return compare_sizes(args, config, specs)
         return search(args, loaded, config, specs, world_size)
-    layouts = resolve_layouts(config, specs, world_size)
-    draft = draft_plan(layouts.config, specs, world_size, asked=asked)
-    plan = make_plan(draft)
+    try:
+        layouts = resolve_layouts(config, specs, world_size)
+        draft = draft_plan(layouts.config, specs, world_size, asked=asked)
+        plan = make_plan(draft)
+    except MemoryRefusal as refusal:
+        raise without_a_plan(args, config, specs, world_size, refusal) from None
     if args.problem:
         write_json(args.problem, plan.schedule.problem.to_dict())
     for note in filter(None, (*layouts.lines, *notes, idle_settings(asked))):
         print(note, file=sys.stderr)
-    found = what_if(draft) if args.what_if else ()
+    found = what_if(config, specs, world_size) if args.what_if else ()
     today = plan.report.seconds.fused - plan.report.seconds.capture  # placements record no graphs either
     if args.json:
         others = {"what_if": as_dict(found, today)} if args.what_if else {}
@@ -157,14 +166,17 @@ def search(
 ) -> int:
     """Print what is found; the plan of the best table is another command's. `loaded`: before it was prepared."""
     setting = open_setting(config, specs, world_size)
-    answer = answer_of(Ranking(setting), args.top or TOP, bool(args.thorough))
+    try:
+        answer = answer_of(Ranking(setting), args.top or TOP, bool(args.thorough))
+    except MemoryRefusal as refusal:
+        raise without_a_plan(args, config, specs, world_size, refusal) from None
     best = answer.found.best
     if args.best:
         whole = with_table(loaded.with_(parallel={"lengths": config.parallel.lengths}), best.table)
         write_text(args.best, f"# {str(answer.found).splitlines()[0]}\n{dump_config(whole)}")
     if args.draw:
         write_bytes(args.draw, draw_memory_curve(answer.priced, answer.curve))
-    found = what_if(setting.draft(best.table)) if args.what_if else ()
+    found = what_if(config, specs, world_size) if args.what_if else ()
     today = best.seconds - best.price.capture
     if args.json:
         others = {"what_if": as_dict(found, today)} if args.what_if else {}
@@ -178,11 +190,34 @@ def search(
     return 0
 
 
-def what_if(draft: PlanDraft) -> tuple[Placement, ...]:
+def what_if(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> tuple[Placement, ...]:
     """While they are priced a terminal sees which."""
+    config = resolve_batch(resolve_device(config))
+    machines = machines_by_name(config.trainer.hardware, config.trainer.device, world_size)
+    work = RunWork.of(config, specs, DraftInputs.of(config, world_size))
     with Console(stderr=True).status("what if") as status:
-        run = RunProblem.of_draft(draft, lambda task: status.update(f"what if: pricing {task}"))
-        return placements(run, lambda name: status.update(f"what if: {name}"))
+        run, roomy = (
+            RunProblem.of(of, machines, lambda task: status.update(f"what if: pricing {task}"))
+            for of in (work, work.with_all_memory)
+        )
+        return placements(run, roomy, lambda name: status.update(f"what if: {name}"))
+
+
+def without_a_plan(
+    args: argparse.Namespace,
+    config: RunConfig,
+    specs: Mapping[Role, ModelSpec],
+    world_size: int,
+    refusal: MemoryRefusal,
+) -> MemoryRefusal:
+    """With --what-if: prints placements of a run that has no room where all tasks are on all ranks. Returns why."""
+    if args.what_if:
+        found = what_if(config, specs, world_size)
+        shown = (
+            json.dumps({"what_if": as_dict(found, None)}, indent=1) if args.json else as_text(found, None, str(refusal))
+        )
+        print(shown, flush=True)
+    return refusal
 
 
 def compare_sizes(args: argparse.Namespace, config: RunConfig, specs: dict[Role, ModelSpec]) -> int:

@@ -5,15 +5,31 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.costs.hardware import machines_by_name
+from rlhfuse.planning.draft import DraftInputs, PlanDraft
 from rlhfuse.planning.meshes.mesh import Mesh
 from rlhfuse.planning.meshes.problem import Call, Choice, MeshPlan, MeshProblem, Option, on_equal_meshes
-from rlhfuse.planning.meshes.run_problem import SOURCES
+from rlhfuse.planning.meshes.run_problem import SOURCES, RunProblem
+from rlhfuse.planning.meshes.run_work import RunWork
 
 PHASES = (
     ("generation",),
     ("reference_inference", "reward_inference", "critic_inference"),
     ("critic_train", "actor_train"),
 )
+
+
+def work_of(draft: PlanDraft) -> RunWork:
+    """What a drafted run does."""
+    asked = {"rollout": {"kv_blocks_per_instance": draft.asked.rollout.kv_blocks_per_instance}}
+    asked["parallel"] = {"sequence_parallel": draft.asked.parallel.sequence_parallel}
+    inputs = DraftInputs(draft.hardware, draft.cores, draft.lengths, draft.drawn, None)
+    return RunWork.of(draft.config.with_(**asked), draft.specs, inputs)
+
+
+def run_problem_of(draft: PlanDraft) -> RunProblem:
+    trainer = draft.config.trainer
+    return RunProblem.of(work_of(draft), machines_by_name(trainer.hardware, trainer.device, draft.world_size))
 
 
 def random_problem(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.planning.memory import TRAINED
@@ -25,26 +26,40 @@ Found = tuple[float, MeshPlan]
 
 @dataclass(frozen=True)
 class Placement:
-    """`seconds` of an iteration, infinite where it cannot be: then `why_not` says it."""
+    """`seconds` of an iteration, infinite where it cannot be: then `why_not` says it. `bound`: seconds that it would
+    take with all the memory it wants, below which no layouts bring it; infinite where no memory would help."""
 
     name: str
     seconds: float
     plan: MeshPlan
     why_not: str = ""
     note: str = ""
+    bound: float = inf
 
 
-def placements(run: RunProblem, told: Callable[[str], None] = lambda what: None) -> tuple[Placement, ...]:
-    """All of them; `free` is last, and no slower than any other but the critic's across iterations."""
+def placements(
+    run: RunProblem, roomy: RunProblem | None = None, told: Callable[[str], None] = lambda what: None
+) -> tuple[Placement, ...]:
+    """All of them; `free` is last, and no slower than any other but the critic's across iterations. `roomy`: the same
+    run with memory without end, if bounds are wanted."""
     found = []
     for name, best in SHAPES.items():
         told(name)
         try:
-            found.append(Placement(name, *best(run)))
+            placed = Placement(name, *best(run))
         except InputError as error:
-            found.append(Placement(name, float("inf"), {}, str(error)))
+            placed = Placement(name, inf, {}, str(error))
+        found.append(replace(placed, bound=_bound(best, roomy)))
     told("free")
-    return (*found, _free(run, [one.plan for one in found if one.plan and one.name not in OVERLAPPED]))
+    free = _free(run, [one.plan for one in found if one.plan and one.name not in OVERLAPPED])
+    return (*found, replace(free, bound=_bound(lambda run: _exact(run.problem, run.aligned), roomy)))
+
+
+def _bound(best: Callable[[RunProblem], Found], roomy: RunProblem | None) -> float:
+    try:
+        return best(roomy)[0] if roomy else inf
+    except InputError:
+        return inf
 
 
 def _free(run: RunProblem, starts: Iterable[MeshPlan]) -> Placement:
@@ -53,7 +68,7 @@ def _free(run: RunProblem, starts: Iterable[MeshPlan]) -> Placement:
     try:
         exact = best_plan(problem, run.aligned)
     except InputError as error:
-        return Placement("free", float("inf"), {}, str(error))
+        return Placement("free", inf, {}, str(error))
     start = min([exact.plan, *starts], key=problem.seconds)
     walked = walk(problem, start, run.meshes, WALK_STEPS, WALK_SEED)
     greedy = walk(problem, greedy_plan(problem, run.meshes), run.meshes, WALK_STEPS, WALK_SEED)

@@ -9,9 +9,7 @@ from functools import cached_property
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import HardwareSpec, ParallelLayout
-from rlhfuse.costs.hardware import machines_by_name
 from rlhfuse.decisions.layouts import TASK_ROLES
-from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.machine import communicator_bytes
 from rlhfuse.planning.memory import SCORERS, TRAINED, memory_limit
 from rlhfuse.planning.meshes.forward_options import generation_options, scoring_options
@@ -49,13 +47,6 @@ class RunProblem:
                 calls.append(Call(task, pricer.options(task, meshes), SOURCES.get(task, "")))
             phases += [tuple(calls)] if calls else []
         return RunProblem(MeshProblem(pricer.memory_bytes, least, tuple(phases)), machines, meshes)
-
-    @staticmethod
-    def of_draft(draft: PlanDraft, told: Callable[[str], None] = lambda what: None) -> RunProblem:
-        """Problem of a run that has a plan: the same batches, whatever its layouts."""
-        trainer = draft.config.trainer
-        machines = machines_by_name(trainer.hardware, trainer.device, draft.world_size)
-        return RunProblem.of(RunWork.of(draft), machines, told)
 
     @property
     def whole(self) -> Mesh:

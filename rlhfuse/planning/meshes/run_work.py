@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
@@ -12,9 +12,11 @@ from rlhfuse.config.values import AUTO
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import TASK_ROLES, Task, possible_layouts
-from rlhfuse.planning.draft import PlanDraft, task_costs
+from rlhfuse.planning.draft import DraftInputs, task_costs
 from rlhfuse.planning.machine import SharedCores
 from rlhfuse.simulator.drawn_batches import DrawnBatches
+
+ENDLESS_GB = 1e6  # of a rank
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,18 @@ class RunWork:
     cuts: tuple[bool, ...]
 
     @staticmethod
-    def of(draft: PlanDraft) -> RunWork:
-        """Work of a run that has a plan, with a cache as large as memory allows unless the run asks for another."""
-        blocks, cut = draft.asked.rollout.kv_blocks_per_instance, draft.asked.parallel.sequence_parallel
-        config, planned = draft.config.with_(rollout={"kv_blocks_per_instance": blocks}), draft.lengths.samples
+    def of(config: RunConfig, specs: Mapping[Role, ModelSpec], inputs: DraftInputs) -> RunWork:
+        """Work of a run, whether or not it has a plan; its cache is as large as memory allows unless it asks for
+        another. `config` has numbers but for layouts, micro-batches and recomputation."""
+        planned, cut = inputs.lengths.samples, config.parallel.sequence_parallel
         responses = sum(planned.output) / (sum(planned.prompt) + sum(planned.output))
         cuts = (False, True) if cut == AUTO else (bool(cut),)
-        return RunWork(config, draft.specs, draft.drawn, responses, draft.cores, cuts)
+        return RunWork(config, specs, inputs.drawn, responses, inputs.cores, cuts)
+
+    @property
+    def with_all_memory(self) -> RunWork:
+        """The same on ranks whose memory never ends."""
+        return replace(self, config=self.config.with_(trainer={"memory_limit_gb": ENDLESS_GB}))
 
     @property
     def samples_per_minibatch(self) -> int:

@@ -343,9 +343,11 @@ class Ranking:
             )
         missing, _, table, phase = min(self._lacking)
         free = f" beside parallel.headroom={share:g}" if share and phase != "generation" else ""
-        return InputError(
+        return MemoryRefusal(
+            phase,
+            missing,
             f"memory: no layouts fit {world} ranks of {self.setting.inputs.hardware.name}: the closest, {table}, lacks "
-            f"{readable_bytes(missing)} of a rank in {phase}{free}; use more ranks, or set trainer.memory_limit_gb"
+            f"{readable_bytes(missing)} of a rank in {phase}{free}; use more ranks, or set trainer.memory_limit_gb",
         )
 
 

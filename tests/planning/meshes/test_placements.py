@@ -198,6 +198,18 @@ def test_the_table_names_all_and_compares_with_what_runs_today():
     call = row["calls"]["generation"]
     assert call["ranks"] == [0, 3] and ParallelLayout.parse(call["layout"]).size == 4
     assert f"@0-3 generation {call['layout']}" in text
-    full = with_memory(run_problem, 0.5)
-    refused = as_dict(placements(full), 50.0)["placements"][0]
-    assert set(refused) == {"name", "why_not"} and refused["why_not"].split(" on ")[0] in as_text(placements(full), 1.0)
+    full = placements(with_memory(run_problem, 0.5), run_problem)
+    refused, text = as_dict(full, None)["placements"][0], as_text(full, None, "no room")
+    assert set(refused) == {"name", "bound", "why_not"} and refused["why_not"].split(" on ")[0] in text
+    assert "colocated, fused                -      -       -  no room" in text and f" {refused['bound']:.4g} " in text
+
+
+@pytest.mark.parametrize("seed", range(max(2, share(12))))
+def test_a_bound_is_what_a_placement_takes_with_all_memory(seed):
+    """With less it is no faster, and may not be at all."""
+    roomy = with_memory(random_run(seed), 1e9)
+    for memory in (2.0, 6.0, 1e9):
+        for one, free in zip(placements(with_memory(roomy, memory), roomy), placements(roomy)):
+            assert one.bound == pytest.approx(free.seconds) or one.name == "free"
+            assert one.seconds >= one.bound or one.name == "free"
+            assert one.bound < float("inf") or free.why_not

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.four_ranks import full, run
+from testkit.mesh_cases import run_problem_of, work_of
 from testkit.profiles import examples, share
 from testkit.sim_helpers import long_tail
 
@@ -26,7 +27,6 @@ from rlhfuse.planning.meshes.forward_options import generation_options
 from rlhfuse.planning.meshes.mesh import Mesh
 from rlhfuse.planning.meshes.problem import Option
 from rlhfuse.planning.meshes.run_problem import RunProblem, leanest_fastest, run_meshes, split_points
-from rlhfuse.planning.meshes.run_work import RunWork
 from rlhfuse.planning.meshes.search import best_plan
 from rlhfuse.planning.meshes.training_options import pipeline_seconds, training_options
 from rlhfuse.planning.planner import make_plan
@@ -50,7 +50,7 @@ def on_gpus(**keys):
 
 
 def problem_of(**keys):
-    return RunProblem.of_draft(draft_plan(on_gpus(**keys), SPECS, 4))
+    return run_problem_of(draft_plan(on_gpus(**keys), SPECS, 4))
 
 
 def option(run_problem, task, layout, note=""):
@@ -75,7 +75,7 @@ def test_the_same_layouts_take_what_the_plan_says(lengths):
     """Mini-batches at the bound, one model after the other; generation of its batches."""
     config = on_gpus(fusion__actor_microbatches=8, trainer__offload_optimizer="false", fusion__inter_stage=False)
     draft = draft_plan(config, SPECS, 4, lengths)
-    seconds, work = make_plan(draft).report.seconds, RunWork.of(draft)
+    seconds, work = make_plan(draft).report.seconds, work_of(draft)
     actor = all_trainings(work, "actor_train")["d1t1p4", "M8"]
     critic = all_trainings(work, "critic_train")["d2t1p2", "M4"]
     step = sum(bound_of(draft.problem, name) for name in ("actor", "critic.0"))
@@ -90,7 +90,7 @@ def test_the_same_layouts_take_what_the_plan_says(lengths):
 def test_scoring_takes_what_the_simulation_says():
     """One model after generation, its weights loaded first."""
     draft = draft_plan(on_gpus(), SPECS, 4, long_tail(300, longest=256))
-    work = RunWork.of(draft)
+    work = work_of(draft)
     costs = {name: work.cost(name, draft.tasks[0].layout, H100) for name in ("generation", "reference_inference")}
     job = JobCost(costs["generation"], (costs["reference_inference"],), output_share=work.output_share)
     limits = replace(draft.limits, scoring_models=1, early_models=0)
@@ -106,7 +106,7 @@ def test_a_model_that_trains_alone_needs_what_the_plan_says(layout, microbatches
     keys |= {"parallel__critic_train": layout, "trainer__offload_optimizer": offload}
     draft = draft_plan(on_gpus(**keys), ACTOR_SPECS, 4)
     memory = draft.memory.phases(draft.memory.held_by(make_plan(draft).schedule))
-    work = RunWork.of(draft)
+    work = work_of(draft)
     note = f"M{microbatches}" + (", optimizer on the host" if offload == "true" else "")
     found = all_trainings(work, "actor_train")[layout, note]
     training, before = memory[-1], next(phase for phase in memory if phase.phase == "generation")
@@ -206,7 +206,7 @@ def test_every_option_cuts_the_model_and_the_batch():
 def test_a_smaller_cache_is_leaner_and_no_faster():
     """Responses of one length on one instance, that wait for one another where not all have room."""
     config = on_gpus(rollout__prompts_per_iteration=512, rollout__max_sequences_per_instance=2048)
-    work = RunWork.of(draft_plan(config, SPECS, 4))
+    work = work_of(draft_plan(config, SPECS, 4))
     caches = RunProblem.of(work, machines_by_name("h100", ranks=4)).problem.calls["generation"]
     caches = [one for one in caches.options[Mesh(0, 4)] if str(one.layout) == "d4t1p1"]
     assert len(caches) >= 2
@@ -220,7 +220,7 @@ def test_runs_without_a_critic_or_a_reference_have_fewer_calls():
 
 
 def test_a_model_that_no_rank_can_hold_is_refused():
-    work = RunWork.of(draft_plan(on_gpus(), SPECS, 4))
+    work = work_of(draft_plan(on_gpus(), SPECS, 4))
     work = replace(work, config=work.config.with_(trainer={"memory_limit_gb": 4.5}))
     told = r"critic_train of 4 ranks of h100: no layout cuts .* fits into the 0.8 GB that a rank"
     with pytest.raises(InputError, match=told):
@@ -234,7 +234,7 @@ def machines(*kinds):
 
 def test_a_mesh_is_priced_with_the_kinds_of_its_own_ranks():
     slow = replace(H100, name="slow", flops=H100.flops / 3, memory_bytes=40e9)
-    work = RunWork.of(draft_plan(on_gpus(), SPECS, 4))
+    work = work_of(draft_plan(on_gpus(), SPECS, 4))
     made = RunProblem.of(work, machines((slow, 4), (H100, 4)))
     beside = H100.process_bytes + 5 * H100.communicator_bytes  # of generation, three scorers, and weights on the move
     assert made.problem.memory_bytes == (40e9 - beside,) * 4 + (80e9 - beside,) * 4
@@ -255,7 +255,7 @@ def test_a_mesh_is_priced_with_the_kinds_of_its_own_ranks():
 def test_slower_machines_get_less_and_far_slower_ones_nothing(slower):
     """Either way round."""
     slow = replace(H100, name="slow", flops=H100.flops / slower, memory_bandwidth=H100.memory_bandwidth / slower)
-    work = RunWork.of(draft_plan(on_gpus(), SPECS, 4))
+    work = work_of(draft_plan(on_gpus(), SPECS, 4))
     halves, found = [Mesh(0, 4), Mesh(4, 4)], []
     for kinds in ((slow, H100), (H100, slow)):
         best = best_plan(RunProblem.of(work, machines(*((kind, 4) for kind in kinds))).problem)
@@ -287,7 +287,7 @@ def price_of(draft):
 def test_stages_on_two_machines_wait_for_the_network():
     draft = alone(16, parallel__actor_train="d1t1p16")
     assert draft.problem.transfer > 0
-    found = actor_trainings(RunWork.of(draft), ranks=16)["d1t1p16", "M8"].seconds
+    found = actor_trainings(work_of(draft), ranks=16)["d1t1p16", "M8"].seconds
     free = price_of(replace(draft, problem=replace(draft.problem, transfer=0)))
     assert found == pytest.approx(price_of(draft), rel=1e-3) and found > 1.01 * free
 
@@ -298,7 +298,7 @@ def test_ranks_that_share_cores(monkeypatch, cores):
     monkeypatch.setattr(machine, "machine_cores", lambda: float(cores))
     keys = {"trainer__hardware": "cpu", "trainer__dtype": "float32", "trainer__memory_limit_gb": 200.0}
     draft = alone(**keys)
-    work = RunWork.of(draft)
+    work = work_of(draft)
     assert draft.cores.waiting == 4 / cores
     found = actor_trainings(work, draft.hardware)["d1t1p4", "M8"].seconds
     assert found == pytest.approx(price_of(draft), rel=1e-3)
@@ -314,22 +314,22 @@ def test_communicators_are_those_of_the_plan():
     """For generation and inference without tensor ranks the plan has none but that in which weights move."""
     for layout in ("d1t1p4", "d2t1p2", "d2t2p1"):
         draft = alone(parallel__actor_train=layout)
-        made = RunProblem.of_draft(draft)
-        own = actor_trainings(RunWork.of(draft))
+        made = run_problem_of(draft)
+        own = actor_trainings(work_of(draft))
         held = [one for one in made.problem.calls["actor_train"].options[made.whole] if str(one.layout) == layout]
         assert held
         for one in held:
             mine = one.held_bytes - own[layout, one.note].held_bytes
             assert mine + H100.communicator_bytes == draft.memory.communicators
     shared = alone(trainer__share_gpu=True, trainer__memory_limit_gb=70.0, rollout__cuda_graphs=False)
-    made = RunProblem.of_draft(shared)
+    made = run_problem_of(shared)
     assert made.problem.memory_bytes == (70e9 - H100.process_bytes,) * 4
     one = made.problem.calls["actor_train"].options[made.whole][0]
-    assert one.held_bytes == actor_trainings(RunWork.of(shared))[str(one.layout), one.note].held_bytes
+    assert one.held_bytes == actor_trainings(work_of(shared))[str(one.layout), one.note].held_bytes
 
 
 def test_headroom_is_left_by_all_but_generation():
-    whole, some = (RunProblem.of_draft(alone(parallel__headroom=share)) for share in (0.0, 0.25))
+    whole, some = (run_problem_of(alone(parallel__headroom=share)) for share in (0.0, 0.25))
     assert whole.problem.memory_bytes == some.problem.memory_bytes
     for task, call in whole.problem.calls.items():
         free = 0.0 if task == "generation" else 0.25 * H100.memory_bytes
@@ -347,8 +347,8 @@ def test_headroom_is_left_by_all_but_generation():
 
 def test_sequence_parallelism_that_is_open_is_tried_both_ways():
     draft = alone()
-    both = RunWork.of(replace(draft, asked=draft.asked.with_(parallel={"sequence_parallel": "auto"})))
-    given = actor_trainings(RunWork.of(draft))
+    both = work_of(replace(draft, asked=draft.asked.with_(parallel={"sequence_parallel": "auto"})))
+    given = actor_trainings(work_of(draft))
     found = {
         (layout, note.replace(", sequence parallel", ""), "sequence parallel" in note): one
         for (layout, note), one in actor_trainings(both).items()
@@ -369,7 +369,7 @@ def test_weights_are_fetched_in_about_what_their_moves_take(ranks):
     """Moves from every layout of training on the same ranks, against the one number of an option: the middle one of
     them takes 0.7 to 1.1 of it, none more than 2.5 times as long."""
     draft = alone()
-    work = replace(RunWork.of(draft), specs={role: LLAMA3_8B for role in ACTOR_SPECS})
+    work = replace(work_of(draft), specs={role: LLAMA3_8B for role in ACTOR_SPECS})
     sources = [one for one in work.layouts("actor_train", ranks, 8) if one.dp <= 64]
     for layout in work.layouts("generation", ranks, 8):
         some = generation_options(work, ranks, H100, ranks, 1e15)
