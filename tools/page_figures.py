@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -64,10 +65,10 @@ def matching(results: Results, name: str, entry: str) -> list[dict[str, Any]]:
 
 
 def value_text(figures: Sequence[Mapping[str, Any]], form: str) -> str:
-    """A figure's value; of several the least and the most."""
+    """A figure's value; of several the least and the most, and of many the median."""
     values = sorted(figure["value"] for figure in figures)
-    ends = [format(value, form) for value in (values[0], values[-1])]
-    return " to ".join(dict.fromkeys(ends))
+    ends = " to ".join(dict.fromkeys(format(value, form) for value in (values[0], values[-1])))
+    return f"{ends}, median {median(values):{form}}" if len(values) > 2 and " to " in ends else ends
 
 
 def claim_row(results: Results, name: str, claim: Mapping[str, Any]) -> list[str]:

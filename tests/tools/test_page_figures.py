@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 import pytest
 from generate_docs import RESULTS as FOLDER
 from page_charts import lines
-from page_figures import benchmark_page, claim_row, claims_table, fill_figures, load_results
+from page_figures import benchmark_page, claim_row, claims_table, fill_figures, load_results, value_text
 from page_pictures import picture
 
 from rlhfuse.base.errors import InputError
@@ -50,6 +50,7 @@ def test_marks_are_filled_again_and_again():
     filled = fill_figures(page, RESULTS)
     assert "**<!--fig speed.a.ratio .2f-->1.26<!--/-->**" in filled and ".1f-->0.9 to 1.3<!--/-->" in filled
     assert fill_figures(filled, RESULTS) == filled
+    assert value_text([{"value": value} for value in (1.0, 9.0, 2.0, 3.0)], ".1f") == "1.0 to 9.0, median 2.5"
 
 
 @pytest.mark.parametrize(
