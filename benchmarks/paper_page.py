@@ -52,7 +52,7 @@ MISSING = (
     (
         "+42% where the critic trains beside the next generation, 8.4",
         "ReaLHF",
-        "the search over meshes prices one iteration by itself; calls of the next one are not placed yet",
+        "tools/plan.py --what-if prices such a placement; the setting of that figure is not rebuilt here",
     ),
     ("estimator within 28% in 27 trials", "ReaLHF, 8.3", "the trials are not printed one by one"),
     (
