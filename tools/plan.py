@@ -210,9 +210,13 @@ def without_a_plan(
     world_size: int,
     refusal: MemoryRefusal,
 ) -> MemoryRefusal:
-    """With --what-if: prints placements of a run that has no room where all tasks are on all ranks. Returns why."""
+    """With --what-if: prints placements of a run that has no room where all tasks are on all ranks. Returns why, which
+    says too where a task has no room on any of them."""
     if args.what_if:
-        found = what_if(config, specs, world_size)
+        try:
+            found = what_if(config, specs, world_size)
+        except InputError as error:
+            return MemoryRefusal(refusal.phase, refusal.missing_bytes, f"{refusal}; anywhere else: {error}")
         shown = (
             json.dumps({"what_if": as_dict(found, None)}, indent=1) if args.json else as_text(found, None, str(refusal))
         )
