@@ -247,5 +247,6 @@ def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch):
     share, why = memory_limit(config(share_gpu=True), h100, 4)
     assert share == 20e9 and why.endswith("/ 4 ranks")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    h100 = hardware_by_name("h100")
     assert memory_limit(config(share_gpu=True), h100, 4)[0] == 40e9
     assert memory_limit(config(share_gpu=True, memory_limit_gb=30), h100, 4)[0] == 30e9

@@ -1,10 +1,9 @@
 """The fastest tables, by proof: best first, every table by a floor of its price until no other can be faster.
 
-A table takes seven steps, each with a higher floor: the mean work of a node; the work of every node; weights moved;
-memory checked, generation simulated in all room; in the room there is; the work of every node by which backwards may be
-split; the proved bound of its training schedule.
-Whichever has the lowest floor takes its next step, so tables come out in the order of their price, ties in the order of
-their text (RLHFuse section 6 and REAL's plan search, exactly).
+A table takes seven steps, each with a higher floor: mean work of a node; work of every node; weights moved; generation
+simulated in all room; in the room there is; work with backwards split as they may be; the proved bound of training.
+Whichever has the lowest floor takes its next step, so tables come out in the order of their price, then of their text
+(RLHFuse section 6 and REAL's plan search, exactly).
 """
 
 from __future__ import annotations
