@@ -144,6 +144,10 @@ def test_a_node_has_as_many_ranks_as_the_launcher_says(monkeypatch, node, crosse
     report = planned(run()).report
     assert report.ranks_per_node == int(node or 4)
     assert any(move.traffic.across for move in report.weight_moves) == crosses
+    for bad in ("0", "four"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", bad)
+        with pytest.raises(InputError, match=f"LOCAL_WORLD_SIZE='{bad}' is no number of ranks"):
+            planned(run())
 
 
 def test_phases_that_do_not_fit_are_refused():
