@@ -147,12 +147,12 @@ def train(rank: int, folder: Path, overrides: tuple[str, ...]) -> None:
 
     from rlhfuse.config.load import load_config
     from rlhfuse.parallel.device import choose_device
-    from rlhfuse.run.launch import run_job, with_device
+    from rlhfuse.run.launch import run_job
     from rlhfuse.run.preflight import check_inputs
 
     multiprocessing.current_process()._config["daemon"] = False  # a daemon may not start the reward's processes
     os.chdir(folder)
-    config = with_device(load_config("my_run.yaml", overrides))
+    config = load_config("my_run.yaml", overrides)
     run_job(check_inputs(config, 2), config.trainer.output_dir, rank, choose_device("cpu", 0, 1))
 
 

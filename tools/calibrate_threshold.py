@@ -27,15 +27,15 @@ from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import searched_keys
-from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.machine import Host
 from rlhfuse.costs.measured import TrialCost
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.draft import PlanDraft, draft_plan, priced_limits, read_specs
-from rlhfuse.planning.search.resolve import resolve_layouts
+from rlhfuse.planning.settle import Facts, settle
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
@@ -49,32 +49,21 @@ def main() -> int:
     args = _parse()
     config = load_config(args.config, args.overrides)
     config = config.with_(trainer={"hardware": args.hardware or config.trainer.hardware})
-    if args.trial is not None:
-        from rlhfuse.run.launch import with_device  # torch loads for a trial, and to read prompts
-
-        config = with_device(config)
-    config = resolve_device(config)
-    _check(args, config)
-    if config.data.max_prompt_tokens == AUTO:
-        from rlhfuse.run.preflight import resolve_lengths
-
-        config = resolve_lengths(config, read_specs(config))
-    config = config.with_(fusion={"threshold_file": "", "profile": args.cost or config.fusion.profile})
-    config, told = _with_layouts(config, args)
-    specs, world_size, trial = read_specs(config), planned_world_size(config, args.world_size), None
+    _check(args)
+    run, trial = settle(_calibrated(config, args), _facts(config, args)), None
     if args.trial is None:
-        seen, source = _read_lengths(config, args)
+        seen, source = _read_lengths(run.config, args)
     else:
-        draft_plan(config, specs, world_size)  # what cannot run is refused before the trial
-        seen, trial, source = _trial(config, args.trial)
-    draft = draft_plan(config, specs, world_size, seen)
+        draft_plan(run)  # what cannot run is refused before the trial
+        seen, trial, source = _trial(run.config, args.trial)
+    draft = draft_plan(run, seen)
     lengths = draft.lengths.samples
     threshold = _calibrate(draft, _trial_costs(draft, trial, source) if trial else draft.costs, args.draws)
     if args.plot:
         _plot(threshold, args.plot)
     write_json(args.out, to_json(threshold))
     for line in (
-        *told,
+        *run.lines,
         *source,
         *_describe(seen, lengths),
         threshold.table(),
@@ -103,7 +92,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def _check(args: argparse.Namespace, config: RunConfig) -> None:
+def _check(args: argparse.Namespace) -> None:
     """What can be refused before anything is read or run."""
     if Path(args.out).exists() and not args.force:
         raise InputError(f"--out {args.out} exists; give another name or --force to replace it")
@@ -119,13 +108,22 @@ def _check(args: argparse.Namespace, config: RunConfig) -> None:
         raise InputError(f"--plot {args.plot}: use a name that ends in .png, .pdf or .svg")
 
 
-def _with_layouts(config: RunConfig, args: argparse.Namespace) -> tuple[RunConfig, tuple[str, ...]]:
-    """`config` with the layouts that a run of these lengths would choose where they are auto, and lines on them."""
-    if not searched_keys(config):
-        return config, ()
-    named = config.with_(parallel={"lengths": args.lengths or config.parallel.lengths})
-    found = resolve_layouts(named, read_specs(config), planned_world_size(config, args.world_size))
-    return found.config, found.lines
+def _calibrated(config: RunConfig, args: argparse.Namespace) -> RunConfig:
+    """`config` at these costs; layouts that are auto are those that a run of these lengths would choose."""
+    lengths = args.lengths if args.lengths and searched_keys(config) else config.parallel.lengths
+    costs = {"threshold_file": "", "profile": args.cost or config.fusion.profile}
+    return config.with_(fusion=costs, parallel={"lengths": lengths})
+
+
+def _facts(config: RunConfig, args: argparse.Namespace) -> Facts:
+    specs, host, device, longest = read_specs(config), Host.here(), AUTO, None
+    if args.trial is not None or config.data.max_prompt_tokens == AUTO:
+        from rlhfuse.run import preflight  # torch loads for a trial, and to read prompts
+
+        longest = preflight.longest_prompt(config, specs)
+        if args.trial is not None:
+            host, device = preflight.this_host(config.trainer), preflight.device_of(config.trainer)
+    return Facts(specs, planned_world_size(config, args.world_size), host, device, longest)
 
 
 def _read_lengths(config: RunConfig, args: argparse.Namespace) -> tuple[SampleLengths, list[str]]:
@@ -167,7 +165,7 @@ def _trial_costs(draft: PlanDraft, trial: GenerationTrial, told: list[str]) -> C
 def _calibrate(draft: PlanDraft, costs: CostModel, draws: int) -> Threshold:
     """R_t of the instances that the plan has, at these costs."""
     config, lengths = draft.config, draft.lengths.samples
-    limits = priced_limits(config, draft.limits, costs, lengths.median_context)
+    limits = priced_limits(config.fusion.bs_max, draft.limits, costs, lengths.median_context)
     batches = lengths.draw(config.samples_per_iteration, draws, config.trainer.seed)
     return sweep_threshold(batches, draft.batch.instances, costs, limits, clipped=lengths.clipped)
 

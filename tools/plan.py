@@ -20,7 +20,6 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
@@ -37,22 +36,21 @@ from rich.console import Console
 from rlhfuse.base.cuda_environment import has_gpu
 from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
 from rlhfuse.base.files import write_bytes, write_json, write_text
-from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import dump_config, load_config
 from rlhfuse.config.role import Role
-from rlhfuse.config.rules import idle_settings
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.hardware import machines_by_name
-from rlhfuse.decisions.batch_cut import resolve_batch
+from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
 from rlhfuse.planning.draft import DraftInputs, draft_plan, read_specs
 from rlhfuse.planning.memory import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.search.resolve import open_setting, resolve_layouts, with_table
 from rlhfuse.planning.search.search import TOP, Ranking
+from rlhfuse.planning.search.setting import Setting
+from rlhfuse.planning.settle import Facts, settle, settle_but_layouts, with_table
+from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.simulator.seconds import compile_kernel_apart
 
 SEARCH_OPTIONS = ("top", "best", "draw", "thorough", "world_sizes")
@@ -64,25 +62,21 @@ def main() -> int:
     loaded = load_config(args.config, [*(SEARCHED if args.search else ()), *args.overrides])
     own = load_config(args.config, args.overrides) if args.search and args.world_size is None else loaded
     world_size = planned_world_size(own, args.world_sizes[0] if args.world_sizes else args.world_size)
-    asked, config, specs, notes = prepared(loaded)
-    if args.lengths:
-        config = config.with_(parallel={"lengths": args.lengths})
+    facts, notes = found_here(loaded, world_size)
+    config = loaded.with_(parallel={"lengths": args.lengths}) if args.lengths else loaded
     if args.search:
         compile_kernel_apart(lambda line: print(line, file=sys.stderr, flush=True))
-        if args.world_sizes:
-            return compare_sizes(args, config, specs)
-        return search(args, loaded, config, specs, world_size)
+        return compare_sizes(args, config, facts) if args.world_sizes else search(args, config, facts)
     try:
-        layouts = resolve_layouts(config, specs, world_size)
-        draft = draft_plan(layouts.config, specs, world_size, asked=asked)
-        plan = make_plan(draft)
+        run = settle(config, facts)
+        plan = make_plan(draft_plan(run))
     except MemoryRefusal as refusal:
-        raise without_a_plan(args, config, specs, world_size, refusal) from None
+        raise without_a_plan(args, settle_but_layouts(config, facts), refusal) from None
     if args.problem:
         write_json(args.problem, plan.schedule.problem.to_dict())
-    for note in filter(None, (*layouts.lines, *notes, idle_settings(asked))):
+    for note in filter(None, (*run.lines, *notes, run.without_effect)):
         print(note, file=sys.stderr)
-    found = what_if(config, specs, world_size) if args.what_if else ()
+    found = what_if(settle_but_layouts(config, facts)) if args.what_if else ()
     today = plan.report.seconds.fused - plan.report.seconds.capture  # placements record no graphs either
     if args.json:
         others = {"what_if": as_dict(found, today)} if args.what_if else {}
@@ -143,40 +137,39 @@ def refuse_together(args: argparse.Namespace) -> None:
         raise InputError(f"--top {args.top} shows nothing; give 1 or more")
 
 
-def prepared(config: RunConfig) -> tuple[RunConfig, RunConfig, dict[Role, ModelSpec], tuple[str, ...]]:
-    """The run on its device, the same with a number of prompt tokens, its models, and notes on these."""
+def found_here(config: RunConfig, world_size: int) -> tuple[Facts, tuple[str, ...]]:
+    """What settles the run beside its configuration, and notes on its models."""
+    host, device = Host.here(), AUTO
     if has_gpu(os.environ):
-        from rlhfuse.run.launch import with_device  # torch, which takes seconds, is asked only where there may be a GPU
+        from rlhfuse.run import preflight  # torch, which takes seconds, is asked only where there may be a GPU
 
-        config = with_device(config, planned=True)
+        host, device = preflight.this_host(config.trainer), preflight.device_of(config.trainer, planned=True)
     paths = {role: Path(getattr(config, role).path) for role in config.roles()}
     specs, folder = read_specs(config), Path(config.actor.tokenizer)
     tokenizer = load_tokenizer(folder, specs[Role.ACTOR]) if has_tokenizer(folder) else None
-    specs, notes = resolve_tokens(config, paths, specs, tokenizer, required=False)
-    asked = config
-    if asked.data.max_prompt_tokens == AUTO:
-        from rlhfuse.run.preflight import resolve_lengths  # torch, once more
+    specs, notes = resolve_tokens(config.rollout, paths, specs, tokenizer, required=False)
+    longest = None
+    if config.data.max_prompt_tokens == AUTO:
+        from rlhfuse.run.preflight import longest_prompt  # torch, once more
 
-        config = resolve_lengths(config, specs)
-    return asked, config, specs, notes
+        longest = longest_prompt(config, specs)
+    return Facts(specs, world_size, host, device, longest), notes
 
 
-def search(
-    args: argparse.Namespace, loaded: RunConfig, config: RunConfig, specs: dict[Role, ModelSpec], world_size: int
-) -> int:
-    """Print what is found; the plan of the best table is another command's. `loaded`: before it was prepared."""
-    setting = open_setting(config, specs, world_size)
+def search(args: argparse.Namespace, config: RunConfig, facts: Facts) -> int:
+    """Print what is found; the plan of the best table is another command's."""
+    run = settle_but_layouts(config, facts)
     try:
-        answer = answer_of(Ranking(setting), args.top or TOP, bool(args.thorough))
+        answer = answer_of(Ranking(Setting.of(run)), args.top or TOP, bool(args.thorough))
     except MemoryRefusal as refusal:
-        raise without_a_plan(args, config, specs, world_size, refusal) from None
+        raise without_a_plan(args, run, refusal) from None
     best = answer.found.best
     if args.best:
-        whole = with_table(loaded.with_(parallel={"lengths": config.parallel.lengths}), best.table)
+        whole = with_table(config, best.table)
         write_text(args.best, f"# {str(answer.found).splitlines()[0]}\n{dump_config(whole)}")
     if args.draw:
         write_bytes(args.draw, draw_memory_curve(answer.priced, answer.curve))
-    found = what_if(config, specs, world_size) if args.what_if else ()
+    found = what_if(run) if args.what_if else ()
     today = best.seconds - best.price.capture
     if args.json:
         others = {"what_if": as_dict(found, today)} if args.what_if else {}
@@ -184,37 +177,30 @@ def search(
         return 0
     print("\n".join([answer.render(), *([as_text(found, today)] if args.what_if else [])]))
     where = ["--config", args.best] if args.best else ["--config", args.config, *args.overrides, *overrides(best)]
-    words = [*where, *(["--lengths", args.lengths] if args.lengths else []), "--world-size", str(world_size)]
+    words = [*where, *(["--lengths", args.lengths] if args.lengths else []), "--world-size", str(facts.world_size)]
     print(f"plan of the best: {shlex.join(['python', 'tools/plan.py', *words])}")
     print(f"CPU time: {time.process_time():.1f} s")
     return 0
 
 
-def what_if(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> tuple[Placement, ...]:
+def what_if(run: SettledRun) -> tuple[Placement, ...]:
     """While they are priced a terminal sees which."""
-    config = resolve_batch(resolve_device(config))
-    machines = machines_by_name(config.trainer.hardware, config.trainer.device, world_size)
-    work = RunWork.of(config, specs, DraftInputs.of(config, world_size))
+    machines = machines_by_name(run.config.trainer.hardware, run.config.trainer.device, run.world_size)
+    work = RunWork.of(run, DraftInputs.of(run))
     with Console(stderr=True).status("what if") as status:
-        run, roomy = (
+        whole, roomy = (
             RunProblem.of(of, machines, lambda task: status.update(f"what if: pricing {task}"))
             for of in (work, work.with_all_memory)
         )
-        return placements(run, roomy, lambda name: status.update(f"what if: {name}"))
+        return placements(whole, roomy, lambda name: status.update(f"what if: {name}"))
 
 
-def without_a_plan(
-    args: argparse.Namespace,
-    config: RunConfig,
-    specs: Mapping[Role, ModelSpec],
-    world_size: int,
-    refusal: MemoryRefusal,
-) -> MemoryRefusal:
+def without_a_plan(args: argparse.Namespace, run: SettledRun, refusal: MemoryRefusal) -> MemoryRefusal:
     """With --what-if: prints placements of a run that has no room where all tasks are on all ranks. Returns why, which
     says too where a task has no room on any of them."""
     if args.what_if:
         try:
-            found = what_if(config, specs, world_size)
+            found = what_if(run)
         except InputError as error:
             return MemoryRefusal(refusal.phase, refusal.missing_bytes, f"{refusal}; anywhere else: {error}")
         shown = (
@@ -224,9 +210,9 @@ def without_a_plan(
     return refusal
 
 
-def compare_sizes(args: argparse.Namespace, config: RunConfig, specs: dict[Role, ModelSpec]) -> int:
+def compare_sizes(args: argparse.Namespace, config: RunConfig, facts: Facts) -> int:
     """Print a line for each number of ranks; exit code 2 where nothing fits any."""
-    sizes = sizes_of(config, specs, args.world_sizes)
+    sizes = sizes_of(config, facts, args.world_sizes)
     if args.json:
         print(json.dumps({"sizes": [size.to_dict() for size in sizes]}, indent=1))
     else:

@@ -32,14 +32,13 @@ from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import refuse_auto, searched_keys
-from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.profile_files import TensorProfiles
-from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.parallel.first_error import prints_error
 from rlhfuse.planning.draft import read_specs
+from rlhfuse.planning.settle import Facts, settle
 
 
 def main() -> int:
@@ -72,23 +71,23 @@ def degrees_of(text: str | None) -> tuple[int, ...]:
 
 def measure(config: RunConfig, out: Path, limit_seconds: float, degrees: tuple[int, ...] = ()) -> int:
     """One rank of the measurement; rank 0 writes."""
-    from rlhfuse.run.preflight import resolve_lengths
+    from rlhfuse.run import preflight
 
     specs = read_specs(config)
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    config = resolve_lengths(config, specs)
     if searched := bool(degrees and searched_keys(config)):  # layouts are not known, nor needed
         known = config.with_(parallel={"sequence_parallel": False}, trainer={"recompute": "none"})
         config = with_tensor(known, specs, degrees[0], world)
     refuse_auto(config, "costs are measured at tensor degrees that are known; name them, such as --tensor 1,2,4")
-    config = resolve_batch(config)
+    size = ParallelLayout.parse(config.parallel.actor_train).size
+    found = preflight.this_host(config.trainer), preflight.device_of(config.trainer)
+    config = settle(config, Facts(specs, size, *found, preflight.longest_prompt(config, specs))).config
     if not searched:
-        check_layouts(resolve_device(config), specs, ParallelLayout.parse(config.parallel.actor_train).size)
+        check_layouts(config, specs, size)
     configs = [with_tensor(config, specs, degree, world) for degree in degrees] or [config]
     for one in configs:
         check_world(one, world)
 
-    import torch  # loads only for a config that can be profiled
     import torch.distributed as dist
     from cost_profiles.profiler import Profiler
 
@@ -96,10 +95,6 @@ def measure(config: RunConfig, out: Path, limit_seconds: float, degrees: tuple[i
     from rlhfuse.parallel.connect import GroupUse, connect
     from rlhfuse.parallel.device import allow_many_files, choose_device
 
-    if config.trainer.device == "auto":
-        trainer = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
-        config, configs = config.with_(trainer=trainer), [one.with_(trainer=trainer) for one in configs]
-    config, configs = resolve_device(config), [resolve_device(one) for one in configs]
     device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
     allow_many_files()
     timeout = datetime.timedelta(seconds=config.trainer.hang_seconds)

@@ -430,6 +430,11 @@ class TrainerConfig(Settings):
     trace_iterations: Count = key(3, "the last so many iterations are kept in trace.json")
     export: Truth = key(True, "write export/ in Hugging Face layout at the end")
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a weight; `dtype` is no longer auto."""
+        return 4 if self.dtype == "float32" else 2
+
 
 class RunConfig(Settings):
     """All keys of a run; load.py fills it from YAML."""
@@ -469,6 +474,11 @@ class RunConfig(Settings):
     def longest_response_tokens(self) -> int:
         """Longest response of any sample, in training or of a held-out prompt."""
         return max(self.rollout.max_response_tokens, self.eval_response_tokens if self.data.val_files else 0)
+
+    @property
+    def longest_sample(self) -> tuple[int, int]:
+        """Tokens of the longest prompt and of the longest response that is trained on; no longer auto."""
+        return self.data.max_prompt_tokens, self.rollout.max_response_tokens
 
     @property
     def samples_per_iteration(self) -> int:

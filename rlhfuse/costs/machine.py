@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,26 +30,44 @@ def ranks_on_machine(hardware: HardwareSpec, world_size: int) -> int:
     return min(world_size, hardware.devices_per_node)
 
 
-def machine_bytes() -> int:
-    """Memory of this machine, or of the container that this process is in."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    allowed = CGROUP.read_text().strip() if CGROUP.exists() else "max"
-    return total if allowed == "max" else min(total, int(allowed))
+@dataclass(frozen=True)
+class Host:
+    """What a process finds of the machine that it is on: `cores` that it may use, memory of the machine or of the
+    container in bytes, and the kind of its GPU as the planner knows it, '' for none or one that it does not know."""
+
+    cores: float
+    memory_bytes: int
+    gpu: str = ""
+
+    def __str__(self) -> str:
+        gpu = f"GPUs {self.gpu}, " if self.gpu else ""
+        return f"{gpu}{self.cores:g} cores, {self.memory_bytes / 1e9:.4g} GB"
+
+    @staticmethod
+    def here(gpu: str = "") -> Host:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        allowed = CGROUP.read_text().strip() if CGROUP.exists() else "max"
+        memory = total if allowed == "max" else min(total, int(allowed))
+        cores = float(len(os.sched_getaffinity(0)))
+        quota, _, period = QUOTA.read_text().partition(" ") if QUOTA.exists() else ("max", "", "")
+        return Host(cores if quota == "max" else min(cores, int(quota) / int(period)), memory, gpu)
+
+    @staticmethod
+    def least(hosts: Sequence[Host]) -> Host:
+        """What all ranks can count on, `hosts` in their order: GPUs of several kinds become a list with counts."""
+        kinds = [(gpu, len(list(same))) for gpu, same in itertools.groupby(host.gpu for host in hosts)]
+        known = all(gpu for gpu, _ in kinds)
+        listed = kinds[0][0] if len(kinds) == 1 else ",".join(f"{gpu}:{count}" for gpu, count in kinds)
+        cores, memory = min(host.cores for host in hosts), min(host.memory_bytes for host in hosts)
+        return Host(cores, memory, listed if known else "")
 
 
-def machine_cores() -> float:
-    """Cores that this process may use, or its container's quota of them where that is less."""
-    cores = float(len(os.sched_getaffinity(0)))
-    quota, _, period = QUOTA.read_text().partition(" ") if QUOTA.exists() else ("max", "", "")
-    return cores if quota == "max" else min(cores, int(quota) / int(period))
-
-
-def host_memory(config: RunConfig, hardware: HardwareSpec) -> tuple[float, str]:
+def host_memory(config: RunConfig, hardware: HardwareSpec, host: Host) -> tuple[float, str]:
     """Host memory of a machine of the run in bytes, and where the number is from."""
     if config.trainer.host_memory_gb:
         return config.trainer.host_memory_gb * 1e9, "trainer.host_memory_gb"
     if hardware.name == "cpu":
-        return machine_bytes(), "this machine's"
+        return host.memory_bytes, "this machine's"
     return hardware.host_memory_bytes, f"assumed of {hardware.name} nodes"
 
 
@@ -101,11 +119,11 @@ class SharedCores:
     threads: int = 1
 
     @staticmethod
-    def of(config: RunConfig, hardware: HardwareSpec, world_size: int) -> SharedCores:
-        """Reads the cores of this machine, whatever the plan is for."""
+    def of(config: RunConfig, hardware: HardwareSpec, world_size: int, host: Host) -> SharedCores:
+        """The cores are those of `host`, whatever the plan is for."""
         if hardware.name != "cpu":
             return SharedCores()
-        return SharedCores(machine_cores(), ranks_on_machine(hardware, world_size), config.trainer.threads_per_rank)
+        return SharedCores(host.cores, ranks_on_machine(hardware, world_size), config.trainer.threads_per_rank)
 
     @property
     def waiting(self) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import read_json
 from rlhfuse.config.role import Role
-from rlhfuse.config.settings import RolloutConfig, RunConfig
+from rlhfuse.config.settings import RolloutConfig
 from rlhfuse.config.spec import ModelSpec
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -92,7 +92,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def resolve_tokens(
-    config: RunConfig,
+    rollout: RolloutConfig,
     paths: Mapping[Role, Path],
     specs: Mapping[Role, ModelSpec],
     tokenizer: Any | None,
@@ -104,7 +104,7 @@ def resolve_tokens(
     """
     notes, actor = check_tokenizers(tokenizer, paths, specs, required), specs[Role.ACTOR]
     if tokenizer is not None:
-        actor, warnings = with_end_tokens(actor, tokenizer, config.rollout)
+        actor, warnings = with_end_tokens(actor, tokenizer, rollout)
         notes += warnings
     return {**specs, Role.ACTOR: actor}, notes
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
@@ -23,7 +22,7 @@ from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.machine import SharedCores
 from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
-from rlhfuse.decisions.batch_cut import resolve_batch
+from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import (
     TASK_ROLES,
     BatchArithmetic,
@@ -32,13 +31,14 @@ from rlhfuse.decisions.layouts import (
     check_layouts,
     training_layouts,
 )
-from rlhfuse.planning.drawn_batches import DrawnBatches
 from rlhfuse.planning.memory import SCORERS, MemoryBudget, check_host_memory, memory_budget
 from rlhfuse.planning.planned_lengths import PlannedLengths
-from rlhfuse.planning.split_choice import SplitChoice, choose_split
-from rlhfuse.planning.stage_cuts import StageBalance, stage_balances, with_cuts
-from rlhfuse.planning.training_orders import given_schedule
-from rlhfuse.planning.training_problem import longest_microbatch, training_problem
+from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.planning.training.drawn_batches import DrawnBatches
+from rlhfuse.planning.training.split_choice import SplitChoice, choose_split
+from rlhfuse.planning.training.stage_cuts import StageBalance, stage_balances, with_cuts
+from rlhfuse.planning.training.training_orders import given_schedule
+from rlhfuse.planning.training.training_problem import longest_microbatch, training_problem
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
@@ -66,19 +66,23 @@ class DraftInputs:
     measured: CostModel | TensorProfiles | None
 
     @staticmethod
-    def of(config: RunConfig, world_size: int, lengths: SampleLengths | None = None) -> DraftInputs:
-        """`algorithm.minibatches` is a number; `lengths`: in place of those that `config` names or leaves open.
+    def of(run: SettledRun, lengths: SampleLengths | None = None) -> DraftInputs:
+        """`lengths`: in place of those that the configuration names or leaves open.
 
         Raises InputError for an unknown machine, or naming a file.
         """
+        config, world_size = run.config, run.world_size
         try:
             hardware = hardware_by_name(config.trainer.hardware, config.trainer.device, world_size)
         except InputError as error:
             raise InputError(f"trainer.hardware: {error}") from None
-        planned = PlannedLengths.seen(config, lengths, "past runs") if lengths else PlannedLengths.of(config)
-        drawn = DrawnBatches.of(config, planned.samples)
+        longest, samples = config.longest_sample, config.samples_per_iteration
+        planned = PlannedLengths.of(config.parallel.lengths, longest)
+        if lengths:
+            planned = PlannedLengths.seen(lengths, longest, "past runs")
+        drawn = DrawnBatches.of(planned.samples, samples, int(config.algorithm.minibatches), config.trainer.seed)
         measured = load_costs(config.fusion.profile) if config.fusion.profile else None
-        cores = SharedCores.of(config, hardware, world_size)
+        cores = SharedCores.of(config, hardware, world_size, run.host)
         return DraftInputs(hardware, cores, planned, drawn, measured)
 
 
@@ -86,15 +90,12 @@ class DraftInputs:
 class PlanDraft:
     """A run that can be planned and fits its ranks. `costs` price generation and inference until it has measured them.
 
-    `config` has a number wherever `asked`, the configuration as it was given, leaves one open.
-    `lengths` and `drawn`: see DraftInputs. `given`: the training schedule with where it is from,
-    unless it is to be searched.
+    `config` is the run's, with the cache that memory leaves. `lengths` and `drawn`: see DraftInputs. `given`: the
+    training schedule with where it is from, unless it is to be searched.
     """
 
-    asked: RunConfig
+    run: SettledRun
     config: RunConfig
-    specs: Mapping[Role, ModelSpec]
-    world_size: int
     lengths: PlannedLengths
     drawn: DrawnBatches
     tasks: tuple[Task, ...]
@@ -114,30 +115,35 @@ class PlanDraft:
     cores: SharedCores
 
     @property
+    def specs(self) -> Mapping[Role, ModelSpec]:
+        return self.run.specs
+
+    @property
+    def world_size(self) -> int:
+        return self.run.world_size
+
+    @property
+    def longest_microbatch(self) -> MicrobatchTokens:
+        return longest_microbatch(self.config.longest_sample, self.batch.samples_per_microbatch)
+
+    @property
     def tied(self) -> frozenset[str]:
         """Trained models whose output layer is their embedding; the critic has a head of its own."""
         return frozenset({Role.ACTOR} if self.specs[Role.ACTOR].tied_embeddings else ())
 
 
-def draft_plan(
-    config: RunConfig,
-    specs: Mapping[Role, ModelSpec],
-    world_size: int,
-    lengths: SampleLengths | None = None,
-    asked: RunConfig | None = None,
-    inputs: DraftInputs | None = None,
-) -> PlanDraft:
+def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: DraftInputs | None = None) -> PlanDraft:
     """Check and price a run; searches nothing. Raises InputError: an equation, a file, a phase that does not fit.
 
-    `config`: data.max_prompt_tokens is a number; `asked`: as it was before that, for the plan's reasons. `lengths`: in
-    place of those of the configuration; `inputs`: of them, where several drafts share them.
+    `lengths`: in place of those of the configuration; `inputs`: of them, where several drafts share them.
     """
-    asked, config = asked or config, resolve_batch(resolve_device(config))
+    config, specs, world_size = run.config, run.specs, run.world_size
     tasks = check_layouts(config, specs, world_size)
     batch = batch_arithmetic(config, tasks)
-    inputs = inputs or DraftInputs.of(config, world_size, lengths)
+    inputs = inputs or DraftInputs.of(run, lengths)
     hardware, cores, planned, drawn = inputs.hardware, inputs.cores, inputs.lengths.samples, inputs.drawn
-    analytic, longest = task_costs(config, specs, tasks, hardware, cores), longest_microbatch(config, batch)
+    analytic = task_costs(config, specs, tasks, hardware, cores)
+    longest = longest_microbatch(config.longest_sample, batch.samples_per_microbatch)
     if inputs.measured is not None:
         costs, costs_name = (
             run_costs(inputs.measured, config, specs),
@@ -145,7 +151,7 @@ def draft_plan(
         )
     else:
         costs, costs_name = _job_cost(analytic, world_size, planned), "analytic costs"
-    tasks = with_cuts(config, tasks, analytic, costs, longest)
+    tasks = with_cuts(config.parallel.stage_layers, tasks, analytic, costs, longest)
     analytic = task_costs(config, specs, tasks, hardware, cores)
     ranks = rank_map(training_layouts(tasks), config.fusion.alternates)
     samples, offloading = batch.samples_per_microbatch, config.trainer.offload_optimizer
@@ -156,7 +162,7 @@ def draft_plan(
         made = config
         while True:
             limits = instance_limits(made, specs[Role.ACTOR], batch.instances, costs, planned.median_context)
-            memory = memory_budget(made, analytic, ranks, limits.kv_capacity_bytes, samples)
+            memory = memory_budget(made, analytic, ranks, limits.kv_capacity_bytes, samples, run.host)
             memory = memory.with_optimizer_offloaded(headroom) if offload else memory
             if (fewer := fitting_blocks(made, memory, batch.instances)) is None:
                 return made, limits, memory
@@ -168,22 +174,20 @@ def draft_plan(
     config, limits, memory = sizes
     memory = memory.with_early_loading([analytic[f"{role}_inference"].weights_bytes() for role in config.scorers()])
     limits = replace(limits, early_models=len(memory.early))
-    check_host_memory(config, memory, world_size)
+    check_host_memory(config, memory, world_size, run.host)
 
     def stated(split: frozenset[str]) -> FusionProblem:
         made = training_problem(analytic, batch, drawn, longest, costs, config.fusion.alternates, split)
         return replace(made, memory_cap=memory.limit, static_memory=memory.training_bytes)
 
-    split = choose_split(config, costs, stated)
+    split = choose_split(config.fusion, config.trainer.transformer_impl, costs, stated)
     problem = stated(split.models) if split.models else split.whole
-    given = given_schedule(config, problem, ranks.shape)
+    given = given_schedule(config.fusion, problem, ranks.shape)
     least = min_memory(problem)
     memory.check(evaluate(given[0]).node_peak_memory if given else least, least, given[1] if given else "")
     return PlanDraft(
-        asked,
+        run,
         config,
-        specs,
-        world_size,
         inputs.lengths,
         drawn,
         tasks,
@@ -199,7 +203,7 @@ def draft_plan(
         problem,
         split,
         given,
-        _threshold_file(config, batch),
+        _threshold_file(config.fusion.threshold_file, batch),
         cores,
     )
 
@@ -209,20 +213,15 @@ def read_specs(config: RunConfig) -> dict[Role, ModelSpec]:
     return {role: ModelSpec.from_config(getattr(config, role).path) for role in config.roles()}
 
 
-def element_bytes(config: RunConfig) -> int:
-    return 4 if config.trainer.dtype == "float32" else 2
-
-
-def generation_cost(
-    config: RunConfig, specs: Mapping[Role, ModelSpec], instances: int, hardware: HardwareSpec
-) -> JobCost:
+def generation_cost(run: SettledRun, instances: int, hardware: HardwareSpec) -> JobCost:
     """The analytic CostModel of `instances` generation instances, whatever the world of the other tasks."""
+    config, specs = run.config, run.specs
     scored = [task for task in SCORERS if dict(TASK_ROLES)[task] in config.roles()]
     layouts = {name: ParallelLayout.parse(getattr(config.parallel, name)) for name in ("generation", *scored)}
     world_size = instances * layouts["generation"].tp
     tasks = [Task(name, dict(TASK_ROLES)[name], layout, (0, world_size - 1)) for name, layout in layouts.items()]
     longest = SampleLengths((config.data.max_prompt_tokens,), (config.rollout.max_response_tokens,))
-    cores = SharedCores.of(config, hardware, world_size)
+    cores = SharedCores.of(config, hardware, world_size, run.host)
     return _job_cost(task_costs(config, specs, tasks, hardware, cores), world_size, longest)
 
 
@@ -263,7 +262,7 @@ def instance_limits(
 ) -> InstanceLimits:
     """Sizes of a generation instance."""
     rollout = config.rollout
-    token_bytes = actor.kv_bytes_per_token(element_bytes(config))
+    token_bytes = actor.kv_bytes_per_token(config.trainer.element_bytes)
     most = rollout.max_sequences_per_instance
     limits = InstanceLimits(
         max_sequences=most,
@@ -277,14 +276,12 @@ def instance_limits(
         scoring_models=max(1, len(config.scorers())),
         reward_workers=config.reward.workers if config.reward.function else 0,
     )
-    return priced_limits(config, limits, costs, median_context_tokens)
+    return priced_limits(config.fusion.bs_max, limits, costs, median_context_tokens)
 
 
-def priced_limits(
-    config: RunConfig, limits: InstanceLimits, costs: CostModel, median_context_tokens: float
-) -> InstanceLimits:
-    """`limits` with the BS_max that these costs allow at that context, unless `config` gives one."""
-    if config.fusion.bs_max:
+def priced_limits(given: int, limits: InstanceLimits, costs: CostModel, median_context_tokens: float) -> InstanceLimits:
+    """`limits` with the BS_max that these costs allow at that context, unless one is `given` (fusion.bs_max)."""
+    if given:
         return limits
     return replace(limits, bs_max=largest_flat_batch(costs, median_context_tokens, limits.max_sequences))
 
@@ -306,7 +303,7 @@ def task_costs(
             specs[task.role],
             task.layout,
             cores.in_turns(hardware) if task.training else cores.together(hardware),
-            element_bytes(config),
+            config.trainer.element_bytes,
             task.role.scalar_head,
             sequence_parallel=task.training and cuts,
             recompute=task.training and again,
@@ -325,9 +322,9 @@ def _job_cost(costs: Mapping[str, AnalyticCost], world_size: int, lengths: Sampl
     return JobCost(generation, scorers, crosses, responses)
 
 
-def _threshold_file(config: RunConfig, batch: BatchArithmetic) -> Threshold | None:
+def _threshold_file(file: str, batch: BatchArithmetic) -> Threshold | None:
     """The threshold of fusion.threshold_file. Raises InputError for one that was made for another batch."""
-    if not (file := config.fusion.threshold_file):
+    if not file:
         return None
     threshold = load_threshold(file)
     if threshold.instances != batch.instances:

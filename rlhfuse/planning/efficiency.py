@@ -14,7 +14,7 @@ from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.costs.hardware import data_sheets
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.memory import TRAINED
-from rlhfuse.planning.training_problem import TICK_SECONDS, longest_microbatch, training_problem
+from rlhfuse.planning.training.training_problem import TICK_SECONDS, training_problem
 from rlhfuse.schedule.rules.builders import pipeline_work
 
 WORSE = 0.8  # of every rate
@@ -158,7 +158,11 @@ def _busy_seconds(draft: PlanDraft) -> float:
 
     With even micro-batches: what a plan's are above the mean stands for waiting.
     """
-    drawn, longest, ticks = replace(draft.drawn, even=True), longest_microbatch(draft.config, draft.batch), 0.0
+    drawn, longest, ticks = (
+        replace(draft.drawn, even=True),
+        draft.longest_microbatch,
+        0.0,
+    )
     alternates, split = draft.config.fusion.alternates, draft.split.models
     problem = training_problem(draft.analytic, draft.batch, drawn, longest, draft.costs, alternates, split)
     for pipeline in problem.pipelines:
@@ -168,7 +172,7 @@ def _busy_seconds(draft: PlanDraft) -> float:
 
 def _stage_seconds(draft: PlanDraft, analytic: Mapping[str, AnalyticCost]) -> float:
     """All models' forward and backward of a token of the longest samples, over all stages and tensor ranks."""
-    total, micro = 0.0, longest_microbatch(draft.config, draft.batch)
+    total, micro = 0.0, draft.longest_microbatch
     for task in TRAINED:
         if task in analytic:
             cost = analytic[task]

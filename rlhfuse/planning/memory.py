@@ -16,7 +16,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.machine import communicator_bytes, host_memory, ranks_on_machine
+from rlhfuse.costs.machine import Host, communicator_bytes, host_memory, ranks_on_machine
 from rlhfuse.decisions.decode_shapes import draft_bytes
 from rlhfuse.planning.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
@@ -262,12 +262,12 @@ class MemoryBudget:
         )
 
 
-def check_host_memory(config: RunConfig, memory: MemoryBudget, world_size: int) -> None:
+def check_host_memory(config: RunConfig, memory: MemoryBudget, world_size: int, host: Host) -> None:
     """Raise InputError unless a machine with GPUs has host memory for all copies of its ranks, and their processes."""
     hardware = memory.hardware
     if hardware.name == "cpu":  # where it is the limit of a rank
         return
-    ranks, (has, source) = ranks_on_machine(hardware, world_size), host_memory(config, hardware)
+    ranks, (has, source) = ranks_on_machine(hardware, world_size), host_memory(config, hardware, host)
     fullest = max(memory.static, key=lambda phase: phase.host)
     needed = ranks * (fullest.host + hardware.host_process_bytes)
     if needed > has:
@@ -287,6 +287,7 @@ def memory_budget(
     ranks: FusedRanks,
     kv_capacity_bytes: float,
     samples_per_microbatch: float,
+    host: Host,
 ) -> MemoryBudget:
     """The budget of a run; `costs` has one entry per task, `kv_capacity_bytes` is C of a whole instance."""
     needs = _Needs(config, costs, kv_capacity_bytes, samples_per_microbatch)
@@ -296,7 +297,7 @@ def memory_budget(
         if places not in kinds:
             kinds[places] = RankMemory(places, ranks.node_of(rank), needs.phases(places))
     hardware = costs["generation"].hardware
-    limit = memory_limit(config, hardware, ranks.size)
+    limit = memory_limit(config, hardware, ranks.size, host)
     trained = {task.removesuffix("_train"): costs[task] for task in TRAINED if task in costs}
     tokens, on_gpu = needs.microbatch_tokens, hardware.name != "cpu"
     passing = PassingMemory.of(trained, tokens) if on_gpu else None
@@ -388,7 +389,7 @@ class _Needs:
         return fullest
 
 
-def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int) -> tuple[float, str]:
+def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int, host: Host) -> tuple[float, str]:
     """Bytes that one rank may use, and where the number is from. The ranks of a CPU node, or of a GPU, share them."""
     if config.trainer.memory_limit_gb:
         return config.trainer.memory_limit_gb * 1e9, "trainer.memory_limit_gb"
@@ -397,7 +398,7 @@ def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int) -> 
     ranks = ranks_on_machine(hardware, world_size)
     whole, owner = hardware.memory_bytes, f"this {hardware.name}'s"
     if hardware.name == "cpu":
-        whole, owner = host_memory(config, hardware)
+        whole, owner = host_memory(config, hardware, host)
     return whole / ranks, f"{owner} {readable_bytes(whole)} / {ranks} ranks"
 
 

@@ -12,7 +12,6 @@ from statistics import NormalDist
 import numpy as np
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.settings import RunConfig
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 
 QUANTILES = 1000
@@ -29,18 +28,18 @@ class PlannedLengths:
     told: str
 
     @staticmethod
-    def of(config: RunConfig) -> PlannedLengths:
-        """What `parallel.lengths` names, else the assumption, in which every prompt is as long as it may be.
+    def of(source: str, longest: tuple[int, int]) -> PlannedLengths:
+        """What `source`, parallel.lengths, names, else the assumption, in which every prompt is as long as it may be.
 
-        data.max_prompt_tokens is a number. Raises InputError naming the file.
+        `longest`: tokens of a prompt and of a response. Raises InputError naming the file.
         """
-        prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-        if source := config.parallel.lengths:
+        prompt, response = longest
+        if source:
             try:
                 seen = load_lengths(source, default_prompt=prompt).lengths
             except InputError as error:
                 raise InputError(f"parallel.lengths={source}: {error}") from None
-            return PlannedLengths.seen(config, seen, f"parallel.lengths={source}")
+            return PlannedLengths.seen(seen, longest, f"parallel.lengths={source}")
         samples = assumed_lengths(prompt, response)
         marks = samples.percentiles()
         told = (
@@ -50,10 +49,10 @@ class PlannedLengths:
         return PlannedLengths(samples, False, told)
 
     @staticmethod
-    def seen(config: RunConfig, seen: SampleLengths, where: str) -> PlannedLengths:
-        """Past samples, which people know as `where`."""
-        response = config.rollout.max_response_tokens
-        samples = seen.clip(config.data.max_prompt_tokens, response)
+    def seen(seen: SampleLengths, longest: tuple[int, int], where: str) -> PlannedLengths:
+        """Past samples, which people know as `where`, cut to the `longest`."""
+        prompt, response = longest
+        samples = seen.clip(prompt, response)
         marks = samples.percentiles()
         told = f"output p50 {marks['p50']}, p99.9 {marks['p999']}; {samples.clipped} cut to this run's {response}"
         return PlannedLengths(samples, True, f"lengths are those of {len(samples)} samples of {where}, {told}")

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 
-from rlhfuse.config.role import Role
 from rlhfuse.costs.machine import ranks_on_machine
-from rlhfuse.planning import reasons
-from rlhfuse.planning.draft import PlanDraft, element_bytes
+from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
+from rlhfuse.planning.reasons import Reasons, of_keeping, of_memory
 from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary, reduction_on
-from rlhfuse.planning.training_orders import other_promises
-from rlhfuse.planning.training_problem import TICK_SECONDS
+from rlhfuse.planning.training.training_orders import other_promises
+from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate, idle_share
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -58,12 +57,13 @@ def _search(draft: PlanDraft) -> tuple[Schedule, str]:
 
 def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     config, batch, limits = draft.config, draft.batch, draft.limits
+    reasons = Reasons(draft.run, config)
     summary, peaks = _summary(draft, schedule, source), draft.memory.held_by(schedule)
     kept = draft.memory.keeps_generation(peaks)
     memory = draft.memory.with_generation_kept() if kept else draft.memory
     capture = graph_capture(draft, kept)
     generation = price_generation(draft)
-    hints = reasons.threshold_hints(config, generation.threshold_samples, draft.lengths)
+    hints = reasons.threshold_hints(generation.threshold_samples, draft.lengths)
     moves = weight_moves(draft)
     steps = optimizer_step_seconds(draft.analytic)
     moving, offload = sum(move.seconds for move in moves), draft.memory.offload
@@ -97,22 +97,22 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         threshold=generation.threshold,
         limits=limits,
         move_cost=move_cost(draft.costs, limits),
-        files=reasons.output_files(config, draft.specs, element_bytes(config)),
-        threshold_reasons=(generation.why, *hints, reasons.of_limits(config, limits)),
+        files=reasons.output_files(),
+        threshold_reasons=(generation.why, *hints, reasons.instance_limits(limits)),
         reasons=(
-            *reasons.of_choices(draft.asked, config, draft.specs, batch),
-            *reasons.of_learning_rates(config, draft.specs),
-            reasons.of_ends(config, draft.specs[Role.ACTOR]),
+            *reasons.choices(batch),
+            *reasons.learning_rates(),
+            reasons.ends(),
             f"{draft.lengths.told}; times are means of {len(draft.drawn.batches)} batches drawn from them",
-            reasons.of_costs(config, draft.hardware, draft.costs, draft.costs_name),
+            reasons.source_of_costs(draft.hardware, draft.costs, draft.costs_name),
             *draft.cores.lines(draft.world_size),
-            *reasons.of_reward(config, draft.costs),
+            *reasons.reward_calls(draft.costs),
             draft.split.why,
-            reasons.of_memory(memory, peaks),
-            *reasons.of_keeping(draft.memory, peaks),
-            *reasons.of_offload(config, draft.memory, seen),
+            of_memory(memory, peaks),
+            *of_keeping(draft.memory, peaks),
+            *reasons.offload(draft.memory, seen),
             *((str(capture),) if capture else ()),
-            *reasons.of_early_loading(config, draft.memory, draft.costs),
+            *reasons.early_loading(draft.memory, draft.costs),
         ),
         keeps_generation=kept,
         capture=capture,
@@ -124,6 +124,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
 
 def _summary(draft: PlanDraft, schedule: Schedule, source: str) -> ScheduleSummary:
     timeline, serial = evaluate(schedule), serial_makespan(draft.split.whole)
+    fusion, seed = draft.config.fusion, draft.config.trainer.seed
     return ScheduleSummary(
         source=source,
         nodes=schedule.problem.nodes,
@@ -132,6 +133,6 @@ def _summary(draft: PlanDraft, schedule: Schedule, source: str) -> ScheduleSumma
         serial_makespan_seconds=float(serial) * TICK_SECONDS,
         serial_idle=idle_share(timeline, serial),
         peak_activation_bytes=float(timeline.peak_memory),
-        alternates=draft.config.fusion.alternates,
-        others=other_promises(draft.config, schedule.problem, draft.split, draft.ranks.shape),
+        alternates=fusion.alternates,
+        others=other_promises(fusion, seed, schedule.problem, draft.split, draft.ranks.shape),
     )

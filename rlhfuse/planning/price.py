@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlhfuse.decisions.layout_moves import LayoutMove, layout_moves
-from rlhfuse.planning.draft import PlanDraft, element_bytes, kv_blocks
+from rlhfuse.planning.draft import PlanDraft, kv_blocks
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
-from rlhfuse.planning.training_problem import TICK_SECONDS
+from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.rules.builders import min_memory
@@ -105,7 +105,7 @@ def minibatch_seconds(draft: PlanDraft, makespan: float) -> float:
 def weight_moves(draft: PlanDraft) -> tuple[LayoutMove, ...]:
     """Moves of all models that train, into the layouts of generation and inference."""
     machine = draft.cores.together(draft.hardware)
-    return layout_moves(draft.tasks, draft.ranks, draft.specs, element_bytes(draft.config), machine)
+    return layout_moves(draft.tasks, draft.ranks, draft.specs, draft.config.trainer.element_bytes, machine)
 
 
 def price_generation(draft: PlanDraft) -> GenerationPrice:
@@ -119,7 +119,7 @@ def price_generation(draft: PlanDraft) -> GenerationPrice:
 
 def ideal_limits(draft: PlanDraft) -> InstanceLimits:
     """As if generation had all memory that it can use, for its cache and for models that come early to score."""
-    asked = draft.asked.rollout.kv_blocks_per_instance
+    asked = draft.run.asked.rollout.kv_blocks_per_instance
     config = draft.config.with_(rollout={"kv_blocks_per_instance": asked})
     blocks, block_bytes = kv_blocks(config, draft.batch.instances), draft.limits.block_tokens
     early = len(config.scorers()) if draft.hardware.name != "cpu" else 0

@@ -2,123 +2,203 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 
 from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import HardwareSpec, ModelSpec
+from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.decisions.layouts import BatchArithmetic
 from rlhfuse.planning.memory import KEEPING_PART, MemoryBudget, readable_bytes
 from rlhfuse.planning.planned_lengths import PlannedLengths
+from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.simulator.instances import InstanceLimits
 
 SMALL_WEIGHTS = 100_000_000  # below this the default learning rate shows nothing for hundreds of iterations
 CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's two moments
 
 
-def of_choices(
-    asked: RunConfig, config: RunConfig, specs: Mapping[Role, ModelSpec], batch: BatchArithmetic
-) -> Iterator[str]:
-    """A line for every value of `config` that `asked` left to be chosen: what it is, and from what."""
-    if asked.data.max_prompt_tokens == AUTO:
-        role, context = min(((role, spec.context) for role, spec in specs.items()), key=itemgetter(1))
-        response = config.rollout.max_response_tokens
-        room = f"context({context}) of {role} - rollout.max_response_tokens({response}) = {context - response}"
-        yield f"data.max_prompt_tokens = {config.data.max_prompt_tokens}: the longest prompt; at most {room}"
-    if asked.algorithm.minibatches == AUTO:
-        cut = f"{batch.samples} samples evenly, into {batch.samples_per_minibatch} each"
-        yield f"algorithm.minibatches = {batch.minibatches} (4 where possible): they cut {cut}"
-    if asked.fusion.actor_microbatches == AUTO and not auto_layouts(asked):  # else they were searched with those
-        pipelines = f"{batch.actor_pipelines} actor pipelines"
-        pipelines += f" and {batch.critic_pipelines} critic pipelines" if batch.critic_pipelines else ""
-        filled = f"{batch.samples_per_minibatch} samples fill them on {pipelines}"
-        yield f"fusion.actor_microbatches = {batch.actor_microbatches} (4 where possible): {filled}"
-    if not asked.rollout.kv_blocks_per_instance and (blocks := config.rollout.kv_blocks_per_instance):
-        cause = "what memory leaves in generation; not every sample of an instance finds room at full length"
-        yield f"rollout.kv_blocks_per_instance = {blocks}: {cause}"
-    if asked.reward.signature == AUTO != config.reward.signature:
-        yield f"reward.signature = {config.reward.signature}: by the names of the function's parameters"
+@dataclass(frozen=True)
+class Reasons:
+    """Why a plan is as it is. `config` is that of the draft, with the cache that memory leaves."""
 
+    run: SettledRun
+    config: RunConfig
 
-def of_ends(config: RunConfig, actor: ModelSpec) -> str:
-    """What ends a response: tokens by their ids, texts, a length."""
-    rollout = config.rollout
-    tokens = (*(() if rollout.ignore_eos else actor.eos_token_ids), *rollout.stop_token_ids)
-    parts = [f"at token {' or '.join(map(str, dict.fromkeys(tokens)))}"] if tokens else []
-    if not tokens and not rollout.ignore_eos:
-        parts = ["at the tokenizer's end token, as the model's files name none"]
-    parts += [f"with the text {text!r}" for text in rollout.stop]
-    least = f" (of {rollout.min_tokens} tokens or more)" if rollout.min_tokens else ""
-    return f"a response{least} ends {', '.join((*parts, f'after {rollout.max_response_tokens} tokens'))}"
+    def choices(self, batch: BatchArithmetic) -> Iterator[str]:
+        """A line for every value of `config` that was left to be chosen: what it is, and from what."""
+        asked, config, specs = self.run.asked, self.config, self.run.specs
+        if asked.data.max_prompt_tokens == AUTO:
+            role, context = min(((role, spec.context) for role, spec in specs.items()), key=itemgetter(1))
+            response = config.rollout.max_response_tokens
+            room = f"context({context}) of {role} - rollout.max_response_tokens({response}) = {context - response}"
+            yield f"data.max_prompt_tokens = {config.data.max_prompt_tokens}: the longest prompt; at most {room}"
+        if asked.algorithm.minibatches == AUTO:
+            cut = f"{batch.samples} samples evenly, into {batch.samples_per_minibatch} each"
+            yield f"algorithm.minibatches = {batch.minibatches} (4 where possible): they cut {cut}"
+        if asked.fusion.actor_microbatches == AUTO and not auto_layouts(asked):  # else they were searched with those
+            pipelines = f"{batch.actor_pipelines} actor pipelines"
+            pipelines += f" and {batch.critic_pipelines} critic pipelines" if batch.critic_pipelines else ""
+            filled = f"{batch.samples_per_minibatch} samples fill them on {pipelines}"
+            yield f"fusion.actor_microbatches = {batch.actor_microbatches} (4 where possible): {filled}"
+        if not asked.rollout.kv_blocks_per_instance and (blocks := config.rollout.kv_blocks_per_instance):
+            cause = "what memory leaves in generation; not every sample of an instance finds room at full length"
+            yield f"rollout.kv_blocks_per_instance = {blocks}: {cause}"
+        if asked.reward.signature == AUTO != config.reward.signature:
+            yield f"reward.signature = {config.reward.signature}: by the names of the function's parameters"
 
+    def ends(self) -> str:
+        """What ends a response: tokens by their ids, texts, a length."""
+        rollout = self.config.rollout
+        tokens = (*(() if rollout.ignore_eos else self.run.specs[Role.ACTOR].eos_token_ids), *rollout.stop_token_ids)
+        parts = [f"at token {' or '.join(map(str, dict.fromkeys(tokens)))}"] if tokens else []
+        if not tokens and not rollout.ignore_eos:
+            parts = ["at the tokenizer's end token, as the model's files name none"]
+        parts += [f"with the text {text!r}" for text in rollout.stop]
+        least = f" (of {rollout.min_tokens} tokens or more)" if rollout.min_tokens else ""
+        return f"a response{least} ends {', '.join((*parts, f'after {rollout.max_response_tokens} tokens'))}"
 
-def of_costs(config: RunConfig, hardware: HardwareSpec, costs: CostModel, costs_name: str) -> str:
-    """The source of the times."""
-    if config.fusion.profile:
-        training = "training too" if isinstance(costs, ProfiledCost) else "training analytically"
-        return f"generation and inference are priced by {costs_name}, {training}"
-    if hardware.source:
-        return (
-            f"hardware: {config.trainer.hardware} ({hardware.source}): times are a roofline with "
-            f"{', '.join(hardware.measured)} as measured there, the rest assumed; fusion.profile takes what "
-            "tools/profile_costs.py measures of these models"
-        )
-    unsure = config.trainer.hardware == "auto" and hardware.name != "cpu"
-    assumed = " (trainer.hardware=auto: assumed)" if unsure else ""
-    mixed = "," in hardware.name
-    rates = f"worst rates of {hardware.name}" if mixed else f"rates of a {hardware.name}"
-    return (
-        f"times are a roofline with the {rates}{assumed}; nothing was measured here: set "
-        "fusion.profile to a past run's costs.json, or to what tools/profile_costs.py measures"
-    )
-
-
-def of_reward(config: RunConfig, costs: CostModel) -> tuple[str, ...]:
-    """What a call of the reward function counts, where there is one."""
-    if not config.reward.function:
-        return ()
-    if call := costs.reward_call():
-        return (
-            f"a call of reward.function counts {call.seconds:.3g} s, {config.reward.workers * call.at_once} at once",
-        )
-    return ("what a call of reward.function takes is unknown: it counts nothing until the run has measured it",)
-
-
-def threshold_hints(config: RunConfig, chosen: int | None, lengths: PlannedLengths) -> tuple[str, ...]:
-    """Hints on making R_t known, or on what the run makes of a predicted one."""
-    if chosen is None:
-        return (
-            "until then iterations are serial; with parallel.lengths=FILE[:COLUMN] of past responses, or with "
-            "fusion.threshold_file (tools/calibrate_threshold.py), the run begins fused",
-        )
-    if lengths.known and config.threshold() is None and not config.fusion.threshold_file and chosen:
-        return ("the run begins with it where parallel.lengths says so, and chooses from what it sees from then on",)
-    return ()
-
-
-def of_limits(config: RunConfig, limits: InstanceLimits) -> str:
-    """Bounds of the samples that go on decoding on one instance."""
-    source = "fusion.bs_max" if config.fusion.bs_max else "a decode step is within 10% of one sample's"
-    return (
-        f"an instance keeps at most BS_max = {limits.bs_max} samples then ({source}), and what its KV cache holds: one "
-        f"takes up to M = {readable_bytes(limits.sample_kv_bytes)} of C = {readable_bytes(limits.kv_capacity_bytes)}"
-    )
-
-
-def of_learning_rates(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> Iterator[str]:
-    """A line for each small model that trains at the default rate, which is one for billions of weights."""
-    for role in config.trained():
-        optim, weights = getattr(config, role).optim, specs[role].parameters(scalar_head=role.scalar_head)
-        if optim.lr == getattr(RunConfig(), role).optim.lr and optim.name != "sgd" and weights < SMALL_WEIGHTS:
-            yield (
-                f"{role}.optim.lr = {optim.lr:g} is the default, for billions of weights: one of {weights / 1e6:.3g} "
-                "million hardly moves at it; 1e-4 is usual for so few"
+    def source_of_costs(self, hardware: HardwareSpec, costs: CostModel, costs_name: str) -> str:
+        """The source of the times."""
+        if self.config.fusion.profile:
+            training = "training too" if isinstance(costs, ProfiledCost) else "training analytically"
+            return f"generation and inference are priced by {costs_name}, {training}"
+        if hardware.source:
+            return (
+                f"hardware: {self.config.trainer.hardware} ({hardware.source}): times are a roofline with "
+                f"{', '.join(hardware.measured)} as measured there, the rest assumed; fusion.profile takes what "
+                "tools/profile_costs.py measures of these models"
             )
+        unsure = self.config.trainer.hardware == "auto" and hardware.name != "cpu"
+        assumed = " (trainer.hardware=auto: assumed)" if unsure else ""
+        mixed = "," in hardware.name
+        rates = f"worst rates of {hardware.name}" if mixed else f"rates of a {hardware.name}"
+        return (
+            f"times are a roofline with the {rates}{assumed}; nothing was measured here: set "
+            "fusion.profile to a past run's costs.json, or to what tools/profile_costs.py measures"
+        )
+
+    def reward_calls(self, costs: CostModel) -> tuple[str, ...]:
+        """What a call of the reward function counts, where there is one."""
+        if not self.config.reward.function:
+            return ()
+        if call := costs.reward_call():
+            at_once = self.config.reward.workers * call.at_once
+            return (f"a call of reward.function counts {call.seconds:.3g} s, {at_once} at once",)
+        return ("what a call of reward.function takes is unknown: it counts nothing until the run has measured it",)
+
+    def threshold_hints(self, chosen: int | None, lengths: PlannedLengths) -> tuple[str, ...]:
+        """Hints on making R_t known, or on what the run makes of a predicted one."""
+        if chosen is None:
+            return (
+                "until then iterations are serial; with parallel.lengths=FILE[:COLUMN] of past responses, or with "
+                "fusion.threshold_file (tools/calibrate_threshold.py), the run begins fused",
+            )
+        if lengths.known and self.config.threshold() is None and not self.config.fusion.threshold_file and chosen:
+            when = "the run begins with it where parallel.lengths says so"
+            return (f"{when}, and chooses from what it sees from then on",)
+        return ()
+
+    def instance_limits(self, limits: InstanceLimits) -> str:
+        """Bounds of the samples that go on decoding on one instance."""
+        source = "fusion.bs_max" if self.config.fusion.bs_max else "a decode step is within 10% of one sample's"
+        return (
+            f"an instance keeps at most BS_max = {limits.bs_max} samples then ({source}), and what its KV cache holds: "
+            f"one takes up to M = {readable_bytes(limits.sample_kv_bytes)} of "
+            f"C = {readable_bytes(limits.kv_capacity_bytes)}"
+        )
+
+    def learning_rates(self) -> Iterator[str]:
+        """A line for each small model that trains at the default rate, which is one for billions of weights."""
+        for role in self.config.trained():
+            spec, optim = self.run.specs[role], getattr(self.config, role).optim
+            weights = spec.parameters(scalar_head=role.scalar_head)
+            if optim.lr == getattr(RunConfig(), role).optim.lr and optim.name != "sgd" and weights < SMALL_WEIGHTS:
+                yield (
+                    f"{role}.optim.lr = {optim.lr:g} is the default, for billions of weights: one of "
+                    f"{weights / 1e6:.3g} million hardly moves at it; 1e-4 is usual for so few"
+                )
+
+    def offload(self, memory: MemoryBudget, seen_seconds: float) -> Iterator[str]:
+        """Where the optimizer is outside training, and what that costs; nothing on a CPU that was not asked for it."""
+        asked, offload = f"trainer.offload_optimizer={self.config.trainer.offload_optimizer}", memory.offload
+        if offload:
+            why = f"{asked}: on" if asked.endswith("true") else f"{asked}: a phase would not fit beside it, on"
+            until = "before the weights move" if offload.first_phase == "moves" else "while the weights move"
+            yield (
+                f"{why} the host outside training rest {readable_bytes(offload.nbytes)} of optimizer per rank; they "
+                f"leave {until} and come back during the first mini-batch, {offload.seconds:.2g} s each way, of which "
+                f"{seen_seconds:.2g} s are not hidden"
+            )
+        elif memory.hardware.name != "cpu":
+            yield f"{asked}: the optimizer stays on the device" + (
+                ", every phase fits beside it" if asked.endswith("auto") else ""
+            )
+
+    def early_loading(self, memory: MemoryBudget, costs: CostModel) -> Iterator[str]:
+        """On GPUs, which models that score are loaded before generation ends."""
+        scorers = self.config.scorers()
+        if memory.hardware.name == "cpu" or not scorers:
+            return
+        early, seconds = scorers[: len(memory.early)], costs.swap_in_seconds()
+        loading = f"loading {', '.join(scorers)} takes {seconds:.2g} s of an instance"
+        if not early:
+            most = f"{KEEPING_PART:.0%} of the limit"
+            yield f"{loading}, after generation: beside it not even {scorers[0]} has room in {most}"
+        else:
+            rest = f"; {', '.join(scorers[len(early) :])} after it, for want of room" if early != scorers else ""
+            held = readable_bytes(sum(memory.early))
+            yield f"{loading}: {', '.join(early)} ({held}) beneath the end of generation{rest}"
+
+    def _held_out(self) -> str:
+        """When held-out scores are among the metrics."""
+        last, first = self.config.trainer.iterations, self.config.evaluates_first
+        every = [f"every {self.config.trainer.eval_every}"] if last and self.config.evaluates_after(last) else []
+        when = [*(["before the first"] if first else []), *every]
+        return f"; held-out scores {' and '.join(when)}" if when else ""
+
+    def output_files(self) -> tuple[tuple[str, str], ...]:
+        """Names within the run directory, which comes first, each with what it is."""
+        trainer, trained = self.config.trainer, self.config.trained()
+        counts = {role: self.run.specs[role].parameters(scalar_head=role.scalar_head) for role in trained}
+        loggers = [
+            name for name, on in (("tensorboard/", trainer.tensorboard), ("wandb/", trainer.wandb != "off")) if on
+        ]
+        traced = trainer.trace_iterations
+        rows = [
+            (trainer.output_dir or "runs/<config name>-<time>", "the run directory; it holds"),
+            ("self.config.yaml", "this configuration, defaults filled in"),
+            ("plan.json, schedule.json", "this plan, and the training schedule"),
+            ("metrics.jsonl", f"one line for each of {trainer.iterations} iterations{self._held_out()}"),
+            *((name, "the same metrics") for name in loggers),
+            ("trace.json", f"time line of the last {traced} iterations"),
+            ("samples.jsonl", f"{trainer.sample_texts} samples of each iteration as text"),
+            ("costs.json", "what work cost in this run, for fusion.profile of a later one"),
+        ]
+        when = [f"every {trainer.save_every} iterations"] if trainer.save_every else []
+        when += ["where the held-out score is the best so far"] if trainer.keep_best else []
+        if when:
+            size = readable_bytes(CHECKPOINT_BYTES * sum(counts.values()))
+            kept = f"the last {trainer.keep_checkpoints}{' and the best' if trainer.keep_best else ''} are kept"
+            rows.append(("checkpoints/iteration-N/", f"{' and '.join(when)}, {size} each; {kept}"))
+        else:
+            remedy = "a run that dies begins again; trainer.save_every=N saves one every N iterations"
+            rows.append(("(no checkpoints)", remedy))
+        if trainer.export and trainer.iterations:
+            rows += [
+                (
+                    f"export/{best}{role}/",
+                    f"{readable_bytes(count * trainer.element_bytes)}, in Hugging Face layout, at the end",
+                )
+                for best in ("", *(("best/",) if trainer.keep_best else ()))
+                for role, count in counts.items()
+            ]
+        return (*rows, ("finished.json", "when all iterations are done"))
 
 
 def of_memory(memory: MemoryBudget, activations: Sequence[float]) -> str:
@@ -154,78 +234,3 @@ def of_keeping(memory: MemoryBudget, activations: Sequence[float]) -> tuple[str,
         f"{readable_bytes(needed)} of {readable_bytes(most)}, {KEEPING_PART:.0%} of the limit{recorded}"
         + (smaller if left > 0 else ""),
     )
-
-
-def of_offload(config: RunConfig, memory: MemoryBudget, seen_seconds: float) -> Iterator[str]:
-    """Where the optimizer is outside training, and what that costs; nothing on a CPU that was not asked for it."""
-    asked, offload = f"trainer.offload_optimizer={config.trainer.offload_optimizer}", memory.offload
-    if offload:
-        why = f"{asked}: on" if asked.endswith("true") else f"{asked}: a phase would not fit beside it, on"
-        until = "before the weights move" if offload.first_phase == "moves" else "while the weights move"
-        yield (
-            f"{why} the host outside training rest {readable_bytes(offload.nbytes)} of optimizer per rank; they leave "
-            f"{until} and come back during the first mini-batch, {offload.seconds:.2g} s each way, of which "
-            f"{seen_seconds:.2g} s are not hidden"
-        )
-    elif memory.hardware.name != "cpu":
-        yield f"{asked}: the optimizer stays on the device" + (
-            ", every phase fits beside it" if asked.endswith("auto") else ""
-        )
-
-
-def of_early_loading(config: RunConfig, memory: MemoryBudget, costs: CostModel) -> Iterator[str]:
-    """On GPUs, which models that score are loaded before generation ends."""
-    scorers = config.scorers()
-    if memory.hardware.name == "cpu" or not scorers:
-        return
-    early, seconds = scorers[: len(memory.early)], costs.swap_in_seconds()
-    loading = f"loading {', '.join(scorers)} takes {seconds:.2g} s of an instance"
-    if not early:
-        most = f"{KEEPING_PART:.0%} of the limit"
-        yield f"{loading}, after generation: beside it not even {scorers[0]} has room in {most}"
-    else:
-        rest = f"; {', '.join(scorers[len(early) :])} after it, for want of room" if early != scorers else ""
-        held = readable_bytes(sum(memory.early))
-        yield f"{loading}: {', '.join(early)} ({held}) beneath the end of generation{rest}"
-
-
-def _held_out(config: RunConfig) -> str:
-    """When held-out scores are among the metrics."""
-    last, first = config.trainer.iterations, config.evaluates_first
-    every = [f"every {config.trainer.eval_every}"] if last and config.evaluates_after(last) else []
-    when = [*(["before the first"] if first else []), *every]
-    return f"; held-out scores {' and '.join(when)}" if when else ""
-
-
-def output_files(config: RunConfig, specs: Mapping[Role, ModelSpec], element_bytes: int) -> tuple[tuple[str, str], ...]:
-    """Names within the run directory, which comes first, each with what it is."""
-    trainer, trained = config.trainer, config.trained()
-    counts = {role: specs[role].parameters(scalar_head=role.scalar_head) for role in trained}
-    loggers = [name for name, on in (("tensorboard/", trainer.tensorboard), ("wandb/", trainer.wandb != "off")) if on]
-    traced = trainer.trace_iterations
-    rows = [
-        (trainer.output_dir or "runs/<config name>-<time>", "the run directory; it holds"),
-        ("config.yaml", "this configuration, defaults filled in"),
-        ("plan.json, schedule.json", "this plan, and the training schedule"),
-        ("metrics.jsonl", f"one line for each of {trainer.iterations} iterations{_held_out(config)}"),
-        *((name, "the same metrics") for name in loggers),
-        ("trace.json", f"time line of the last {traced} iterations"),
-        ("samples.jsonl", f"{trainer.sample_texts} samples of each iteration as text"),
-        ("costs.json", "what work cost in this run, for fusion.profile of a later one"),
-    ]
-    when = [f"every {trainer.save_every} iterations"] if trainer.save_every else []
-    when += ["where the held-out score is the best so far"] if trainer.keep_best else []
-    if when:
-        size = readable_bytes(CHECKPOINT_BYTES * sum(counts.values()))
-        kept = f"the last {trainer.keep_checkpoints}{' and the best' if trainer.keep_best else ''} are kept"
-        rows.append(("checkpoints/iteration-N/", f"{' and '.join(when)}, {size} each; {kept}"))
-    else:
-        remedy = "a run that dies begins again; trainer.save_every=N saves one every N iterations"
-        rows.append(("(no checkpoints)", remedy))
-    if trainer.export and trainer.iterations:
-        rows += [
-            (f"export/{best}{role}/", f"{readable_bytes(count * element_bytes)}, in Hugging Face layout, at the end")
-            for best in ("", *(("best/",) if trainer.keep_best else ()))
-            for role, count in counts.items()
-        ]
-    return (*rows, ("finished.json", "when all iterations are done"))

@@ -19,8 +19,8 @@ from rlhfuse.decisions.migration import SampleMoveCost
 from rlhfuse.planning.efficiency import Efficiency
 from rlhfuse.planning.graph_capture import GraphCapture
 from rlhfuse.planning.memory import DEVICE_PARTS, OptimizerOffload, PhaseMemory, readable_bytes
-from rlhfuse.planning.stage_cuts import StageBalance
-from rlhfuse.planning.training_orders import OrderPromise
+from rlhfuse.planning.training.stage_cuts import StageBalance
+from rlhfuse.planning.training.training_orders import OrderPromise
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.program import Programs

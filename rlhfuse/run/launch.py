@@ -18,17 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from rlhfuse.base.errors import EXIT_INTERRUPTED, LAST_WORD
+from rlhfuse.base.errors import EXIT_INTERRUPTED, LAST_WORD, JointError
 from rlhfuse.base.files import write_json, write_text
 from rlhfuse.base.kernel_cache import compile_apart
 from rlhfuse.base.launcher import local_rank
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.device_defaults import is_for_gpus, resolve_device, without_shared_graphs
 from rlhfuse.config.load import dump_config
 from rlhfuse.config.role import Role
-from rlhfuse.config.rules import check_config, idle_settings
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.costs.hardware import GPU_NAMES
+from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.gen.compile_kernels import compile_kernels, kernel_groups
 from rlhfuse.models.cpu import invariance
@@ -36,16 +34,17 @@ from rlhfuse.models.hf import has_scalar_head
 from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel import shared_gpu
-from rlhfuse.parallel.collectives import from_rank_0, raise_on_all_ranks
+from rlhfuse.parallel.collectives import all_gather_objects, from_rank_0, raise_on_all_ranks
 from rlhfuse.parallel.connect import GroupUse, connect
-from rlhfuse.parallel.device import Device, allow_many_files, choose_device, device_kind
+from rlhfuse.parallel.device import Device, allow_many_files, choose_device
 from rlhfuse.parallel.groups import wait_for_workers
 from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.draft_facts import difference, draft_facts
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.run.checkpoint.checkpoint import is_finished
 from rlhfuse.run.function_reward import try_reward
-from rlhfuse.run.preflight import RunInputs, check_inputs
+from rlhfuse.run.preflight import RunInputs, check_inputs, device_of
 from rlhfuse.run.run_directory import run_directory
 from rlhfuse.run.trainer import Trainer
 from rlhfuse.schedule.io import save_schedule
@@ -58,13 +57,12 @@ STOP_SECONDS = "600"  # for ranks that Ctrl-C was handed on to: they finish an i
 
 def dry_run(config: RunConfig, world_size: int | None, tries_reward: bool = True) -> int:
     """Check everything and print the plan; launches nothing."""
-    config = with_device(config, planned=True)
     if is_finished(config):
         print(finished_line(config))
         return 0
     inputs = check_inputs(config, planned_world_size(config, world_size), dry=True)
     print("\n".join((start_line(inputs), prompts_line(inputs), *inputs.notes)))
-    if idle := idle_settings(config):
+    if idle := inputs.draft.run.without_effect:
         print(idle)
     print(sharing_line(inputs.config), end="")
     if tries_reward and config.reward.function:
@@ -78,12 +76,11 @@ def check_start(config: RunConfig, ranks: int, tries_reward: bool = True) -> boo
 
     Returns whether they will use GPUs.
     """
-    config = with_device(config)
     if not is_finished(config):
         inputs = check_inputs(config, ranks)
         if tries_reward and config.reward.function:
             print(try_reward(inputs), flush=True)
-    return config.trainer.device == "cuda"
+    return device_of(config.trainer) == "cuda"
 
 
 def start_ranks(ranks: int, program: Sequence[str], on_gpus: bool = False) -> int:
@@ -127,13 +124,13 @@ def start_ranks(ranks: int, program: Sequence[str], on_gpus: bool = False) -> in
 
 def train(config: RunConfig, name: str) -> int:
     """One rank of a job under torchrun, or without it the job of one rank. Returns the exit code."""
-    rank, config = int(os.environ.get("RANK", "0")), with_device(config)
+    rank = int(os.environ.get("RANK", "0"))
     if is_finished(config):
         if rank == 0:
             print(finished_line(config), flush=True)
         return 0
     inputs = check_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
-    trainer = config.trainer
+    trainer = inputs.config.trainer
     device = choose_device(trainer.device, local_rank(), trainer.threads_per_rank, trainer.share_gpu)
     if not device.is_cuda:
         check_arithmetic(inputs.draft)
@@ -145,12 +142,30 @@ def train(config: RunConfig, name: str) -> int:
     dist.init_process_group(device.process_group, timeout=timeout, **_place())
     world = dist.group.WORLD
     assert world is not None, "a process group has just been made"
+    inputs = on_every_machine(config, inputs, rank)
     connect([GroupUse(world, "all_reduce")], device.torch_device)
     run_dir = run_job(inputs, name, rank, device)
     if rank == 0:
         print(f"done: {run_dir}", flush=True)
     dist.destroy_process_group()
     return 0
+
+
+def on_every_machine(config: RunConfig, inputs: RunInputs, rank: int) -> RunInputs:
+    """The inputs with what all machines of the run can count on; a collective.
+
+    Raises JointError naming ranks whose drafts differ all the same, before they wait for each other in vain.
+    """
+    hosts = all_gather_objects(inputs.draft.run.host)
+    least, on_gpu = Host.least(hosts), inputs.config.trainer.device == "cuda"
+    if len({host.gpu if on_gpu else host for host in hosts}) > 1:
+        with raise_on_all_ranks():
+            inputs = check_inputs(config, inputs.world_size, host=least)
+        if rank == 0:
+            print(f"machines differ: the plan is for the least of each, {least}", flush=True)
+    if told := difference(all_gather_objects(draft_facts(inputs.draft))):
+        raise JointError(told)
+    return inputs
 
 
 def _place() -> dict[str, Any]:
@@ -193,23 +208,6 @@ def compile_at_first_use(inputs: RunInputs, rank: int, device: Device, progress:
         compile_kernels(dtype)
     if not device.is_cuda:
         dist.barrier()
-
-
-def with_device(config: RunConfig, planned: bool = False) -> RunConfig:
-    """With this machine's device for trainer.device=auto, its GPU, where known, for trainer.hardware=auto, and what
-    follows from the device.
-
-    Plan and run must be about the same device; what is only `planned` may be for GPUs that trainer.hardware names, on a
-    machine without. Raises InputError where there is a GPU that torch cannot use.
-    """
-    trainer = config.trainer
-    if trainer.device == "auto":
-        trainer = trainer.with_(device="cuda" if planned and is_for_gpus(trainer) else device_kind("auto"))
-    if trainer.hardware == "auto" and trainer.device == "cuda" and torch.cuda.is_available():
-        trainer = trainer.with_(hardware=GPU_NAMES.get(torch.cuda.get_device_name()) or "auto")
-    config = resolve_device(config.with_(trainer=trainer))
-    check_config(config)
-    return without_shared_graphs(config)
 
 
 def check_arithmetic(draft: PlanDraft) -> None:
@@ -265,7 +263,7 @@ def agree_on_plan(inputs: RunInputs, run_dir: Path, rank: int, device: Device) -
             plan = make_plan(inputs.draft)
             write_start(run_dir, inputs.config, plan)
             print(start_line(inputs), flush=True)
-            if idle := idle_settings(inputs.draft.asked):
+            if idle := inputs.draft.run.without_effect:
                 print(idle)
             print(f"run directory: {run_dir}")
             print(f"device: {device.torch_device} ({device.backend}), {prompts_line(inputs)}")

@@ -13,22 +13,27 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.auto_layouts import searched_keys
-from rlhfuse.config.device_defaults import resolve_device, without_shared_graphs
+from rlhfuse.config.device_defaults import is_for_gpus
 from rlhfuse.config.role import Role
+from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import RunConfig, TrainerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO, LARGEST
+from rlhfuse.costs.hardware import GPU_NAMES
+from rlhfuse.costs.machine import Host
 from rlhfuse.data.prompts import Prompt, PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
-from rlhfuse.decisions.batch_cut import resolve_batch
-from rlhfuse.decisions.layouts import check_given_layouts, check_layouts, inference_layout
+from rlhfuse.decisions.layouts import check_layouts, inference_layout
 from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
 from rlhfuse.models.tokenizer import chat_tokens, load_tokenizer, resolve_tokens
 from rlhfuse.models.transformer_engine import choose_layers
+from rlhfuse.parallel.device import device_kind
 from rlhfuse.planning.draft import PlanDraft, draft_plan
-from rlhfuse.planning.search.resolve import StoredLayouts, resolve_layouts
+from rlhfuse.planning.settle import Facts, StoredLayouts, settle, settle_but_layouts
 from rlhfuse.run.checkpoint.checkpoint import METRICS, Checkpoint, check_resumed, checkpoints_in, find_checkpoint
 from rlhfuse.run.checkpoint.compatibility import RunCompatibility
 from rlhfuse.run.checkpoint.contents import contents_of
@@ -57,41 +62,59 @@ class RunInputs:
         return self.draft.world_size
 
 
-def check_inputs(config: RunConfig, world_size: int, dry: bool = False) -> RunInputs:
+def check_inputs(config: RunConfig, world_size: int, dry: bool = False, host: Host | None = None) -> RunInputs:
     """Read and check everything. Raises InputError with one line that names the value and the fix.
 
-    A `dry` run compares models without tokenizer files by the size of their vocabularies.
+    A `dry` run may be for GPUs that are not here, and compares models without tokenizer files by the size of their
+    vocabularies. `host`: what all ranks can count on, in place of what this process finds.
     """
-    config = resolve_device(config)
+    device = device_of(config.trainer, planned=dry)
+    check_config(config.with_(trainer={"device": device}))
     check_output(config)
     if config.trainer.wandb != "off" and find_spec("wandb") is None:
         raise InputError("trainer.wandb needs the wandb package: pip install 'rlhfuse[wandb]', or trainer.wandb=off")
     models = find_models(config)
-    _check_layers(config.trainer, models.specs)
     tokenizer = run_tokenizer(config, models.specs[Role.ACTOR])
-    specs, notes = resolve_tokens(config, models.paths, models.specs, tokenizer, required=not dry)
+    specs, notes = resolve_tokens(config.rollout, models.paths, models.specs, tokenizer, required=not dry)
     models = replace(models, specs=specs)
     inference_layout(config)
-    _check_before_prompts(config, specs, world_size)
-    asked = config
-    config, prompts, val_prompts = resolve_prompts(config, specs, tokenizer)
+    facts = Facts(specs, world_size, host or this_host(config.trainer), device)
+    _check_before_prompts(config, facts)
+    prompts, val_prompts = all_prompts(config, specs, tokenizer)
+    facts = replace(facts, longest_prompt=longest_tokens((prompts, val_prompts)))
     if config.reward.function:
-        config = check_reward_function(config, (*prompts.prompts, *val_prompts.prompts))
+        facts = replace(facts, signature=check_reward_function(config, (*prompts.prompts, *val_prompts.prompts)))
     resume = find_checkpoint(config)
-    layouts = resolve_layouts(config, specs, world_size, _stored(resume))
-    config = without_shared_graphs(layouts.config)
-    draft = draft_plan(config, specs, world_size, asked=asked)
+    run = settle(config, replace(facts, stored=_stored(resume)))
+    draft = draft_plan(run)
     for role in config.roles():
         check_checkpoint(models.paths[role], specs[role], role.scalar_head, role.fresh_head)
-    contents, compared = contents_of(config, models.paths, Path(tokenizer.name_or_path)), draft.config
-    if asked.data.max_prompt_tokens == AUTO and len(prompts):  # held-out prompts may change from start to start
+    contents, compared = contents_of(run.config, models.paths, Path(tokenizer.name_or_path)), draft.config
+    if config.data.max_prompt_tokens == AUTO and len(prompts):  # held-out prompts may change from start to start
         compared = compared.with_(data={"max_prompt_tokens": len(prompts.longest.tokens)})
-    blocks = asked.rollout.kv_blocks_per_instance  # what memory leaves may change from start to start, too
+    blocks = config.rollout.kv_blocks_per_instance  # what memory leaves may change from start to start, too
     compared = compared.with_(rollout={"kv_blocks_per_instance": blocks})
-    facts = RunCompatibility.of(compared, specs, draft.tasks, world_size, tokenizer.get_vocab(), contents)
+    compatible = RunCompatibility.of(compared, specs, draft.tasks, world_size, tokenizer.get_vocab(), contents)
     if resume:
-        check_resumed(resume, config, facts)
-    return RunInputs(draft, (*layouts.lines, *notes), models, tokenizer, prompts, val_prompts, facts, resume)
+        check_resumed(resume, run.config, compatible)
+    return RunInputs(draft, (*run.lines, *notes), models, tokenizer, prompts, val_prompts, compatible, resume)
+
+
+def this_host(trainer: TrainerConfig) -> Host:
+    """The machine as this process finds it, with its GPU by the planner's name where the run is on it."""
+    on_gpu = trainer.device != "cpu" and torch.cuda.is_available()
+    return Host.here(GPU_NAMES.get(torch.cuda.get_device_name(), "") if on_gpu else "")
+
+
+def device_of(trainer: TrainerConfig, planned: bool = False) -> str:
+    """This machine's device, cpu or cuda, for trainer.device=auto.
+
+    Plan and run must be about the same device; what is only `planned` may be for GPUs that trainer.hardware names, on a
+    machine without. Raises InputError where there is a GPU that torch cannot use.
+    """
+    if trainer.device != AUTO:
+        return trainer.device
+    return "cuda" if planned and is_for_gpus(trainer) else device_kind("auto")
 
 
 def _stored(checkpoint: Checkpoint | None) -> StoredLayouts | None:
@@ -121,31 +144,33 @@ def read_prompts(config: RunConfig, tokenizer: Any, key: str = "train_files") ->
     )
 
 
-def resolve_prompts(
-    config: RunConfig, specs: Mapping[Role, ModelSpec], tokenizer: Any
-) -> tuple[RunConfig, PromptSet, PromptSet]:
-    """Prompts to train on and held-out ones; `config` with the longest's tokens for data.max_prompt_tokens=auto.
+def all_prompts(config: RunConfig, specs: Mapping[Role, ModelSpec], tokenizer: Any) -> tuple[PromptSet, PromptSet]:
+    """Prompts to train on and held-out ones.
 
-    Then what leaves a response no room in some model's context is refused, or dropped with data.filter_long_prompts.
-    Raises InputError as `read_prompts`, or naming file and line of the prompt and what would do.
+    With data.max_prompt_tokens=auto, what leaves a response no room in some model's context is refused, or dropped with
+    data.filter_long_prompts. Raises InputError as `read_prompts`, or naming file and line of the prompt and what would
+    do.
     """
     if config.data.max_prompt_tokens != AUTO:
         train, val = (read_prompts(config, tokenizer, key) for key in ("train_files", "val_files"))
-        return config, train, val
+        return train, val
     unlimited = config.with_(data={"max_prompt_tokens": LARGEST})
     train, val = (read_prompts(unlimited, tokenizer, key) for key in ("train_files", "val_files"))
     train = _cut_to_context(config, specs, train, "rollout", config.rollout.max_response_tokens)
-    val = _cut_to_context(config, specs, val, "eval", config.eval_response_tokens)
-    longest = max(len(prompts.longest.tokens) for prompts in (train, val) if len(prompts))
-    return config.with_(data={"max_prompt_tokens": longest}), train, val
+    return train, _cut_to_context(config, specs, val, "eval", config.eval_response_tokens)
 
 
-def resolve_lengths(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> RunConfig:
-    """`config` with a number for data.max_prompt_tokens, for programs that need no prompts but for that."""
+def longest_tokens(prompts: Iterable[PromptSet]) -> int | None:
+    """Tokens of the longest of all; None where there are none."""
+    return max((len(some.longest.tokens) for some in prompts if len(some)), default=None)
+
+
+def longest_prompt(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> int | None:
+    """For data.max_prompt_tokens=auto its number, for programs that need no prompts but for that."""
     if config.data.max_prompt_tokens != AUTO:
-        return config
+        return None
     try:
-        return resolve_prompts(config, specs, run_tokenizer(config, specs[Role.ACTOR]))[0]
+        return longest_tokens(all_prompts(config, specs, run_tokenizer(config, specs[Role.ACTOR])))
     except InputError as error:
         raise InputError(f"data.max_prompt_tokens=auto is read off the prompts: {error}; or give a number") from None
 
@@ -176,15 +201,15 @@ def own_tokenizer(config: RunConfig) -> Path | None:
     return None if name == config.actor.path else resolve_checkpoint(name, "actor.tokenizer")
 
 
-def check_reward_function(config: RunConfig, prompts: Iterable[Prompt]) -> RunConfig:
-    """Import the function and hold it against every row; `config` with its signature.
+def check_reward_function(config: RunConfig, prompts: Iterable[Prompt]) -> str:
+    """Import the function and hold it against every row; returns its signature.
 
     Raises InputError naming function, file and line.
     """
     loaded = RewardFunction.load(config.reward.function, config.reward.signature)
     for prompt in prompts:
         loaded.check(prompt.row, prompt.text, prompt.where)
-    return config.with_(reward={"signature": loaded.signature})
+    return loaded.signature
 
 
 def find_models(config: RunConfig) -> ModelFolders:
@@ -213,16 +238,14 @@ def encoder(tokenizer: Any, config: RunConfig) -> Callable[[Any], list[int]]:
     return encode
 
 
-def _check_layers(trainer: TrainerConfig, specs: Mapping[Role, ModelSpec]) -> None:
-    place, heads = "cpu" if trainer.device == "cpu" else "cuda", {spec.head_dim for spec in specs.values()}
-    choose_layers(trainer.transformer_impl, place, trainer.dtype, heads)
-
-
-def _check_before_prompts(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> None:
+def _check_before_prompts(config: RunConfig, facts: Facts) -> None:
     """What holds for samples of any length, before prompts are read, which takes a while."""
     shortest = config.with_(data={"max_prompt_tokens": 1}, rollout={"max_response_tokens": 1})
-    check = check_given_layouts if searched_keys(config) else check_layouts
-    check(resolve_batch(shortest), specs, world_size)
+    run = settle_but_layouts(shortest, facts)
+    if not searched_keys(run.config):
+        check_layouts(run.config, facts.specs, facts.world_size)
+    trainer, heads = run.config.trainer, {spec.head_dim for spec in facts.specs.values()}
+    choose_layers(trainer.transformer_impl, trainer.device, trainer.dtype, heads)
 
 
 def check_output(config: RunConfig) -> None:

@@ -260,4 +260,4 @@ class ThresholdController:
         """The plan's, with the BS_max of the costs in force once lengths have been seen."""
         if not self._lengths:
             return self._planned
-        return priced_limits(self._config, self._planned, self._costs, self._lengths[-1].median_context)
+        return priced_limits(self._config.fusion.bs_max, self._planned, self._costs, self._lengths[-1].median_context)

@@ -6,7 +6,8 @@ from testkit.tiny import with_models
 
 from rlhfuse.config.device_defaults import is_for_gpus, resolve_device
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.run.launch import with_device
+from rlhfuse.planning.settle import Facts, settle_but_layouts
+from rlhfuse.run.preflight import device_of, this_host
 
 
 def run(attention: str = "auto", **trainer) -> RunConfig:
@@ -54,6 +55,7 @@ def test_a_run_goes_by_the_device_that_there_is_and_a_plan_by_the_hardware_that_
         (run(hardware="h100"), True, ("cuda", "bfloat16")),
         (run(hardware="h100", device="cpu"), True, ("cpu", "float32")),
     ):
-        trainer = with_device(config, planned).trainer
+        facts = Facts({}, 4, this_host(config.trainer), device_of(config.trainer, planned))
+        trainer = settle_but_layouts(config, facts).config.trainer
         assert (trainer.device, trainer.dtype) == expected
         assert is_for_gpus(trainer) == (trainer.device == "cuda")

@@ -12,7 +12,7 @@ from rlhfuse.base.cuda_environment import set_cuda_environment
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.parallel.device import QUEUES, choose_device, device_kind, give_streams_queues
-from rlhfuse.run.launch import with_device
+from rlhfuse.run.preflight import device_of
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12080). Please update your GPU driver by ..."
 
@@ -51,9 +51,9 @@ def test_a_driver_that_is_too_old_is_torchs_reason_and_not_a_run_on_the_cpu(driv
 def test_a_run_and_its_dry_run_are_refused_before_anything_is_read(driver):
     for planned in (False, True):
         with pytest.raises(InputError, match="^trainer.device=auto, but torch .* driver on your system is too old"):
-            with_device(run(), planned)
-    assert with_device(run(hardware="h100"), planned=True).trainer.device == "cuda", "a plan for elsewhere"
-    assert with_device(run(device="cpu")).trainer.device == "cpu"
+            device_of(run().trainer, planned)
+    assert device_of(run(hardware="h100").trainer, planned=True) == "cuda", "a plan for elsewhere"
+    assert device_of(run(device="cpu").trainer) == "cpu"
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])

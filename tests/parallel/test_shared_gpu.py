@@ -13,11 +13,15 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.costs.machine import Host
 from rlhfuse.parallel import shared_gpu
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.shared_gpu import SHARED_GPU, SharedGpuGroup, Starter
 from rlhfuse.planning.memory import memory_limit
-from rlhfuse.run.launch import sharing_line, with_device
+from rlhfuse.planning.settle import Facts, settle_but_layouts
+from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.run.launch import sharing_line
+from rlhfuse.run.preflight import check_inputs, device_of
 
 WORLD = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
@@ -209,6 +213,10 @@ def config(layout: str = "d4t1p1", **trainer) -> RunConfig:
     return with_models(parallel={"generation": layout}, trainer=trainer)
 
 
+def settled(made: RunConfig) -> SettledRun:
+    return settle_but_layouts(made, Facts({}, 4, device=device_of(made.trainer)))
+
+
 def test_a_device_is_shared_only_where_there_is_one(monkeypatch):
     with pytest.raises(InputError, match="trainer.share_gpu=true needs a GPU to share, and trainer.device=cpu"):
         check_config(config(share_gpu=True, device="cpu"))
@@ -228,12 +236,12 @@ def test_a_device_is_shared_only_where_there_is_one(monkeypatch):
 def test_auto_that_finds_no_gpu_is_refused_as_cpu_is(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match="needs a GPU to share"):
-        with_device(config(share_gpu=True))
+        check_inputs(config(share_gpu=True), 4)
 
 
 def test_tensor_ranks_that_share_a_gpu_capture_no_graphs_and_the_log_says_so():
     sharing = dict(share_gpu=True, device="cuda", hardware="h100")
-    alone, cut = (with_device(config(layout, **sharing)) for layout in ("d4t1p1", "d2t2p1"))
+    alone, cut = (settled(config(layout, **sharing)).config for layout in ("d4t1p1", "d2t2p1"))
     assert alone.rollout.cuda_graphs and not cut.rollout.cuda_graphs
     assert "no time or rate means anything" in sharing_line(alone) and "cuda_graphs" not in sharing_line(alone)
     assert "rollout.cuda_graphs=false: t2 adds up over the host" in sharing_line(cut)
@@ -243,10 +251,10 @@ def test_tensor_ranks_that_share_a_gpu_capture_no_graphs_and_the_log_says_so():
 def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     h100 = hardware_by_name("h100")
-    assert memory_limit(config(), h100, 4)[0] == 80e9
-    share, why = memory_limit(config(share_gpu=True), h100, 4)
+    assert memory_limit(config(), h100, 4, Host.here())[0] == 80e9
+    share, why = memory_limit(config(share_gpu=True), h100, 4, Host.here())
     assert share == 20e9 and why.endswith("/ 4 ranks")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     h100 = hardware_by_name("h100")
-    assert memory_limit(config(share_gpu=True), h100, 4)[0] == 40e9
-    assert memory_limit(config(share_gpu=True, memory_limit_gb=30), h100, 4)[0] == 30e9
+    assert memory_limit(config(share_gpu=True), h100, 4, Host.here())[0] == 40e9
+    assert memory_limit(config(share_gpu=True, memory_limit_gb=30), h100, 4, Host.here())[0] == 30e9

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from testkit.four_ranks import full, shared_plan
+from testkit.four_ranks import drafted, full, shared_plan
 from testkit.llama3 import SIZES, llama3
 from testkit.paths import ROOT
 
@@ -19,10 +19,10 @@ from rlhfuse.costs.hardware import data_sheets, hardware_by_name
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import planned_world_size
-from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
+from rlhfuse.planning.draft import PlanDraft, read_specs
 from rlhfuse.planning.efficiency import WORSE, Efficiency, efficiency, optimizer_step_seconds
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.training_problem import TICK_SECONDS
+from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 
 
@@ -38,7 +38,7 @@ def example(name: str, sizes: dict[str, Path], *overrides: str) -> PlanDraft:
     paths = {role: getattr(given, role).path for role in given.roles()}
     found = {f"{role}.path={sizes[re.search(r'(70B|8B)', path).group()]}" for role, path in paths.items()}
     config = load_config(ROOT / "examples" / name, [*found, *overrides])
-    return draft_plan(config, read_specs(config), planned_world_size(config, None), full(config))
+    return drafted(config, read_specs(config), planned_world_size(config, None), full(config))
 
 
 def at_the_bound(draft: PlanDraft) -> Efficiency:

@@ -3,13 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from testkit.four_ranks import SPECS, run, shared_plan
+from testkit.four_ranks import SPECS, drafted, run, shared_plan
 
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.planning import reasons
-from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.memory import KEEPING_PART, GenerationMemory, MemoryBudget, PhaseMemory, RankMemory
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.reasons import of_keeping
 from rlhfuse.schedule.ir.evaluate import evaluate
 
 GB = 10**9
@@ -60,8 +59,7 @@ def test_it_stays_where_the_fullest_phase_of_any_rank_leaves_a_margin(activation
 
 def test_the_reason_says_which_and_what_it_takes():
     (yes,), (no,), (other,) = (
-        reasons.of_keeping(made, [10 * GB, 0])
-        for made in (budget(80 * GB), budget(29 * GB), budget(29 * GB, inference=20))
+        of_keeping(made, [10 * GB, 0]) for made in (budget(80 * GB), budget(29 * GB), budget(29 * GB, inference=20))
     )
     assert yes == (
         "kept: the weights and cache of generation stay on the device between iterations (8.38 GiB), graphs are "
@@ -76,15 +74,15 @@ def test_the_reason_says_which_and_what_it_takes():
     for cache, stays in ((2.88, True), (2.9, False)):
         less = replace(budget(29 * GB), generation=GenerationMemory(3 * GB, int(cache * 2**30), GB))
         assert less.keeps_generation([10 * GB, 0]) == stays
-    assert "graphs" not in reasons.of_keeping(budget(80 * GB, graphs=0), [0, 0])[0]
-    assert reasons.of_keeping(budget(80 * GB, "cpu"), [0, 0]) == ()
+    assert "graphs" not in of_keeping(budget(80 * GB, graphs=0), [0, 0])[0]
+    assert of_keeping(budget(80 * GB, "cpu"), [0, 0]) == ()
 
 
 def test_it_goes_where_the_optimizer_has_to():
     roomy = budget(80 * GB)
     leaving = roomy.with_optimizer_offloaded()
     assert roomy.keeps_generation([0, 0]) and not leaving.keeps_generation([0, 0])
-    (why,) = reasons.of_keeping(leaving, [0, 0])
+    (why,) = of_keeping(leaving, [0, 0])
     assert why.startswith("released after generation, for the optimizer too leaves the device, graphs are recorded in")
 
 
@@ -99,13 +97,13 @@ def test_a_plan_keeps_a_small_model_on_gpus_and_none_on_cpus():
 
 def test_where_there_is_no_room_nothing_else_changes():
     """A limit between what the phases need with generation kept and without: schedule, cap and cache are the same."""
-    roomy, plan = draft_plan(run(**GPU), SPECS, 4), shared_plan(**GPU)
+    roomy, plan = drafted(run(**GPU), SPECS, 4), shared_plan(**GPU)
     peaks = evaluate(plan.schedule).node_peak_memory
     without, kept = roomy.memory.needed(roomy.memory.fullest(peaks)), roomy.memory.keeping_bytes(peaks)
     assert without < kept
     limit = (without + kept / KEEPING_PART) / 2 / 1e9
     tight = run(**GPU, parallel__headroom=0.0, trainer__memory_limit_gb=limit)
-    draft = draft_plan(tight, SPECS, 4)
+    draft = drafted(tight, SPECS, 4)
     report = make_plan(draft).report
     assert not report.keeps_generation and "released after generation: with its weights" in report.render()
     assert draft.config.rollout.kv_blocks_per_instance == roomy.config.rollout.kv_blocks_per_instance == 0

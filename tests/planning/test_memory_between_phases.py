@@ -3,12 +3,13 @@
 from functools import cache
 
 import pytest
+from testkit import four_ranks
 from testkit.four_ranks import SPECS, planned, run, shared_plan
 from testkit.llama3 import llama3
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config
-from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
+from rlhfuse.planning.draft import PlanDraft, read_specs
 from rlhfuse.planning.memory import readable_bytes
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.price import GenerationPrice, with_schedules
@@ -38,7 +39,7 @@ def file(tmp_path_factory):
 @cache
 def drafted(file, *overrides: str) -> PlanDraft:
     config = load_config(file, overrides)
-    return draft_plan(config, read_specs(config), 64)
+    return four_ranks.drafted(config, read_specs(config), 64)
 
 
 @cache
@@ -145,7 +146,7 @@ def test_on_a_cpu_only_where_it_is_asked_for(asked):
     phases = {phase.phase: phase for phase in plan.memory}
     assert (phases["generation"].optimizer == 0) == (asked == "true")
     stays, rests = (
-        draft_plan(run(trainer__offload_optimizer=answer), SPECS, 4).memory.ranks for answer in ("false", asked)
+        four_ranks.drafted(run(trainer__offload_optimizer=answer), SPECS, 4).memory.ranks for answer in ("false", asked)
     )
     for one, other in zip(stays, rests):  # two allocations there
         extra = one.static[-1].optimizer if asked == "true" else 0

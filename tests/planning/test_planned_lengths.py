@@ -33,25 +33,29 @@ def test_short_responses_have_a_tail_too_and_at_least_a_token(response):
     assert lengths == assumed_lengths(0, response)
 
 
+def lengths_of(made) -> PlannedLengths:
+    return PlannedLengths.of(made.parallel.lengths, made.longest_sample)
+
+
 def test_named_lengths_are_read_and_cut_to_the_run(tmp_path):
     file = tmp_path / "past.jsonl"
     file.write_text("".join(json.dumps({"response_length": n, "other": 3}) + "\n" for n in (5, 50, 5000)))
     made = config(parallel__lengths=str(file))
-    planned = PlannedLengths.of(made)
+    planned = lengths_of(made)
     lengths = planned.samples
     assert lengths.output == (5, 50, made.rollout.max_response_tokens) and lengths.prompt == (128,) * 3
     assert f"3 samples of parallel.lengths={file}" in planned.told and "; 1 cut to this run's 256" in planned.told
-    assert set(PlannedLengths.of(config(parallel__lengths=f"{file}:other")).samples.output) == {3}
+    assert set(lengths_of(config(parallel__lengths=f"{file}:other")).samples.output) == {3}
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"lengths/output": [7, 8], "lengths/prompt": [1, 2]}) + "\n")
-    assert PlannedLengths.of(config(parallel__lengths=str(tmp_path))).samples.output == (7, 8)
+    assert lengths_of(config(parallel__lengths=str(tmp_path))).samples.output == (7, 8)
 
 
 def test_what_is_assumed_is_said():
-    planned = PlannedLengths.of(config())
+    planned = lengths_of(config())
     assert planned.samples == assumed_lengths(128, 256) and not planned.known
     assert planned.told.startswith("lengths are assumed: responses lognormal with median 26 and p99.9 256 tokens,")
 
 
 def test_lengths_that_cannot_be_read_are_refused_by_their_key(tmp_path):
     with pytest.raises(InputError, match="parallel.lengths=/nowhere.csv: /nowhere.csv does not exist"):
-        PlannedLengths.of(config(parallel__lengths="/nowhere.csv"))
+        lengths_of(config(parallel__lengths="/nowhere.csv"))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from testkit.flat_profile import trained, training
-from testkit.four_ranks import SPECS, planned, run, shared_plan
+from testkit.four_ranks import SPECS, drafted, planned, run, shared_plan
 from testkit.sim_helpers import linear_cost, long_tail
 
 from rlhfuse.base.errors import InputError
@@ -13,15 +13,15 @@ from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.costs.machine import machine_bytes
+from rlhfuse.costs.machine import Host
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.decisions.decode_shapes import draft_bytes
-from rlhfuse.planning.draft import draft_plan, fitting_blocks, kv_blocks
+from rlhfuse.planning.draft import fitting_blocks, kv_blocks
 from rlhfuse.planning.memory import memory_limit, readable_bytes
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.reasons import of_learning_rates, output_files
 from rlhfuse.planning.run_plan import PlanReport, RunPlan
-from rlhfuse.planning.training_problem import TICK_SECONDS
+from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
@@ -34,7 +34,7 @@ MB = 10**6
 
 
 def problem_of(made):
-    return draft_plan(made, SPECS, 4).problem
+    return drafted(made, SPECS, 4).problem
 
 
 def test_a_plan_says_what_and_why():
@@ -83,7 +83,7 @@ def test_lengths_give_a_threshold():
 )
 def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):
     plan = shared_plan(**keys).report
-    budget = draft_plan(run(**keys), SPECS, 4).memory
+    budget = drafted(run(**keys), SPECS, 4).memory
     assert all(budget.needed(phase) == needed(phase) for phase in budget.static)
     for phase in plan.memory:
         assert plan.needed_bytes(phase) == needed(phase) and plan.memory_limit == limit
@@ -131,10 +131,10 @@ def generation_of(memory):
 
 
 def test_the_limit_of_a_rank(monkeypatch):
-    assert memory_limit(run(), hardware_by_name("a100"), 4) == (80e9, "of one a100")
-    assert memory_limit(run(trainer__memory_limit_gb=3.0), hardware_by_name("a100"), 4)[0] == 3e9
+    assert memory_limit(run(), hardware_by_name("a100"), 4, Host.here()) == (80e9, "of one a100")
+    assert memory_limit(run(trainer__memory_limit_gb=3.0), hardware_by_name("a100"), 4, Host.here())[0] == 3e9
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert memory_limit(run(), hardware_by_name("cpu"), 16)[0] == machine_bytes() / 8
+    assert memory_limit(run(), hardware_by_name("cpu"), 16, Host.here())[0] == Host.here().memory_bytes / 8
 
 
 @pytest.mark.parametrize("node, crosses", [("", False), ("4", False), ("2", True)])
@@ -153,7 +153,7 @@ def test_a_node_has_as_many_ranks_as_the_launcher_says(monkeypatch, node, crosse
 def test_phases_that_do_not_fit_are_refused():
     huge = {role: replace(spec, mlp=2_000_000) for role, spec in SPECS.items()}
     with pytest.raises(InputError, match=r"memory: \w+ needs .* per rank \(weights .*, host copies .*, the process"):
-        draft_plan(run(), huge, 4)
+        drafted(run(), huge, 4)
 
 
 @pytest.mark.parametrize("layout", ["d4t1p1", "d2t2p1"])
@@ -161,7 +161,7 @@ def test_the_cache_gets_what_memory_leaves(layout):
     """Room for all samples as long as there is any; then what generation leaves; less than a sample is for no run."""
     keys = {"trainer__hardware": "a100", "rollout__prompts_per_iteration": 256, "algorithm__minibatches": 64}
     keys |= {f"parallel__{row}": layout for row in ROWS} | {"trainer__offload_optimizer": "false"}
-    draft = draft_plan(run(**keys), SPECS, 4)
+    draft = drafted(run(**keys), SPECS, 4)
     memory = before_early_loading(draft.memory)  # which gets what the cache leaves
     longest, generation = -(-(128 + 256) // 16), generation_of(memory)
     wanted = draft.batch.samples // draft.batch.instances * longest
@@ -179,7 +179,7 @@ def test_the_cache_gets_what_memory_leaves(layout):
     for blocks in (wanted, longest):
         memory = replace(memory, limit=limit(blocks))
         assert fitting_blocks(draft.config, memory, draft.batch.instances) is None
-    tight = draft_plan(run(**keys, trainer__memory_limit_gb=limit(wanted // 2) / 1e9), SPECS, 4)
+    tight = drafted(run(**keys, trainer__memory_limit_gb=limit(wanted // 2) / 1e9), SPECS, 4)
     kept = tight.config.rollout.kv_blocks_per_instance
     assert kept == 7 * wanted // 16 and kv_blocks(tight.config, tight.batch.instances) == kept
     assert tight.limits.kv_capacity_bytes == kept * 16 * draft.limits.kv_bytes_per_token
@@ -187,7 +187,7 @@ def test_the_cache_gets_what_memory_leaves(layout):
     assert f"rollout.kv_blocks_per_instance = {kept}: what memory leaves" in make_plan(tight).report.render()
     given = {**keys, "rollout__kv_blocks_per_instance": wanted, "trainer__memory_limit_gb": limit(wanted // 2) / 1e9}
     with pytest.raises(InputError, match="memory: generation needs .* lower rollout.kv_blocks_per_instance"):
-        draft_plan(run(**given), SPECS, 4)
+        drafted(run(**given), SPECS, 4)
 
 
 def before_early_loading(memory):
@@ -212,7 +212,7 @@ def limits(peaks, draft) -> tuple[float, float, float]:
 
 
 def test_the_schedule_is_searched_under_the_memory_that_is_left():
-    draft = draft_plan(run(**ON_GPU), SPECS, 4)
+    draft = drafted(run(**ON_GPU), SPECS, 4)
     enough, between, below = limits(evaluate(make_plan(draft).schedule).node_peak_memory, draft)
     searched = {**ON_GPU, "fusion__search_seconds": 2.0}  # long enough to find the best also on a busy machine
     free, tight = (planned(run(**searched, trainer__memory_limit_gb=limit)) for limit in (enough, between))
@@ -222,7 +222,7 @@ def test_the_schedule_is_searched_under_the_memory_that_is_left():
     assert tight.report.schedule.makespan_seconds >= free.report.schedule.makespan_seconds
     words = r"memory: training needs .* per rank .*; the least of any schedule is .*a rank of this a100 has .*; raise "
     with pytest.raises(InputError, match=words + ".*recompute.*trainer.memory_limit_gb"):
-        draft_plan(run(**ON_GPU, trainer__memory_limit_gb=below), SPECS, 4)
+        drafted(run(**ON_GPU, trainer__memory_limit_gb=below), SPECS, 4)
 
 
 @pytest.mark.parametrize("source", ["order read from .*free.json", "serial 1F1B"])
@@ -232,11 +232,11 @@ def test_a_given_schedule_that_does_not_fit_is_refused(tmp_path, source):
     if source != "serial 1F1B":
         save_schedule(tmp_path / "free.json", greedy(problem_of(run(**ON_GPU))))
         keys = {"fusion__schedule": str(tmp_path / "free.json")}
-    draft = draft_plan(run(**ON_GPU, **keys), SPECS, 4)
+    draft = drafted(run(**ON_GPU, **keys), SPECS, 4)
     enough, between, _ = limits(evaluate(draft.given[0]).node_peak_memory, draft)
-    draft_plan(run(**ON_GPU, **keys, trainer__memory_limit_gb=enough), SPECS, 4)
+    drafted(run(**ON_GPU, **keys, trainer__memory_limit_gb=enough), SPECS, 4)
     with pytest.raises(InputError, match=f"with {source}.*set fusion.intra_stage=search without fusion.schedule"):
-        draft_plan(run(**ON_GPU, **keys, trainer__memory_limit_gb=between), SPECS, 4)
+        drafted(run(**ON_GPU, **keys, trainer__memory_limit_gb=between), SPECS, 4)
     assert shared_plan(**ON_GPU, trainer__memory_limit_gb=between).report.memory_limit == between * 1e9
 
 
@@ -344,7 +344,7 @@ def test_a_profile_reaches_the_programs(tmp_path):
         transfer = plan.schedule.problem.transfer * TICK_SECONDS
         spent = makespan(program_times(plan.programs.by_rank, plan.ranks, seconds, transfer))
         assert plan.report.schedule.makespan_seconds == pytest.approx(spent, rel=1e-9)
-        received = parse_plan(draft_plan(run(**keys), SPECS, 4), plan.to_text())
+        received = parse_plan(drafted(run(**keys), SPECS, 4), plan.to_text())
         assert received == plan
     assert plans["actor"].schedule.orders == plans["critic"].schedule.orders
     assert weight_steps(plans["actor"]) != weight_steps(plans["critic"])
@@ -392,19 +392,19 @@ def test_files_are_those_that_the_run_will_write():
 def test_programs_for_a_gpu_run_with_one_queue_per_rank(hardware, reduce):
     plan = planned(run(trainer__hardware=hardware))
     assert plan.programs == lower(plan.schedule, plan.ranks, reduce=reduce)
-    assert parse_plan(draft_plan(run(trainer__hardware=hardware), SPECS, 4), plan.to_text()).programs == plan.programs
+    assert parse_plan(drafted(run(trainer__hardware=hardware), SPECS, 4), plan.to_text()).programs == plan.programs
     assert verify(plan.programs, plan.schedule, plan.ranks).one_queue or reduce == "early"
 
 
 def test_the_start_on_gpus_by_hand():
     """bfloat16: weights, the first model's float32 main weights, gradients of the one built last; no moments yet."""
-    draft = draft_plan(run(**ON_GPU, trainer__dtype="bfloat16"), SPECS, 4)
+    draft = drafted(run(**ON_GPU, trainer__dtype="bfloat16"), SPECS, 4)
     spec = SPECS["actor"]
     actor, critic = 2 * spec.layer_parameters + 512 * 64, 4 * spec.layer_parameters + 128  # first stage, last stage
     rank = draft.memory.of((0, 1))
     start = rank.static[0]
     assert start.phase == "start" and start.gradients == 4 * critic
     assert start.weights == 2 * (actor + critic) and start.optimizer == 4 * actor
-    assert draft_plan(run(), SPECS, 4).memory.ranks[0].static[0].phase == "moves"  # on CPUs
+    assert drafted(run(), SPECS, 4).memory.ranks[0].static[0].phase == "moves"  # on CPUs
     phases = draft.memory.phases([0.0] * 4)
     assert [phase.phase for phase in phases] == ["start", "moves", "generation", "inference", "training"]

@@ -20,7 +20,7 @@ from rlhfuse.planning.price import (
     simulate_generation,
     weight_moves,
 )
-from rlhfuse.planning.search.search import Row, search_tables
+from rlhfuse.planning.search.search import TOP, Ranking, Row
 from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.ir.evaluate import evaluate
 
@@ -47,7 +47,7 @@ def winner(seed: int) -> tuple[Row, PlanDraft] | None:
     case = random_case(seed)
     case = replace(case, config=case.config.with_(fusion={"search_seconds": 0.1}))
     try:
-        best = search_tables(case.config, case.specs, case.world_size, case.lengths).best
+        best = Ranking(case.setting).found(TOP).best
     except InputError:
         return None
     return best, case.setting.draft(best.table)

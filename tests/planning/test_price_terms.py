@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from testkit.four_ranks import full, on_slow_cores, run
+from testkit import four_ranks
+from testkit.four_ranks import full, on_slow_cores, run, with_cores
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
@@ -13,11 +14,11 @@ from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.collectives import link_bandwidth, ring_gather_seconds
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning import draft as drafts
-from rlhfuse.planning.draft import PlanDraft, draft_plan
+from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.memory import TRAINED
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.training_problem import TICK_SECONDS
+from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.problem import FusionProblem
 
@@ -46,7 +47,7 @@ def drafted(
     }
     made = run(**{**defaults, **keys})
     world = ParallelLayout.parse(generation).size
-    return draft_plan(made, dict.fromkeys(("actor", "critic", "reference", "reward"), spec), world, full(made))
+    return four_ranks.drafted(made, dict.fromkeys(("actor", "critic", "reference", "reward"), spec), world, full(made))
 
 
 def on_cpu(train: str) -> PlanDraft:
@@ -102,7 +103,7 @@ def test_optimizer_steps():
 
 
 def test_optimizer_steps_of_a_cpu(monkeypatch):
-    monkeypatch.setattr(machine, "machine_cores", lambda: 4.0)
+    with_cores(monkeypatch, 4.0)
     on_slow_cores(monkeypatch)
     replicas, pipelines = on_cpu("d4t1p1"), on_cpu("d2t1p2")
     assert minibatch_seconds(replicas) > 1.01 * minibatch_seconds(pipelines)
@@ -142,7 +143,7 @@ def test_cores_of_a_machine(monkeypatch):
     """Four ranks: with a core for each a pipeline's bubbles cost something, on two cores they leave room for others."""
 
     def seconds(cores):
-        monkeypatch.setattr(machine, "machine_cores", lambda: float(cores))
+        with_cores(monkeypatch, float(cores))
         found = []
         for table in ("d1t1p4", "d2t1p2"):
             draft = on_cpu(table)
@@ -161,7 +162,7 @@ def test_cores_of_a_machine(monkeypatch):
 def test_ranks_that_share_cores_generate_slower(monkeypatch):
     drafts_of = {}
     for cores in (4, 2):
-        monkeypatch.setattr(machine, "machine_cores", lambda cores=cores: float(cores))
+        with_cores(monkeypatch, float(cores))
         drafts_of[cores] = on_cpu("d1t1p4")
     alone, shared = (drafts_of[cores].costs.decode_step_seconds(8, 800) for cores in (4, 2))
     assert shared == pytest.approx(2 * alone)
@@ -170,7 +171,7 @@ def test_ranks_that_share_cores_generate_slower(monkeypatch):
 
 
 def test_threads_of_a_rank_take_cores_of_others(monkeypatch):
-    monkeypatch.setattr(machine, "machine_cores", lambda: 8.0)
+    with_cores(monkeypatch, 8.0)
     core = hardware_by_name("cpu")
     cores = machine.SharedCores(8.0, 4, 4)
     assert cores.waiting == 2 and cores.in_turns(core).flops == 4 * core.flops

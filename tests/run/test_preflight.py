@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 from safetensors.torch import load_file, save_file
+from testkit.four_ranks import drafted
 from testkit.programs import call_tool
 from testkit.tiny import change_json, write_checkpoint, write_run, write_tokenizer
 from testkit.training_pair import unit_problem
@@ -20,7 +21,7 @@ from rlhfuse.config.settings import DataConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.data.prompts import load_prompts
 from rlhfuse.models.tokenizer import load_tokenizer
-from rlhfuse.planning.draft import draft_plan, read_specs
+from rlhfuse.planning.draft import read_specs
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.run.launch import dry_run
 from rlhfuse.run.preflight import check_inputs, encoder
@@ -60,7 +61,7 @@ def test_the_dry_run_prints_the_plan_that_the_planner_makes(good, capsys):
     settings = ["fusion.intra_stage=false", "trainer.device=cpu"]  # nothing is searched, so nothing depends on time
     assert dry_run(load_config(good, settings), 2) == 0
     config, out = load_config(good, settings), capsys.readouterr().out
-    assert out.endswith(make_plan(draft_plan(config, read_specs(config), 2)).report.render() + "\n")
+    assert out.endswith(make_plan(drafted(config, read_specs(config), 2)).report.render() + "\n")
     told = "warning: without effect here: fusion.search_seconds=0.2 (fusion.intra_stage is not search)"
     assert out.splitlines().count(told) == 1
 
@@ -145,7 +146,10 @@ def test_end_tokens_of_the_tokenizer_are_in_force_where_the_models_files_name_no
         ("data.max_prompt_tokens=2", "prompts.jsonl:1"),
         ("fusion.schedule=/nowhere/schedule.json", "/nowhere/schedule.json"),
         ("data.train_files=[/nowhere/p.jsonl]", "/nowhere/p.jsonl does not exist; check data.train_files"),
-        ("trainer.transformer_impl=transformer_engine", "transformer_engine: Transformer Engine is not installed; use"),
+        (
+            "trainer.transformer_impl=transformer_engine",
+            "transformer_engine needs a GPU, and trainer.device=cpu; use auto",
+        ),
         ("trainer.hardware=abacus", "trainer.hardware: hardware 'abacus' is not known; use auto, measured:FILE or one"),
         ("fusion.profile=/nowhere/costs.json", "/nowhere/costs.json does not exist"),
         ("fusion.threshold_file=/nowhere/t.json", "/nowhere/t.json"),

@@ -11,7 +11,7 @@ from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.trace import Span, save_trace
-from rlhfuse.planning.draft import draft_plan, read_specs
+from rlhfuse.planning.draft import read_specs
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.schedule.io import save_schedule
@@ -19,6 +19,7 @@ from rlhfuse.schedule.ir.action import Action
 from rlhfuse.schedule.program.times import makespan, program_times
 from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
+from testkit.four_ranks import drafted
 from testkit.sim_helpers import linear_cost, long_tail
 
 RANKS, MINIBATCHES, SAMPLES, THRESHOLD = 4, 4, 64, 16
@@ -57,7 +58,7 @@ def write_run(folder: Path, iterations: int = 5, reward: float | None = None) ->
     """
     costs, function = costs_of(reward), ", function: rewards:slow, workers: 2" if reward else ""
     config = load_config(write_config(folder / "config.yaml", "intra_stage: false", function))
-    run_plan = make_plan(draft_plan(config, read_specs(config), RANKS))
+    run_plan = make_plan(drafted(config, read_specs(config), RANKS))
     plan = run_plan.report
     write_json(folder / "plan.json", plan.to_dict())
     save_schedule(folder / "schedule.json", run_plan.schedule)

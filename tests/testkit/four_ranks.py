@@ -7,10 +7,11 @@ import pytest
 
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs import hardware
-from rlhfuse.planning.draft import draft_plan
+from rlhfuse.costs import hardware, machine
+from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.run_plan import RunPlan
+from rlhfuse.planning.settle import Facts, settle
 from rlhfuse.simulator.lengths import SampleLengths
 
 TINY = ModelSpec("llama", 8, 64, 8, 4, 8, 192, 512, 512)
@@ -45,13 +46,24 @@ def on_slow_cores(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hardware, "known_hardware", lambda: {**table, "cpu": replace(table["cpu"], **slow)})
 
 
+def with_cores(patch: pytest.MonkeyPatch, cores: float) -> None:
+    """Machines have so many."""
+    here = replace(machine.Host.here(), cores=cores)
+    patch.setattr(machine.Host, "here", staticmethod(lambda gpu="": here))
+
+
 def full(made: RunConfig) -> SampleLengths:
     """Samples that are all as long as they can become."""
     return SampleLengths((made.data.max_prompt_tokens,), (made.rollout.max_response_tokens,))
 
 
+def drafted(made: RunConfig, specs=SPECS, world_size=4, lengths=None, **found) -> PlanDraft:
+    """The draft of a run as its programs settle it; `found`: further facts."""
+    return draft_plan(settle(made, Facts(specs, world_size, **found)), lengths)
+
+
 def planned(made: RunConfig, specs=SPECS, lengths=None) -> RunPlan:
-    return make_plan(draft_plan(made, specs, 4, lengths))
+    return make_plan(drafted(made, specs, 4, lengths))
 
 
 @cache

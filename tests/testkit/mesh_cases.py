@@ -22,10 +22,9 @@ PHASES = (
 
 def work_of(draft: PlanDraft) -> RunWork:
     """What a drafted run does."""
-    asked = {"rollout": {"kv_blocks_per_instance": draft.asked.rollout.kv_blocks_per_instance}}
-    asked["parallel"] = {"sequence_parallel": draft.asked.parallel.sequence_parallel}
+    asked = {"sequence_parallel": draft.run.asked.parallel.sequence_parallel}
     inputs = DraftInputs(draft.hardware, draft.cores, draft.lengths, draft.drawn, None)
-    return RunWork.of(draft.config.with_(**asked), draft.specs, inputs)
+    return RunWork.of(draft.run.with_config(draft.run.config.with_(parallel=asked)), inputs)
 
 
 def run_problem_of(draft: PlanDraft) -> RunProblem:

@@ -241,7 +241,7 @@ def job(
     from rlhfuse.config.load import load_config
     from rlhfuse.monitor.watchdog import Watchdog
     from rlhfuse.parallel.device import choose_device
-    from rlhfuse.run.launch import run_job, with_device
+    from rlhfuse.run.launch import run_job
     from rlhfuse.run.preflight import check_inputs
 
     multiprocessing.current_process()._config["daemon"] = False  # a daemon may not start the reward's processes
@@ -255,7 +255,7 @@ def job(
     with ExitStack() as around:
         around.enter_context(pytest.MonkeyPatch.context()).setattr(Watchdog, "progress", heard)
         seen = around.enter_context(watch())
-        inputs = check_inputs(with_device(load_config(config, settings)), dist.get_world_size())
+        inputs = check_inputs(load_config(config, settings), dist.get_world_size())
         try:
             run_job(inputs, name, rank, device or choose_device("cpu", 0, 1))
         except (JointError, NotFiniteError, RewardError, Stopped) as error:

@@ -14,18 +14,21 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.fits import Grid
+from rlhfuse.costs.machine import Host
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
-from rlhfuse.planning.draft import PlanDraft, draft_plan
+from rlhfuse.decisions.batch_cut import resolve_batch
+from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.price import Price, price, price_generation, weight_moves
-from rlhfuse.planning.search.resolve import open_setting
 from rlhfuse.planning.search.search import Ranking, Row, check_headroom
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import Space, space_of
 from rlhfuse.planning.search.table import Table
+from rlhfuse.planning.settle import Facts, settle_but_layouts
+from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.lengths import SampleLengths
-from testkit.four_ranks import SPECS, config
+from testkit.four_ranks import SPECS, config, drafted
 
 SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 ROWS = ("generation", "inference", *SCORERS)
@@ -40,7 +43,7 @@ GPUS = {"trainer__device": "cuda", "trainer__hardware": "h100"}
 
 @dataclass(frozen=True)
 class SearchCase:
-    """What `search_tables` is asked."""
+    """What a search is asked."""
 
     config: RunConfig
     specs: dict[str, ModelSpec]
@@ -49,7 +52,8 @@ class SearchCase:
 
     @property
     def setting(self) -> Setting:
-        return Setting.of(self.config, self.specs, self.world_size, self.lengths)
+        config = resolve_batch(resolve_device(self.config))  # rows that cannot be are in it too
+        return Setting.of(SettledRun(self.config, config, self.specs, self.world_size, Host.here()), self.lengths)
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,7 @@ def priced_tables(case: SearchCase) -> list[PricedTable]:
     made, generated = [], {}
     for table in tables_of(space_of_setting(case.setting)):
         try:
-            draft = draft_plan(table.of(case.config), case.specs, case.world_size, case.lengths)
+            draft = drafted(table.of(case.config), case.specs, case.world_size, case.lengths)
             check_headroom(draft, case.config.parallel.headroom)
         except InputError:
             continue
@@ -259,7 +263,7 @@ def everything(**keys):
 
 
 def setting(world_size: int = 2, specs=SPECS, **keys) -> Setting:
-    return open_setting(everything(**keys), specs, world_size)
+    return Setting.of(settle_but_layouts(everything(**keys), Facts(specs, world_size)))
 
 
 def all_rows(made: Setting) -> list[Row]:

@@ -7,12 +7,11 @@ import gpu_check
 import pytest
 from gpu_checks import report, speed
 from gpu_checks.figures import Figure, told
-from testkit.four_ranks import SPECS, run
+from testkit.four_ranks import SPECS, drafted, run
 
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.flops import forward_flops
 from rlhfuse.costs.hardware import hardware_by_name, load_hardware
-from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.planner import make_plan
 
 GPU = {"name": "NVIDIA H100 80GB HBM3", "devices": 8, "capability": 9, "memory_bytes": 85_520_809_984}
@@ -114,7 +113,7 @@ def test_the_planner_prices_with_what_was_measured(tmp_path):
     gpu_check.lines_of(object_of(stand_ins(replace(ASSUMED, **half))), file)
     layouts = dict(parallel__actor_train="d1t1p4", parallel__critic_train="d1t1p4", parallel__generation="d4t1p1")
     runs = [run(trainer__device="cuda", trainer__hardware=name, **layouts) for name in ("h100", f"measured:{file}")]
-    assumed, measured = drafts = [draft_plan(made, SPECS, 4) for made in runs]
+    assumed, measured = drafts = [drafted(made, SPECS, 4) for made in runs]
     for task, cost in assumed.analytic.items():
         slower = measured.analytic[task]
         assert slower.forward_seconds(4096, 8) == pytest.approx(2 * cost.forward_seconds(4096, 8), rel=1e-6)

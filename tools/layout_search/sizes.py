@@ -5,18 +5,17 @@ What FlexRLHF gives as a guideline, as a computation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from text_table import aligned
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec
-from rlhfuse.planning.search.resolve import open_setting
 from rlhfuse.planning.search.search import Ranking, Row
+from rlhfuse.planning.search.setting import Setting
+from rlhfuse.planning.settle import Facts, settle_but_layouts
 
 HEAD = ("ranks", "seconds", "samples/s", "per rank", "rank-s/sample", "generation", "inference", "actor_train")
 HEAD += ("critic_train", "M1", "recompute")
@@ -48,9 +47,9 @@ class Size:
         return values
 
 
-def sizes_of(config: RunConfig, specs: Mapping[Role, ModelSpec], world_sizes: Sequence[int]) -> tuple[Size, ...]:
+def sizes_of(config: RunConfig, facts: Facts, world_sizes: Sequence[int]) -> tuple[Size, ...]:
     """Each searched on its own; a row that is given holds for all."""
-    return tuple(_searched(config, specs, world_size) for world_size in world_sizes)
+    return tuple(_searched(config, replace(facts, world_size=world_size)) for world_size in world_sizes)
 
 
 def render_sizes(sizes: Sequence[Size]) -> str:
@@ -67,10 +66,10 @@ def render_sizes(sizes: Sequence[Size]) -> str:
     return "\n".join(lines)
 
 
-def _searched(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> Size:
-    samples = config.samples_per_iteration
+def _searched(config: RunConfig, facts: Facts) -> Size:
+    world_size, samples = facts.world_size, config.samples_per_iteration
     try:
-        ranking = Ranking(open_setting(config, specs, world_size))
+        ranking = Ranking(Setting.of(settle_but_layouts(config, facts)))
         return Size(world_size, samples, ranking.found(1).best)
     except InputError as error:
         return Size(world_size, samples, None, str(error))

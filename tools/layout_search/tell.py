@@ -21,7 +21,7 @@ from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.planning.price import CAPTURE, GENERATION, MOVES, OFFLOAD, SCHEDULES, STEPS
 from rlhfuse.planning.search.search import TOP, Found, Ranking, Row
-from rlhfuse.planning.training_problem import equal_microbatch
+from rlhfuse.planning.training.training_problem import equal_microbatch
 
 VERSION = 1
 PHASES = {  # columns of the table, and the parts of a price that each sums

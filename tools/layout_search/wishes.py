@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.settings import RunConfig
 from rlhfuse.planning.search.search import Allowed, Ranking, Row
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import GenerationRow, TrainingRow
@@ -108,7 +109,7 @@ def serial(setting: Setting, best: Row) -> Wish | None:
     config = setting.config.with_(fusion=fusion)
     if config == setting.config:
         return None
-    return Wish(SERIAL, best, _searched(replace(setting, config=config)))
+    return Wish(SERIAL, best, _searched(with_config(setting, config)))
 
 
 def less_memory(setting: Setting, best: Row) -> Iterator[Wish]:
@@ -120,7 +121,11 @@ def less_memory(setting: Setting, best: Row) -> Iterator[Wish]:
 
 def limited(setting: Setting, gigabytes: float) -> Setting:
     """The same where a rank may use so many 10^9 bytes."""
-    return replace(setting, config=setting.config.with_(trainer={"memory_limit_gb": gigabytes}))
+    return with_config(setting, setting.config.with_(trainer={"memory_limit_gb": gigabytes}))
+
+
+def with_config(setting: Setting, config: RunConfig) -> Setting:
+    return replace(setting, run=setting.run.with_config(config))
 
 
 def _searched(setting: Setting) -> Row | None:

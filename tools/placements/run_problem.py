@@ -132,7 +132,7 @@ class _Pricer:
         self.memory_bytes: tuple[float, ...] = ()
         self._headroom: tuple[float, ...] = ()
         for spec, count in machines.kinds:
-            limit = memory_limit(work.config, spec, machines.ranks)[0]
+            limit = memory_limit(work.config, spec, machines.ranks, work.run.host)[0]
             groups = (forwards + 1) * self._talks  # one more for weights on the move
             room = limit - spec.process_bytes - groups * spec.communicator_bytes
             self.memory_bytes += (room,) * count

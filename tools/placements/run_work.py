@@ -15,39 +15,49 @@ from rlhfuse.costs.machine import SharedCores
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import TASK_ROLES, Task, possible_layouts
 from rlhfuse.planning.draft import DraftInputs, task_costs
-from rlhfuse.planning.drawn_batches import DrawnBatches
+from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.planning.training.drawn_batches import DrawnBatches
+from rlhfuse.planning.training.training_problem import longest_microbatch
 
 ENDLESS_GB = 1e6  # of a rank
 
 
 @dataclass(frozen=True)
 class RunWork:
-    """`config` has numbers where they may be auto; its layouts do not matter. `drawn`: the batches that the run's plan
+    """Layouts of `run` do not matter. `drawn`: the batches that the run's plan
     is for; `output_share`: part of the tokens that are of responses; `cuts`: what training's sequence_parallel may be.
 
     Ranks on a part of a machine have that part of its cores.
     """
 
-    config: RunConfig
-    specs: Mapping[Role, ModelSpec]
+    run: SettledRun
     drawn: DrawnBatches
     output_share: float
     cores: SharedCores
     cuts: tuple[bool, ...]
 
     @staticmethod
-    def of(config: RunConfig, specs: Mapping[Role, ModelSpec], inputs: DraftInputs) -> RunWork:
+    def of(run: SettledRun, inputs: DraftInputs) -> RunWork:
         """Work of a run, whether or not it has a plan; its cache is as large as memory allows unless it asks for
-        another. `config` has numbers but for layouts, micro-batches and recomputation."""
-        planned, cut = inputs.lengths.samples, config.parallel.sequence_parallel
+        another. Layouts, micro-batches and recomputation may be open."""
+        planned, cut = inputs.lengths.samples, run.config.parallel.sequence_parallel
         responses = sum(planned.output) / (sum(planned.prompt) + sum(planned.output))
         cuts = (False, True) if cut == AUTO else (bool(cut),)
-        return RunWork(config, specs, inputs.drawn, responses, inputs.cores, cuts)
+        return RunWork(run, inputs.drawn, responses, inputs.cores, cuts)
+
+    @property
+    def config(self) -> RunConfig:
+        return self.run.config
+
+    @property
+    def specs(self) -> Mapping[Role, ModelSpec]:
+        return self.run.specs
 
     @property
     def with_all_memory(self) -> RunWork:
         """The same on ranks whose memory never ends."""
-        return replace(self, config=self.config.with_(trainer={"memory_limit_gb": ENDLESS_GB}))
+        roomy = self.config.with_(trainer={"memory_limit_gb": ENDLESS_GB})
+        return replace(self, run=self.run.with_config(roomy))
 
     @property
     def samples_per_minibatch(self) -> int:
@@ -59,8 +69,7 @@ class RunWork:
 
     def longest_microbatch(self, samples: float) -> MicrobatchTokens:
         """Micro-batch of so many samples that are as long as they can become."""
-        prompt, response = self.config.data.max_prompt_tokens, self.config.rollout.max_response_tokens
-        return MicrobatchTokens(samples * (prompt + response), samples, samples * response)
+        return longest_microbatch(self.config.longest_sample, samples)
 
     def cost(
         self,

@@ -18,7 +18,7 @@ from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.decisions.layouts import divisors
 from rlhfuse.planning.memory import RESTING, OptimizerOffload, input_bytes
-from rlhfuse.planning.stage_cuts import with_cut
+from rlhfuse.planning.training.stage_cuts import with_cut
 
 RECOMPUTE = ("none", "full")
 
@@ -80,7 +80,9 @@ class _Training:
 
     def _cut(self, samples: float) -> _Cut:
         """For micro-batches of so many samples, the longest."""
-        layout = with_cut(self.work.config, self.task, self.cost, None, self.work.longest_microbatch(samples))
+        layout = with_cut(
+            self.work.config.parallel.stage_layers, self.task, self.cost, None, self.work.longest_microbatch(samples)
+        )
         if layout not in self._by_cut:
             self._by_cut[layout] = _Cut.of(replace(self.cost, layout=layout))
         return self._by_cut[layout]

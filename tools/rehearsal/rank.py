@@ -33,7 +33,7 @@ from rlhfuse.data.prompts import Prompt, PromptSet
 from rlhfuse.decisions.weight_moves import shards_of_move
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.reshard import Resharder, Shards
-from rlhfuse.planning.draft import PlanDraft, element_bytes
+from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run import rank_models
@@ -117,7 +117,7 @@ class Rehearsal:
         """What all ranks would say of their shards, from the layouts; this rank's must be what it says itself."""
         draft = self._draft
         for model in (task.role for task in draft.tasks if task.training):
-            sides = shards_of_move(draft.tasks, draft.ranks, draft.specs, element_bytes(self._config), model)
+            sides = shards_of_move(draft.tasks, draft.ranks, draft.specs, self._config.trainer.element_bytes, model)
             rows: list[Shards] = [[[], []] for _ in range(draft.world_size)]
             for side, shards in enumerate(sides):
                 for shard in shards:

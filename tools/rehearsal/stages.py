@@ -16,7 +16,7 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
 from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
 from rlhfuse.planning.run_plan import RunPlan
-from rlhfuse.planning.search.resolve import resolve_layouts
+from rlhfuse.planning.settle import Facts, settle
 
 WHOLE = ("iteration", "checkpoint")  # after the start
 PHASES = ("iteration", "moves", "generation", "inference", "training", "checkpoint")  # to be asked for
@@ -30,7 +30,7 @@ def rehearsal_draft(config: RunConfig, world_size: int) -> PlanDraft:
         raise InputError("data.max_prompt_tokens=auto is known from the prompts; give a number to rehearse with")
     config = config.with_(trainer={"device": "cuda", "transformer_impl": "local"})  # others' kernels need a device
     specs = read_specs(config)
-    return draft_plan(resolve_layouts(config, specs, world_size).config, specs, world_size)
+    return draft_plan(settle(config, Facts(specs, world_size)))
 
 
 def places_of(draft: PlanDraft, rank: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from rlhfuse.costs.measured import load_measured_cost
 from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.monitor.trace import Span
 from rlhfuse.planning.run_plan import PlanReport, reduction_on
-from rlhfuse.planning.training_orders import RULES
+from rlhfuse.planning.training.training_orders import RULES
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.ir.schedule import Schedule

@@ -29,7 +29,7 @@ from rlhfuse.monitor.phase_times import after_warm_up, idle_shares, phase_times,
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import iteration_figure
 from rlhfuse.planning.memory import readable_bytes
-from rlhfuse.planning.training_problem import TICK_SECONDS
+from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.ir.schedule import Schedule
 
 TIMES = ("forward", "backward", "weight_gradient")  # of a pipeline's stages

@@ -24,8 +24,8 @@ from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import TrainingRow
-from rlhfuse.planning.stage_cuts import stage_seconds, with_cut
-from rlhfuse.planning.training_problem import TICK_SECONDS, equal_microbatch, stage_costs, transfer_ticks
+from rlhfuse.planning.training.stage_cuts import stage_seconds, with_cut
+from rlhfuse.planning.training.training_problem import TICK_SECONDS, equal_microbatch, stage_costs, transfer_ticks
 from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
@@ -145,7 +145,9 @@ class TrainingFloors:
         stages = layout.tp, layout.pp, layout.chunks, layout.cut
         key = "cut", role, stages, row.recompute, row.sequence_parallel, longest
         if key not in self._known:
-            self._known[key] = with_cut(self.setting.config, role, cost, self._costs(cost), longest).cut
+            self._known[key] = with_cut(
+                self.setting.config.parallel.stage_layers, role, cost, self._costs(cost), longest
+            ).cut
         return cost.with_cut(self._known[key])
 
     def _costs(self, cost: AnalyticCost) -> CostModel | None:

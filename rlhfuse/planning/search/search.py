@@ -17,9 +17,6 @@ from math import inf
 from statistics import fmean
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.role import Role
-from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.memory import KEEPING_PART, MemoryRefusal, PhaseMemory, memory_limit, readable_bytes
@@ -37,7 +34,6 @@ from rlhfuse.planning.search.space import GenerationRow, TrainingRow, space_of
 from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.lengths import SampleLengths
 
 TOP = 5
 CLOSEST = 50  # training rows that are drafted to find which table lacks least, where none fits
@@ -92,20 +88,6 @@ class Found:
         )
 
 
-def search_tables(
-    config: RunConfig,
-    specs: Mapping[Role, ModelSpec],
-    world_size: int,
-    lengths: SampleLengths | None = None,
-    top: int = TOP,
-) -> Found:
-    """The `top` fastest of the tables that `config` leaves open. Nothing is random and no clock is asked.
-
-    Raises InputError where nothing fits, with the table that lacks least.
-    """
-    return Ranking(Setting.of(config, specs, world_size, lengths)).found(top)
-
-
 class Ranking:
     """Tables of a setting in the order of their price; what one question has computed the next one uses."""
 
@@ -113,7 +95,7 @@ class Ranking:
         self.setting = setting
         hardware, config = setting.inputs.hardware, setting.config
         self.space = space_of(config, setting.specs, setting.world_size, hardware.devices_per_node, setting.given)
-        self.whole_limit = memory_limit(config, hardware, setting.world_size)[0]  # bytes of a rank
+        self.whole_limit = memory_limit(config, hardware, setting.world_size, setting.run.host)[0]  # bytes of a rank
         self.limit = self.whole_limit - hardware.process_bytes
         self.training_limit = self.whole_limit * (1 - config.parallel.headroom) - hardware.process_bytes
         self.refused = Counter(self.space.refused)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
@@ -16,7 +15,6 @@ from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profile_files import TensorProfiles, run_costs
 from rlhfuse.costs.stage_cut import MicrobatchTokens
-from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layout_moves import layout_moves
 from rlhfuse.decisions.layouts import BatchArithmetic, Task, batch_of, training_layouts
 from rlhfuse.planning.draft import (
@@ -25,15 +23,15 @@ from rlhfuse.planning.draft import (
     DraftInputs,
     PlanDraft,
     draft_plan,
-    element_bytes,
     generation_cost,
     instance_limits,
     task_costs,
 )
 from rlhfuse.planning.search.space import Given, TrainingRow
 from rlhfuse.planning.search.table import Table
-from rlhfuse.planning.split_choice import given_split, obstacle
-from rlhfuse.planning.training_problem import longest_microbatch
+from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.planning.training.split_choice import given_split, obstacle
+from rlhfuse.planning.training.training_problem import longest_microbatch
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
@@ -58,31 +56,24 @@ class GenerationBytes:
 
 @dataclass(frozen=True)
 class Setting:
-    """`split`: models whose backwards `config` splits; None: each table's draft chooses. `notes`: lines on what is
-    open in `config` and not in the search."""
+    """`split`: models whose backwards `run` splits; None: each table's draft chooses. `notes`: lines on what is open in
+    it and not in the search."""
 
-    config: RunConfig
-    specs: Mapping[Role, ModelSpec]
-    world_size: int
+    run: SettledRun
     given: Given
     inputs: DraftInputs
     split: frozenset[str] | None
     notes: tuple[str, ...] = ()
 
     @staticmethod
-    def of(
-        config: RunConfig,
-        specs: Mapping[Role, ModelSpec],
-        world_size: int,
-        lengths: SampleLengths | None = None,
-        given: Given | None = None,
-    ) -> Setting:
-        """`given`: in place of what `config` gives. Raises InputError for costs that hold for one table alone."""
-        given, config = given or Given.of(config), resolve_batch(resolve_device(config))
-        split, notes = given_split(config), ()
-        if split is None and obstacle(config, None, ()):
+    def of(run: SettledRun, lengths: SampleLengths | None = None, given: Given | None = None) -> Setting:
+        """`given`: in place of what `run` gives. Raises InputError for costs that hold for one table alone."""
+        config = run.config
+        given = given or Given.of(config)
+        split, notes = given_split(config.fusion, config.trained()), ()
+        if split is None and obstacle("", config.trainer.transformer_impl, None, ()):
             split = frozenset()
-        inputs = DraftInputs.of(config, world_size, lengths)
+        inputs = DraftInputs.of(run, lengths)
         if isinstance(inputs.measured, MeasuredCost) and not (given.generation and given.inference):
             raise InputError(
                 f"fusion.profile={config.fusion.profile} was measured by a run in its layouts and says nothing of "
@@ -94,7 +85,19 @@ class Setting:
             keys = " and ".join(f"{key}=auto" for key, value in unmeasured.items() if value is None)
             told = f"{keys}: not searched, as fusion.profile={config.fusion.profile} has no times of them; they are off"
             notes = (told,) if keys else ()
-        return Setting(config, specs, world_size, given, inputs, split, notes)
+        return Setting(run, given, inputs, split, notes)
+
+    @property
+    def config(self) -> RunConfig:
+        return self.run.config
+
+    @property
+    def specs(self) -> Mapping[Role, ModelSpec]:
+        return self.run.specs
+
+    @property
+    def world_size(self) -> int:
+        return self.run.world_size
 
     def may_split(self, model: str) -> tuple[bool, ...]:
         """Whether a draft has the model's backwards in two parts, or both answers."""
@@ -106,14 +109,14 @@ class Setting:
         config = table.of(self.config)
         if whole and self.split is None:
             config = config.with_(fusion={"split_backward": "false"})
-        return draft_plan(config, self.specs, self.world_size, inputs=self.inputs)
+        return draft_plan(self.run.with_config(config), inputs=self.inputs)
 
     def batch(self, row: TrainingRow) -> BatchArithmetic:
         """Its instances are of no meaning."""
         return batch_of(self.config, row.actor, row.actor, row.critic, row.microbatches)
 
     def longest(self, batch: BatchArithmetic) -> MicrobatchTokens:
-        return longest_microbatch(self.config, batch)
+        return longest_microbatch(self.config.longest_sample, batch.samples_per_microbatch)
 
     def training_costs(self, row: TrainingRow) -> dict[str, AnalyticCost]:
         """By task, whole layers cut evenly."""
@@ -137,7 +140,7 @@ class Setting:
         config = replace(table, actor_train=table.generation, critic_train=critic).of(self.config)
         if self.inputs.measured is not None:
             return run_costs(self.inputs.measured, config, self.specs)
-        return generation_cost(config, self.specs, table.generation.dp, self.inputs.hardware)
+        return generation_cost(self.run.with_config(config), table.generation.dp, self.inputs.hardware)
 
     def limits(self, table: Table, costs: CostModel) -> InstanceLimits:
         """With room for all samples of an instance."""
@@ -166,7 +169,7 @@ class Setting:
         tasks += [Task(f"{role}_train", role, layout, every) for role, layout in trained.items()]
         ranks = rank_map(training_layouts(tuple(tasks)), self.config.fusion.alternates)
         machine = self.inputs.cores.together(self.inputs.hardware)
-        moves = layout_moves(tuple(tasks), ranks, self.specs, element_bytes(self.config), machine)
+        moves = layout_moves(tuple(tasks), ranks, self.specs, self.config.trainer.element_bytes, machine)
         return sum(move.seconds for move in moves)
 
     def _costs(self, tasks: list[Task]) -> dict[str, AnalyticCost]:

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from testkit.four_ranks import with_cores
 from testkit.profiles import share
 from testkit.schedule_cases import random_instance, random_problem
 from testkit.search_cases import (
@@ -21,7 +22,6 @@ from testkit.search_cases import (
 )
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.costs import machine
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import Speculation
@@ -90,7 +90,7 @@ def check_floors(case: SearchCase) -> None:
 
 @pytest.mark.parametrize("seed", range(share(24)))
 def test_floors_are_below_prices(seed, monkeypatch):
-    monkeypatch.setattr(machine, "machine_cores", lambda: (2.0, 64.0)[seed % 2])
+    with_cores(monkeypatch, (2.0, 64.0)[seed % 2])
     check_floors(random_case(seed, most_tables=40))
 
 

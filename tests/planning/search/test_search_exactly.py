@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+from testkit.four_ranks import drafted, with_cores
 from testkit.profiles import share
 from testkit.search_cases import (
     PricedTable,
@@ -21,13 +22,10 @@ from testkit.sim_helpers import linear_cost
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
-from rlhfuse.costs import machine
-from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.memory import MemoryRefusal, readable_bytes
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.search import search
-from rlhfuse.planning.search.search import Found, Ranking, search_tables
-from rlhfuse.planning.search.setting import Setting
+from rlhfuse.planning.search.search import TOP, Found, Ranking
 from rlhfuse.schedule.rules.builders import min_memory
 
 SPEC = spec_of(4, 512, 8, 4)
@@ -35,7 +33,7 @@ SPECS = dict.fromkeys(("actor", "critic", "reference", "reward"), SPEC)
 
 
 def found_of(case: SearchCase, top: int = 5) -> Found:
-    return search_tables(case.config, case.specs, case.world_size, case.lengths, top)
+    return Ranking(case.setting).found(top)
 
 
 def check_exact(case: SearchCase, top: int = 5) -> int:
@@ -61,7 +59,7 @@ def check_exact(case: SearchCase, top: int = 5) -> int:
 @pytest.mark.parametrize("seed", range(share(60)))
 def test_the_search_is_exact(seed, monkeypatch):
     """A CPU run has a core for each rank, or shares two."""
-    monkeypatch.setattr(machine, "machine_cores", lambda: (2.0, 64.0)[seed % 2])
+    with_cores(monkeypatch, (2.0, 64.0)[seed % 2])
     check_exact(random_case(seed), top=(5, 1, 5)[seed % 3])
 
 
@@ -85,7 +83,7 @@ def test_ties_are_broken_by_the_text(monkeypatch):
     for floor in ("_by_work", "_by_room", "_training_floor", "_generation_floor", "_with"):
         monkeypatch.setattr(Ranking, floor, lambda self, *given: 0.0)
     monkeypatch.setattr(search, "price", lambda *given: made)
-    found = search_tables(case.config, case.specs, 4, None)
+    found = Ranking(case.setting).found(TOP)
     texts = sorted(table.text for table in tables_of(ranking.space))
     assert [row.table.text for row in found.rows] == texts[:5] and found.bound == made.seconds
 
@@ -97,7 +95,7 @@ def test_the_plan_of_the_best_takes_what_the_search_says(seed):
     fusion = {"intra_stage": "search", "split_backward": "auto", "search_seconds": 2.0}
     case = replace(case, config=case.config.with_(fusion=fusion, trainer={"memory_limit_gb": 0.0}))
     best = found_of(case, 1).best
-    plan = make_plan(draft_plan(best.table.of(case.config), case.specs, case.world_size)).report
+    plan = make_plan(drafted(best.table.of(case.config), case.specs, case.world_size)).report
     assert plan.seconds.fused == pytest.approx(best.seconds, rel=1e-9)
 
 
@@ -188,9 +186,10 @@ def test_headroom_is_left_in_every_phase_but_generation(hardware, share):
 
 SEARCHES = """
 from testkit.search_cases import random_case
-from planning.search import test_resolve, test_search_exactly
+from planning import test_settle
+from planning.search import test_search_exactly
 print(*(repr(test_search_exactly.found_of(random_case(seed))) for seed in (4, 8)))
-print(*test_resolve.resolve_layouts(test_resolve.everything(), test_resolve.SPECS, 4).lines)
+print(*test_settle.settled(test_settle.everything()).lines)
 """
 
 
@@ -206,4 +205,4 @@ def test_a_cost_for_one_table_alone_is_refused(tmp_path):
     write_json(tmp_path / "costs.json", linear_cost().to_dict())
     config = auto_config(fusion__profile=str(tmp_path / "costs.json"))
     with pytest.raises(InputError, match="was measured by a run in its layouts and says nothing of others"):
-        Setting.of(config, SPECS, 4, None)
+        SearchCase(config, SPECS, 4, None).setting

@@ -9,7 +9,6 @@ from testkit.search_cases import SearchCase, auto_config, random_case, space_of_
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.decisions.layouts import check_layouts
-from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
 
 KEYS = {"algorithm__name": "grpo", "reward__function": "m:f"}
@@ -100,5 +99,5 @@ def test_two_models_have_as_many_virtual_stages():
 def test_rows_that_are_given_and_can_be_with_nothing_are_named(keys, message):
     specs = dict.fromkeys(("actor", "critic", "reference", "reward"), spec_of(8, 256, 8, 4))
     with pytest.raises(InputError) as caught:
-        space_of_setting(Setting.of(auto_config(**keys), specs, 4, None))
+        space_of_setting(SearchCase(auto_config(**keys), specs, 4, None).setting)
     assert message in str(caught.value) and "\n" not in str(caught.value)

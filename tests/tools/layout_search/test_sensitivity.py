@@ -36,6 +36,6 @@ def test_a_constant_that_is_wrong_is_told_with_what_would_have_been_better(keys)
 
 def test_a_table_that_no_longer_fits_is_no_winner():
     made, (row, *_) = known(2, **GPUS)
-    tight = replace(made, config=made.config.with_(trainer={"memory_limit_gb": 0.001}))
+    tight = replace(made, run=made.run.with_config(made.config.with_(trainer={"memory_limit_gb": 0.001})))
     assert seconds_of(tight, row.table) == float("inf") and list(sensitivity(tight, [row])) == []
     assert Swing("flops", 0.8, 0.1, 2).to_dict() == {"constant": "flops", "factor": 0.8, "behind": 0.1, "winner": 2}

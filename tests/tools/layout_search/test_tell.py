@@ -120,7 +120,7 @@ def profiled() -> Setting:
     """The setting of a run that names a profile."""
     keys = dict(fusion__actor_microbatches=1, trainer__recompute="none", parallel__sequence_parallel=False)
     made = setting(4, **keys, **GPUS)
-    return replace(made, config=made.config.with_(fusion={"profile": "profile.json"}))
+    return replace(made, run=made.run.with_config(made.config.with_(fusion={"profile": "profile.json"})))
 
 
 def measured(made: Setting, *degrees: int, largest: float = 1e6) -> Ranking:

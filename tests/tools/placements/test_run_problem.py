@@ -14,7 +14,7 @@ from placements.problem import Option
 from placements.run_problem import RunProblem, leanest_fastest, run_meshes, split_points
 from placements.search import best_plan
 from placements.training_options import pipeline_seconds, training_options
-from testkit.four_ranks import full, run
+from testkit.four_ranks import drafted, full, run, with_cores
 from testkit.mesh_cases import run_problem_of, work_of
 from testkit.profiles import examples, share
 from testkit.sim_helpers import long_tail
@@ -23,16 +23,14 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs import machine
 from rlhfuse.costs.hardware import hardware_by_name, machines_by_name
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.machine import SharedCores
 from rlhfuse.decisions.move_seconds import MoveLoad
-from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.price import minibatch_seconds, schedule_seconds
-from rlhfuse.planning.training_problem import TICK_SECONDS
+from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import plain_cells
@@ -51,7 +49,7 @@ def on_gpus(**keys):
 
 
 def problem_of(**keys):
-    return run_problem_of(draft_plan(on_gpus(**keys), SPECS, 4))
+    return run_problem_of(drafted(on_gpus(**keys), SPECS, 4))
 
 
 def option(run_problem, task, layout, note=""):
@@ -75,7 +73,7 @@ def bound_of(problem, name):
 def test_the_same_layouts_take_what_the_plan_says(lengths):
     """Mini-batches at the bound, one model after the other; generation of its batches."""
     config = on_gpus(fusion__actor_microbatches=8, trainer__offload_optimizer="false", fusion__inter_stage=False)
-    draft = draft_plan(config, SPECS, 4, lengths)
+    draft = drafted(config, SPECS, 4, lengths)
     seconds, work = make_plan(draft).report.seconds, work_of(draft)
     actor = all_trainings(work, "actor_train")["d1t1p4", "M8"]
     critic = all_trainings(work, "critic_train")["d2t1p2", "M4"]
@@ -90,7 +88,7 @@ def test_the_same_layouts_take_what_the_plan_says(lengths):
 
 def test_scoring_takes_what_the_simulation_says():
     """One model after generation, its weights loaded first."""
-    draft = draft_plan(on_gpus(), SPECS, 4, long_tail(300, longest=256))
+    draft = drafted(on_gpus(), SPECS, 4, long_tail(300, longest=256))
     work = work_of(draft)
     costs = {name: work.cost(name, draft.tasks[0].layout, H100) for name in ("generation", "reference_inference")}
     job = JobCost(costs["generation"], (costs["reference_inference"],), output_share=work.output_share)
@@ -105,7 +103,7 @@ def test_scoring_takes_what_the_simulation_says():
 def test_a_model_that_trains_alone_needs_what_the_plan_says(layout, microbatches, offload):
     keys = {"parallel__actor_train": layout, "fusion__actor_microbatches": microbatches, "algorithm__name": "grpo"}
     keys |= {"parallel__critic_train": layout, "trainer__offload_optimizer": offload}
-    draft = draft_plan(on_gpus(**keys), ACTOR_SPECS, 4)
+    draft = drafted(on_gpus(**keys), ACTOR_SPECS, 4)
     memory = draft.memory.phases(draft.memory.held_by(make_plan(draft).schedule))
     work = work_of(draft)
     note = f"M{microbatches}" + (", optimizer on the host" if offload == "true" else "")
@@ -207,7 +205,7 @@ def test_every_option_cuts_the_model_and_the_batch():
 def test_a_smaller_cache_is_leaner_and_no_faster():
     """Responses of one length on one instance, that wait for one another where not all have room."""
     config = on_gpus(rollout__prompts_per_iteration=512, rollout__max_sequences_per_instance=2048)
-    work = work_of(draft_plan(config, SPECS, 4))
+    work = work_of(drafted(config, SPECS, 4))
     caches = RunProblem.of(work, machines_by_name("h100", ranks=4)).problem.calls["generation"]
     caches = [one for one in caches.options[Mesh(0, 4)] if str(one.layout) == "d4t1p1"]
     assert len(caches) >= 2
@@ -221,8 +219,8 @@ def test_runs_without_a_critic_or_a_reference_have_fewer_calls():
 
 
 def test_a_model_that_no_rank_can_hold_is_refused():
-    work = work_of(draft_plan(on_gpus(), SPECS, 4))
-    work = replace(work, config=work.config.with_(trainer={"memory_limit_gb": 4.5}))
+    work = work_of(drafted(on_gpus(), SPECS, 4))
+    work = replace(work, run=work.run.with_config(work.config.with_(trainer={"memory_limit_gb": 4.5})))
     told = r"critic_train of 4 ranks of h100: no layout cuts .* fits into the 0.8 GB that a rank"
     with pytest.raises(InputError, match=told):
         RunProblem.of(work, machines_by_name("h100", ranks=4))
@@ -235,7 +233,7 @@ def machines(*kinds):
 
 def test_a_mesh_is_priced_with_the_kinds_of_its_own_ranks():
     slow = replace(H100, name="slow", flops=H100.flops / 3, memory_bytes=40e9)
-    work = work_of(draft_plan(on_gpus(), SPECS, 4))
+    work = work_of(drafted(on_gpus(), SPECS, 4))
     made = RunProblem.of(work, machines((slow, 4), (H100, 4)))
     beside = H100.process_bytes + 5 * H100.communicator_bytes  # of generation, three scorers, and weights on the move
     assert made.problem.memory_bytes == (40e9 - beside,) * 4 + (80e9 - beside,) * 4
@@ -256,7 +254,7 @@ def test_a_mesh_is_priced_with_the_kinds_of_its_own_ranks():
 def test_slower_machines_get_less_and_far_slower_ones_nothing(slower):
     """Either way round."""
     slow = replace(H100, name="slow", flops=H100.flops / slower, memory_bandwidth=H100.memory_bandwidth / slower)
-    work = work_of(draft_plan(on_gpus(), SPECS, 4))
+    work = work_of(drafted(on_gpus(), SPECS, 4))
     halves, found = [Mesh(0, 4), Mesh(4, 4)], []
     for kinds in ((slow, H100), (H100, slow)):
         best = best_plan(RunProblem.of(work, machines(*((kind, 4) for kind in kinds))).problem)
@@ -276,7 +274,7 @@ def alone(ranks=4, **keys):
     layouts |= {"parallel__reward_inference": f"d{ranks}t1p1", "parallel__actor_train": f"d1t1p{ranks}"}
     defaults = {"fusion__actor_microbatches": 8, "fusion__split_backward": "false", "algorithm__name": "grpo"}
     made = on_gpus(**{"fusion__intra_stage": "search", **defaults, **layouts, **keys})
-    return draft_plan(made, ACTOR_SPECS, ranks, full(made))
+    return drafted(made, ACTOR_SPECS, ranks, full(made))
 
 
 def price_of(draft):
@@ -296,7 +294,7 @@ def test_stages_on_two_machines_wait_for_the_network():
 @pytest.mark.parametrize("cores", [4, 2, 1])
 def test_ranks_that_share_cores(monkeypatch, cores):
     """On fewer cores than ranks a pipeline takes the work of all, and generation waits for cores."""
-    monkeypatch.setattr(machine, "machine_cores", lambda: float(cores))
+    with_cores(monkeypatch, float(cores))
     keys = {"trainer__hardware": "cpu", "trainer__dtype": "float32", "trainer__memory_limit_gb": 200.0}
     draft = alone(**keys)
     work = work_of(draft)
@@ -348,7 +346,8 @@ def test_headroom_is_left_by_all_but_generation():
 
 def test_sequence_parallelism_that_is_open_is_tried_both_ways():
     draft = alone()
-    both = work_of(replace(draft, asked=draft.asked.with_(parallel={"sequence_parallel": "auto"})))
+    opened = replace(draft.run, asked=draft.run.asked.with_(parallel={"sequence_parallel": "auto"}))
+    both = work_of(replace(draft, run=opened))
     given = actor_trainings(work_of(draft))
     found = {
         (layout, note.replace(", sequence parallel", ""), "sequence parallel" in note): one
@@ -370,7 +369,8 @@ def test_weights_are_fetched_in_about_what_their_moves_take(ranks):
     """Moves from every layout of training on the same ranks, against the one number of an option: the middle one of
     them takes 0.7 to 1.1 of it, none more than 2.5 times as long."""
     draft = alone()
-    work = replace(work_of(draft), specs={role: LLAMA3_8B for role in ACTOR_SPECS})
+    work = work_of(draft)
+    work = replace(work, run=replace(work.run, specs={role: LLAMA3_8B for role in ACTOR_SPECS}))
     sources = [one for one in work.layouts("actor_train", ranks, 8) if one.dp <= 64]
     for layout in work.layouts("generation", ranks, 8):
         some = generation_options(work, ranks, H100, ranks, 1e15)

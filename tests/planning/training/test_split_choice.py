@@ -5,14 +5,14 @@ import json
 from dataclasses import replace
 
 import pytest
+from testkit import four_ranks
 from testkit.flat_profile import trained, training
 from testkit.four_ranks import SPECS, full, on_slow_cores, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
-from rlhfuse.planning import split_choice
-from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.planner import parse_plan
+from rlhfuse.planning.training import split_choice
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Kind
@@ -25,7 +25,7 @@ def slow_cores(monkeypatch):
 
 
 def drafted(**keys):
-    return draft_plan(run(**keys), SPECS, 4, full(run(**keys)))
+    return four_ranks.drafted(run(**keys), SPECS, 4, full(run(**keys)))
 
 
 def split_models(problem) -> set[str]:

@@ -6,24 +6,23 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import TASK_ROLES, BatchArithmetic
-from rlhfuse.planning.drawn_batches import DrawnBatches
 from rlhfuse.planning.memory import TRAINED
+from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
 
 TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
 
 
-def longest_microbatch(config: RunConfig, batch: BatchArithmetic) -> MicrobatchTokens:
-    """Micro-batch of samples that are as long as they can become."""
-    samples, response = batch.samples_per_microbatch, config.rollout.max_response_tokens
-    return MicrobatchTokens(samples * (config.data.max_prompt_tokens + response), samples, samples * response)
+def longest_microbatch(longest: tuple[int, int], samples: float) -> MicrobatchTokens:
+    """Micro-batch of so many samples that are as long as they can become: `longest`, tokens of prompt and response."""
+    prompt, response = longest
+    return MicrobatchTokens(samples * (prompt + response), samples, samples * response)
 
 
 def equal_microbatch(drawn: DrawnBatches, batch: BatchArithmetic, share: ModelShare) -> MicrobatchTokens:

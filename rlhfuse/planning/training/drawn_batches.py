@@ -11,7 +11,6 @@ from functools import cached_property
 
 import numpy as np
 
-from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.balance import cut_minibatches, microbatch_sums
 from rlhfuse.simulator.lengths import SampleLengths
@@ -32,10 +31,9 @@ class DrawnBatches:
     even: bool = False
 
     @staticmethod
-    def of(config: RunConfig, lengths: SampleLengths) -> DrawnBatches:
-        """DRAWS batches of the lengths. `algorithm.minibatches` is a number."""
-        minibatches, seed = int(config.algorithm.minibatches), config.trainer.seed
-        return DrawnBatches(lengths.draw(config.samples_per_iteration, DRAWS, seed), minibatches, seed)
+    def of(lengths: SampleLengths, samples: int, minibatches: int, seed: int) -> DrawnBatches:
+        """DRAWS batches of so many samples of the lengths."""
+        return DrawnBatches(lengths.draw(samples, DRAWS, seed), minibatches, seed)
 
     def microbatch(self, pipelines: int, microbatches: int, depth: int) -> MicrobatchTokens:
         """The micro-batch of which `microbatches` take a pipeline of `depth` stages as long as the real ones take the

@@ -1,10 +1,9 @@
 """Orders of training by rule: what a plan makes of each, what the others promise beside it, and what is refused."""
 
 import pytest
-from testkit.four_ranks import SPECS, planned, run, shared_plan
+from testkit.four_ranks import SPECS, drafted, planned, run, shared_plan
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.planner import parse_plan
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.rules.builders import serial_1f1b
@@ -37,7 +36,7 @@ def test_a_rule_is_planned_and_compared(rule, layouts):
     assert plan.schedule.orders == build(plan.schedule.problem).orders
     assert f"fusion.intra_stage={rule}" in plan.report.schedule.source
     assert "search" in promised(plan) and rule not in promised(plan)
-    assert parse_plan(draft_plan(settings, SPECS, 4), plan.to_text()) == plan
+    assert parse_plan(drafted(settings, SPECS, 4), plan.to_text()) == plan
     assert planned(settings).report.schedule == plan.report.schedule  # no clock decided it
     searched = shared_plan(**layouts, fusion__search_seconds=2.0).report.schedule
     found = promised(plan)["search"].makespan_seconds
@@ -79,7 +78,7 @@ def test_both_models_of_a_time_shared_run_stand_alike_on_the_ranks():
 )
 def test_what_a_rule_cannot_order_is_refused(keys, words):
     with pytest.raises(InputError, match=words) as caught:
-        draft_plan(run(**keys), SPECS, 4)
+        drafted(run(**keys), SPECS, 4)
     assert str(caught.value).endswith("; or set fusion.intra_stage=search") and "\n" not in str(caught.value)
 
 
@@ -87,7 +86,7 @@ def test_an_order_without_room_is_not_promised():
     """A cap below what serial training holds, above the least that a search can find."""
     keys = {**FLAT, "trainer__hardware": "a100", "rollout__kv_blocks_per_instance": 24, "fusion__actor_microbatches": 8}
     keys |= {"rollout__max_batched_tokens": 64, "algorithm__minibatches": 1}
-    draft = draft_plan(run(**keys), SPECS, 4)
+    draft = drafted(run(**keys), SPECS, 4)
     held = draft.memory.training_bytes
     serial = max(map(sum, zip(held, evaluate(serial_1f1b(draft.problem)).node_peak_memory)))
     plan = planned(run(**keys, trainer__memory_limit_gb=(serial - 1) / 1e9))

@@ -13,10 +13,10 @@ from itertools import combinations
 from math import inf
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.settings import FusionConfig
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
-from rlhfuse.planning.training_problem import TICK_SECONDS
+from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound, quick_bound
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
@@ -53,11 +53,13 @@ class SplitChoice:
         return f"{told}: split, their lower bound would be {seconds}, not {WORTH_SPLITTING:.0%} less"
 
 
-def given_split(config: RunConfig) -> frozenset[str] | None:
-    """Models whose backwards the configuration splits; None: the plan chooses. Raises InputError as `load_schedule`."""
-    fusion = config.fusion
+def given_split(fusion: FusionConfig, models: Sequence[str]) -> frozenset[str] | None:
+    """Those of `models`, all that train, whose backwards the configuration splits; None: the plan chooses.
+
+    Raises InputError as `load_schedule`.
+    """
     if fusion.split_backward == "true":
-        return frozenset(config.trained())
+        return frozenset(models)
     if fusion.split_backward == "false" or fusion.intra_stage != "search":
         return frozenset()
     if not fusion.schedule:
@@ -65,10 +67,14 @@ def given_split(config: RunConfig) -> frozenset[str] | None:
     return frozenset(pipeline.model for pipeline in load_schedule(fusion.schedule).problem.pipelines if pipeline.split)
 
 
-def choose_split(config: RunConfig, costs: CostModel, stated: Stated) -> SplitChoice:
-    """As fusion.split_backward says. Raises InputError where what it asks for cannot be."""
-    whole, fusion = stated(frozenset()), config.fusion
-    asked, reason = f"fusion.split_backward={fusion.split_backward}", obstacle(config, costs, whole.models)
+def choose_split(fusion: FusionConfig, layers: str, costs: CostModel, stated: Stated) -> SplitChoice:
+    """As fusion.split_backward says; `layers`: trainer.transformer_impl. Raises InputError where what it asks for
+    cannot be."""
+    whole = stated(frozenset())
+    asked, reason = (
+        f"fusion.split_backward={fusion.split_backward}",
+        obstacle(fusion.profile, layers, costs, whole.models),
+    )
     if fusion.split_backward == "false":
         return SplitChoice(frozenset(), whole, f"{asked}: all backwards are whole")
     if fusion.split_backward == "true":
@@ -78,7 +84,7 @@ def choose_split(config: RunConfig, costs: CostModel, stated: Stated) -> SplitCh
     if fusion.intra_stage != "search":
         why = f"{asked}: all backwards are whole, as fusion.intra_stage={fusion.intra_stage} is no search"
         return SplitChoice(frozenset(), whole, why)
-    if (split := given_split(config)) is not None:
+    if (split := given_split(fusion, whole.models)) is not None:
         if split and reason:
             raise InputError(f"fusion.schedule={fusion.schedule} splits backwards: {reason}")
         return SplitChoice(split, whole, f"{asked}: {_named(split, whole.models)}, as in {fusion.schedule}")
@@ -88,12 +94,12 @@ def choose_split(config: RunConfig, costs: CostModel, stated: Stated) -> SplitCh
     return SplitChoice(split, whole, asked, stated(split or frozenset(whole.models)))
 
 
-def obstacle(config: RunConfig, costs: CostModel | None, models: Sequence[str]) -> str:
-    """Why backwards cannot be split, with what would do; '' if they can."""
-    if config.trainer.transformer_impl == "transformer_engine":
+def obstacle(profile: str, layers: str, costs: CostModel | None, models: Sequence[str]) -> str:
+    """Why backwards cannot be split, with what would do; '' if they can. `costs`: of the file `profile`, if any."""
+    if layers == "transformer_engine":
         return "Transformer Engine's layers make both gradients at once; set trainer.transformer_impl=local"
     if isinstance(costs, ProfiledCost) and not all(map(costs.splits, models)):
-        return f"{config.fusion.profile} has no times of split backwards; run tools/profile_costs.py again"
+        return f"{profile} has no times of split backwards; run tools/profile_costs.py again"
     return ""
 
 

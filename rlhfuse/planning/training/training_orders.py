@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.settings import RunConfig
-from rlhfuse.planning.split_choice import SplitChoice
-from rlhfuse.planning.training_problem import TICK_SECONDS
+from rlhfuse.config.settings import FusionConfig
+from rlhfuse.planning.training.split_choice import SplitChoice
+from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.io import check_same_layout, load_schedule
 from rlhfuse.schedule.ir.evaluate import evaluate, over_cap
 from rlhfuse.schedule.ir.problem import FusionProblem
@@ -38,41 +38,40 @@ class OrderPromise:
     searched: bool = False  # for a moment: a longer search may find better
 
 
-def given_schedule(config: RunConfig, problem: FusionProblem, shape: FusedShape) -> tuple[Schedule, str] | None:
-    """The order of a rule, or of the config's file in this run's times, and where it is from; None: search one.
+def given_schedule(fusion: FusionConfig, problem: FusionProblem, shape: FusedShape) -> tuple[Schedule, str] | None:
+    """The order of a rule, or of a file in this run's times, and where it is from; None: search one.
 
     Raises InputError where the rule cannot order the run's layouts, with what would do.
     """
-    rule = config.fusion.intra_stage
+    rule = fusion.intra_stage
     if rule != "search":
         name = "interleaved 1F1B" if rule == "serial" and _interleaves(shape) else NAMES[rule]
         try:
             return RULES[rule](problem, shape), f"{name}: fusion.intra_stage={rule}"
         except InputError as error:
             raise InputError(f"fusion.intra_stage={rule}: {error}; or set fusion.intra_stage=search") from None
-    if config.fusion.schedule:
-        loaded = load_schedule(config.fusion.schedule)
+    if fusion.schedule:
+        loaded = load_schedule(fusion.schedule)
         try:
-            check_same_layout(loaded.problem, problem, config.fusion.schedule)
+            check_same_layout(loaded.problem, problem, fusion.schedule)
         except InputError as error:
             raise InputError(f"fusion.schedule={error}") from None
-        return Schedule(problem, loaded.orders), f"order read from {config.fusion.schedule}"
+        return Schedule(problem, loaded.orders), f"order read from {fusion.schedule}"
     return None
 
 
 def other_promises(
-    config: RunConfig, problem: FusionProblem, split: SplitChoice, shape: FusedShape
+    fusion: FusionConfig, seed: int, problem: FusionProblem, split: SplitChoice, shape: FusedShape
 ) -> tuple[OrderPromise, ...]:
     """Promises of orders that the run does not train in, for the same layouts, times and micro-batches; search first.
 
-    `problem`: the run's, with the backwards of `split` in two parts.
+    `problem`: the run's, with the backwards of `split` in two parts. `seed`: of the short search.
     """
-    fusion = config.fusion
     searches = {"fusion.split_backward=false": split.whole} if split.models else {}
     alike = problem if fusion.split_backward == "true" else split.whole  # what another order would be chosen for
     if fusion.intra_stage != "search" or fusion.schedule:
         searches = {"fusion.intra_stage=search": directed(alike, shape, alternate=True)}
-    found = [_promise(key, partial(_short_search, config, one), searched=True) for key, one in searches.items()]
+    found = [_promise(key, partial(_short_search, seed, one), searched=True) for key, one in searches.items()]
     for rule, build in RULES.items():
         if rule != fusion.intra_stage and not (rule == "serial" and _interleaves(shape)):
             placed = directed(alike, shape, alternate=rule != "time_sharing")
@@ -80,8 +79,8 @@ def other_promises(
     return tuple(found)
 
 
-def _short_search(config: RunConfig, problem: FusionProblem) -> Schedule:
-    settings = SearchSettings(iterations=SHORT_SEARCH_MOVES, seed=config.trainer.seed, objective="memory")
+def _short_search(seed: int, problem: FusionProblem) -> Schedule:
+    settings = SearchSettings(iterations=SHORT_SEARCH_MOVES, seed=seed, objective="memory")
     return search(problem, settings)[0]
 
 

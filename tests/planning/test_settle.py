@@ -3,16 +3,17 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testkit.four_ranks import SPECS, config
+from testkit.four_ranks import SPECS, config, drafted
 from testkit.profiles import examples
-from testkit.search_cases import OPEN, SCORERS
+from testkit.search_cases import OPEN, SCORERS, SearchCase
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.auto_layouts import layout_rows, searched_keys
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.layouts import TASK_ROLES
 from rlhfuse.planning.draft import draft_plan
-from rlhfuse.planning.search.resolve import StoredLayouts, resolve_layouts
+from rlhfuse.planning.search.search import Ranking
+from rlhfuse.planning.settle import Facts, StoredLayouts, settle
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.rules.builders import greedy
 
@@ -35,6 +36,15 @@ def everything(**keys):
     return config(**{**OPEN, "algorithm__minibatches": AUTO, **keys})
 
 
+def changes(asked, made) -> dict:
+    before = {key: value for key, value, _ in asked.leaves()}
+    return {key: value for key, value, _ in made.leaves() if before[key] != value}
+
+
+def settled(made, specs=SPECS, **found):
+    return settle(made, Facts(specs, 4, **found))
+
+
 def is_settled(made) -> bool:
     values = [getattr(made.parallel, name) for name in type(made.parallel).model_fields if name != "stage_layers"]
     return AUTO not in (*values, made.trainer.recompute, made.fusion.actor_microbatches, made.algorithm.minibatches)
@@ -42,17 +52,18 @@ def is_settled(made) -> bool:
 
 def test_where_nothing_is_auto_nothing_changes():
     made = config()
-    found = resolve_layouts(made, SPECS, 4)
-    assert found.config is made and found.found is None and found.lines == ()
+    found = settled(made)
+    filled = {"trainer.dtype": "float32", "rollout.block_tokens": 16, "rollout.draft_rows": 16}
+    assert changes(made, found.config) == filled and found.lines == ()
 
 
 def test_everything_auto_becomes_a_table_that_can_be_planned():
     made = everything(trainer__recompute=AUTO)
-    found = resolve_layouts(made, SPECS, 4)
-    assert is_settled(found.config) and found.found is not None
-    draft = draft_plan(found.config, SPECS, 4, asked=made)
+    found = settled(made)
+    assert is_settled(found.config)
+    draft = draft_plan(found)
     assert draft.memory.fullest([0.0] * draft.problem.nodes)
-    table = found.found.best.table
+    table = Ranking(SearchCase(made, SPECS, 4, None).setting).found(1).best.table
     parallel = found.config.parallel
     assert (parallel.generation, parallel.actor_train) == (str(table.generation), str(table.actor_train))
     assert {getattr(parallel, row) for row in SCORERS} == {str(table.inference)}
@@ -67,8 +78,8 @@ def test_what_is_given_stays_and_all_else_is_decided_the_same_every_time(rows, r
     keys |= {"parallel__sequence_parallel": AUTO if "sequence_parallel" in rows else False}
     keys |= {"fusion__actor_microbatches": microbatches, "trainer__recompute": AUTO if recompute else "none"}
     made = config(**keys)
-    found = resolve_layouts(made, SPECS, 4)
-    assert found == resolve_layouts(made, SPECS, 4)
+    found = settled(made)
+    assert found == settled(made)
     assert not searched_keys(found.config)
     after = {key: value for key, value, _ in found.config.leaves()}
     for key, value, _ in made.leaves():
@@ -76,19 +87,19 @@ def test_what_is_given_stays_and_all_else_is_decided_the_same_every_time(rows, r
             assert after[key] == value, key
     if rows & {*SCORERS} and not rows >= {*SCORERS}:
         assert {after[f"parallel.{row}"] for row in SCORERS} == {"d4t1p1"}, "one layout for all that score"
-    draft_plan(found.config, SPECS, 4)
+    draft_plan(found)
 
 
 def test_minibatches_follow_from_the_samples_whatever_table_is_chosen():
-    assert resolve_layouts(everything(), SPECS, 4).config.algorithm.minibatches == 4
+    assert settled(everything()).config.algorithm.minibatches == 4
     few = everything(rollout__prompts_per_iteration=6, rollout__samples_per_prompt=1)
-    assert resolve_layouts(few, SPECS, 4).config.algorithm.minibatches == 1
+    assert settled(few).config.algorithm.minibatches == 1
 
 
 def test_rows_of_models_that_the_run_has_not_are_as_if_nothing_was_said():
     specs = {role: SPECS[role] for role in ("actor", "reference")}
     made = everything(algorithm__name="grpo", reward__function="m:f")
-    found = resolve_layouts(made, specs, 4).config
+    found = settled(made, specs).config
     assert is_settled(found) and found.parallel.critic_train == "d1t1p1"
     assert found.parallel.reward_inference == found.parallel.inference == found.parallel.reference_inference
     assert "critic" not in "".join(layout_rows(found))
@@ -107,7 +118,7 @@ def test_rows_of_models_that_the_run_has_not_are_as_if_nothing_was_said():
 )
 def test_what_cannot_be_is_refused_in_a_line(keys, message):
     with pytest.raises(InputError) as caught:
-        resolve_layouts(everything(**keys), SPECS, 4)
+        settled(everything(**keys))
     assert all(part in str(caught.value) for part in message.split(".*")) and "\n" not in str(caught.value)
 
 
@@ -115,15 +126,15 @@ def test_what_cannot_be_is_refused_in_a_line(keys, message):
 def test_a_schedule_that_is_given_is_of_the_table_that_is_found(split, tmp_path):
     """Whether backwards are split is what the file says."""
     keys = {"parallel__actor_train": "d1t1p4", "parallel__critic_train": "d2t1p2", "fusion__split_backward": split}
-    problem = draft_plan(config(**keys), SPECS, 4).problem
+    problem = drafted(config(**keys), SPECS, 4).problem
     save_schedule(tmp_path / "schedule.json", greedy(problem))
     minibatches = config().algorithm.minibatches
     rows = dict.fromkeys((f"parallel__{row}" for row in ("generation", "inference", *SCORERS)), "d4t1p1")
     made = everything(fusion__schedule=str(tmp_path / "schedule.json"), algorithm__minibatches=minibatches, **rows)
-    found = resolve_layouts(made, SPECS, 4).config
+    found = settled(made).config
     layouts = [getattr(found.parallel, row).partition(":")[0] for row in ("actor_train", "critic_train")]
     assert layouts == ["d1t1p4", "d2t1p2"]
-    draft = draft_plan(found, SPECS, 4)
+    draft = drafted(found, SPECS, 4)
     assert draft.given and all(p.split == (split == "true") for p in draft.problem.pipelines)
 
 
@@ -131,9 +142,9 @@ def test_a_schedule_that_is_given_is_of_the_table_that_is_found(split, tmp_path)
 
 
 def test_a_resumed_run_has_the_layouts_that_it_had():
-    found = resolve_layouts(everything(), SPECS, 4, STORED)
+    found = settled(everything(), stored=STORED)
     parallel = found.config.parallel
-    assert found.found is None and is_settled(found.config)
+    assert is_settled(found.config)
     assert all(getattr(parallel, name) == STORED.layouts[name] for name, _ in TASK_ROLES)
     assert parallel.sequence_parallel is False and found.config.fusion.actor_microbatches == 2
     (line,) = found.lines
@@ -142,17 +153,17 @@ def test_a_resumed_run_has_the_layouts_that_it_had():
 
 
 def test_recomputation_is_searched_beside_the_layouts_of_a_checkpoint():
-    found = resolve_layouts(everything(trainer__recompute=AUTO), SPECS, 4, STORED)
+    found = settled(everything(trainer__recompute=AUTO), stored=STORED)
     assert found.config.parallel.actor_train == "d1t1p4:1,2,3,2" and found.config.trainer.recompute == "none"
     assert len(found.lines) == 2 and "layouts of the search: recompute=none" in found.lines[1]
-    alone = resolve_layouts(config(trainer__recompute=AUTO), SPECS, 4, STORED)
+    alone = settled(config(trainer__recompute=AUTO), stored=STORED)
     assert alone.config.parallel.actor_train == "d1t1p4" and alone.config.trainer.recompute == "none"
     assert not any("checkpoints" in line for line in alone.lines), "no layout is open"
 
 
 def test_rows_that_are_given_stay_beside_those_of_a_checkpoint():
     made = everything(parallel__critic_train="d1t1p4", fusion__actor_microbatches=4)
-    found = resolve_layouts(made, SPECS, 4, STORED).config
+    found = settled(made, stored=STORED).config
     assert (found.parallel.critic_train, found.fusion.actor_microbatches) == ("d1t1p4", 4)
     assert found.parallel.actor_train == "d1t1p4:1,2,3,2"
 
@@ -166,7 +177,7 @@ def test_rows_that_are_given_stay_beside_those_of_a_checkpoint():
     ],
 )
 def test_layouts_of_a_checkpoint_that_cannot_be_are_searched_anew_and_it_is_said(stored, why):
-    found = resolve_layouts(everything(), SPECS, 4, stored)
-    anew = resolve_layouts(everything(), SPECS, 4)
+    found = settled(everything(), stored=stored)
+    anew = settled(everything())
     assert found.config == anew.config and found.lines[1:] == anew.lines
     assert found.lines[0].startswith("layouts that are auto are not those of there: ") and why in found.lines[0]

@@ -5,19 +5,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testkit.four_ranks import SPECS, on_slow_cores, run
+from testkit.four_ranks import SPECS, drafted, on_slow_cores, run
 from testkit.profiles import examples
 from testkit.sim_helpers import equal, long_tail
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.balance import cut_microbatches, cut_minibatches
-from rlhfuse.planning import drawn_batches
-from rlhfuse.planning.draft import draft_plan
-from rlhfuse.planning.drawn_batches import DRAWS, DrawnBatches
 from rlhfuse.planning.planned_lengths import assumed_lengths
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.training_problem import equal_microbatch, longest_microbatch, training_problem
+from rlhfuse.planning.training import drawn_batches
+from rlhfuse.planning.training.drawn_batches import DRAWS, DrawnBatches
+from rlhfuse.planning.training.training_problem import equal_microbatch, training_problem
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.simulator.lengths import SampleLengths
 
@@ -76,7 +75,7 @@ def test_batches_that_cannot_be_cut_are_refused():
 
 
 def test_a_draft_prices_and_predicts_the_same_batches():
-    made, unknown = (draft_plan(run(fusion__split_backward="false"), SPECS, 4, lengths) for lengths in (TAIL, None))
+    made, unknown = (drafted(run(fusion__split_backward="false"), SPECS, 4, lengths) for lengths in (TAIL, None))
     assert made.drawn.batches == TAIL.clip(128, 256).draw(64, DRAWS, made.config.trainer.seed)
     assert unknown.drawn.batches == assumed_lengths(128, 256).draw(64, DRAWS, unknown.config.trainer.seed)
     for share in made.ranks.shape.shares:
@@ -90,7 +89,7 @@ def test_a_draft_prices_and_predicts_the_same_batches():
 
 def mean_problem(draft):
     drawn = replace(draft.drawn, even=True)
-    longest = longest_microbatch(draft.config, draft.batch)
+    longest = draft.longest_microbatch
     return training_problem(draft.analytic, draft.batch, drawn, longest, draft.costs, split=draft.split.models)
 
 
@@ -98,7 +97,7 @@ def mean_problem(draft):
 def test_a_pipeline_is_as_deep_as_it_has_nodes(critic, depth):
     """Chunks add none, and stages that are merged on one node are one; d2t1p2 is merged beside an actor of tp 2."""
     actor = {"d2t1p2": "d1t2p2"}.get(critic, "d1t1p4" if "v2" in critic else "d1t2p2")
-    draft = draft_plan(run(parallel__actor_train=actor, parallel__critic_train=critic), SPECS, 4, TAIL)
+    draft = drafted(run(parallel__actor_train=actor, parallel__critic_train=critic), SPECS, 4, TAIL)
     share = draft.ranks.shape.share("critic")
     counts = share.layout.dp, draft.batch.microbatches_of["critic"]
     assert equal_microbatch(draft.drawn, draft.batch, share) == draft.drawn.microbatch(*counts, depth)
@@ -107,7 +106,7 @@ def test_a_pipeline_is_as_deep_as_it_has_nodes(critic, depth):
 def test_the_real_cut_chooses_other_microbatches_than_the_mean(monkeypatch):
     """Many micro-batches leave the longest sample alone in one, for which each stage of the pipeline waits."""
     on_slow_cores(monkeypatch)
-    drafts = {m: draft_plan(run(fusion__actor_microbatches=m), SPECS, 4, TAIL) for m in (2, 4, 8, 16)}
+    drafts = {m: drafted(run(fusion__actor_microbatches=m), SPECS, 4, TAIL) for m in (2, 4, 8, 16)}
     real = {m: float(latency_bound(draft.problem)) for m, draft in drafts.items()}
     mean = {m: float(latency_bound(mean_problem(draft))) for m, draft in drafts.items()}
     chosen, believed = min(real, key=real.__getitem__), min(mean, key=mean.__getitem__)
@@ -121,7 +120,7 @@ def test_waiting_for_heavy_microbatches_is_idle_time():
     tail = SampleLengths((16,) * 100, (1000,) * 90 + (4000,) * 10)
     training, tokens = [], []
     for lengths in (tail, equal(100, 16, 1300)):
-        draft = draft_plan(run(trainer__hardware="h200", fusion__intra_stage=False, **keys), specs, 4, lengths)
+        draft = drafted(run(trainer__hardware="h200", fusion__intra_stage=False, **keys), specs, 4, lengths)
         training.append(make_plan(draft).report.efficiency.uses[0].training)
         tokens.append(replace(draft.drawn, even=True).microbatch(1, 1, 1).tokens)
     busy = [use.useful + use.products + use.other for use in training]

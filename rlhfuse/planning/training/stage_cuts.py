@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
@@ -45,7 +44,7 @@ def stage_balances(
 
 
 def with_cuts(
-    config: RunConfig,
+    stage_layers: str,
     tasks: tuple[Task, ...],
     analytic: Mapping[str, AnalyticCost],
     costs: CostModel,
@@ -53,10 +52,10 @@ def with_cuts(
 ) -> tuple[Task, ...]:
     """`tasks` with the layers of each stage, the same on every rank.
 
-    `micro`: of the longest samples, which need no known lengths.
+    `stage_layers`: as parallel has it. `micro`: of the longest samples, which need no known lengths.
     """
     return tuple(
-        replace(task, layout=with_cut(config, task.role, analytic[task.name], costs, micro))
+        replace(task, layout=with_cut(stage_layers, task.role, analytic[task.name], costs, micro))
         if task.training
         else replace(task, layout=_tidy(task.layout))
         for task in tasks
@@ -64,10 +63,10 @@ def with_cuts(
 
 
 def with_cut(
-    config: RunConfig, role: str, cost: AnalyticCost, costs: CostModel | None, micro: MicrobatchTokens
+    stage_layers: str, role: str, cost: AnalyticCost, costs: CostModel | None, micro: MicrobatchTokens
 ) -> ParallelLayout:
     """The layout of a model that trains, likewise."""
-    if cost.layout.cut is None and config.parallel.stage_layers == "auto":
+    if cost.layout.cut is None and stage_layers == "auto":
         return _fastest(cost, stage_seconds(role, cost, costs, micro))
     return _tidy(cost.layout)
 

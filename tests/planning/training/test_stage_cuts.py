@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 from testkit import flat_profile
-from testkit.four_ranks import SPECS, TINY, full, planned, run
+from testkit.four_ranks import SPECS, TINY, drafted, full, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.config.role import Role
-from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.planner import parse_plan
 from rlhfuse.planning.run_plan import PlanReport
 
@@ -19,7 +18,7 @@ H100 = {"trainer__hardware": "h100"}
 
 def training(made, specs=WIDE) -> dict[str, tuple[int, ...]]:
     """Layers of each stage by the tasks, which the ranks and the fused shape must repeat."""
-    draft = draft_plan(made, specs, 4, full(made))
+    draft = drafted(made, specs, 4, full(made))
     layouts = {task.role: task.layout for task in draft.tasks if task.training}
     assert draft.ranks.shape.layouts == layouts
     return {role: tuple(map(len, layout.stage_layers(8))) for role, layout in layouts.items()}
@@ -30,7 +29,7 @@ def test_the_stage_with_the_output_layer_has_fewer_layers():
     cut = {task.role: task.layout.cut for task in plan.report.tasks if task.training}
     assert cut[Role.ACTOR][-1] == 1 and sum(cut[Role.ACTOR]) == 8  # the vocabulary is 4.6 layers' worth
     assert cut[Role.CRITIC] is None or cut[Role.CRITIC][0] < 4  # its embedding makes the first rank the fullest
-    received = parse_plan(draft_plan(run(**H100), WIDE, 4, full(run(**H100))), plan.to_text())
+    received = parse_plan(drafted(run(**H100), WIDE, 4, full(run(**H100))), plan.to_text())
     assert received == plan and PlanReport.from_dict(plan.report.to_dict()) == plan.report
     actor = next(balance for balance in plan.report.stages if balance.model == Role.ACTOR)
     pipeline = plan.schedule.problem.pipeline("actor")
@@ -52,17 +51,17 @@ def test_even_and_a_cut_that_the_layout_lists():
     assert training(run(parallel__stage_layers="even", **H100)) == {"actor": (2, 2, 2, 2), "critic": (4, 4)}
     given = dict(parallel__actor_train="d1t1p4:1,3,3,1", parallel__critic_train="d2t1p2:4,4")
     assert training(run(**H100, **given)) == {"actor": (1, 3, 3, 1), "critic": (4, 4)}
-    layouts = [str(task.layout) for task in draft_plan(run(**H100, **given), WIDE, 4).tasks if task.training]
+    layouts = [str(task.layout) for task in drafted(run(**H100, **given), WIDE, 4).tasks if task.training]
     assert layouts == ["d1t1p4:1,3,3,1", "d2t1p2"]
     with pytest.raises(InputError, match=r"actor_train=d1t1p4:1,3,3,3: 10 layers in all stages != layers\(8\)"):
-        draft_plan(run(parallel__actor_train="d1t1p4:1,3,3,3"), WIDE, 4)
+        drafted(run(parallel__actor_train="d1t1p4:1,3,3,3"), WIDE, 4)
 
 
 def test_memory_is_that_of_the_cut():
     """The fullest rank of an explicit cut holds what the cut gives it."""
     layouts = dict(parallel__generation="d4t1p1", parallel__critic_train="d4t1p1")
-    lopsided = draft_plan(run(parallel__actor_train="d1t1p4:5,1,1,1", **H100, **layouts), WIDE, 4).memory
-    even = draft_plan(run(parallel__stage_layers="even", **H100, **layouts), WIDE, 4).memory
+    lopsided = drafted(run(parallel__actor_train="d1t1p4:5,1,1,1", **H100, **layouts), WIDE, 4).memory
+    even = drafted(run(parallel__stage_layers="even", **H100, **layouts), WIDE, 4).memory
     most, evenly = (max(rank.static[-1].gradients for rank in memory.ranks) for memory in (lopsided, even))
     assert most - evenly == pytest.approx(3 * 4 * WIDE["actor"].layer_parameters, rel=0.01)
 

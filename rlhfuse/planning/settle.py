@@ -1,0 +1,166 @@
+"""From a configuration as it is given to a run of which nothing is left open: once, by every program.
+
+First what the machine, the prompts and the reward function say, then the batch, then layouts: as in the checkpoint that
+is resumed, or searched. Every rank does it for itself before there is a process group. Nothing in it is random or looks
+at a clock, so all get the same. What a resumed run had stays, for another table would change the order of its sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.auto_layouts import auto_layouts, layout_rows, searched_keys
+from rlhfuse.config.device_defaults import resolve_device, without_shared_graphs
+from rlhfuse.config.role import Role
+from rlhfuse.config.settings import ParallelConfig, RunConfig
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.config.values import AUTO
+from rlhfuse.costs.machine import Host
+from rlhfuse.decisions.batch_cut import resolve_batch
+from rlhfuse.decisions.layouts import check_given_layouts, check_layouts, inference_layout
+from rlhfuse.planning.search.search import TOP, Ranking
+from rlhfuse.planning.search.setting import Setting
+from rlhfuse.planning.search.table import Table
+from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.schedule.io import load_schedule
+
+SCORERS = ("reference_inference", "reward_inference", "critic_inference")
+
+
+@dataclass(frozen=True)
+class StoredLayouts:
+    """How a run lay on its ranks when it saved a checkpoint, which people know as `where`."""
+
+    where: str
+    world_size: int
+    layouts: Mapping[str, str]  # task -> layout, and dotted key -> value of settings that change the order of sums
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What settles a run beside its configuration: models, number of ranks, and what was found where it starts.
+
+    `device`: for trainer.device=auto, auto where that stays open; the GPU of `host` is for trainer.hardware=auto.
+    `longest_prompt`: tokens, for data.max_prompt_tokens=auto. `signature`: of reward.function. `stored`: of the
+    checkpoint that is resumed.
+    """
+
+    specs: Mapping[Role, ModelSpec]
+    world_size: int
+    host: Host = field(default_factory=lambda: Host.here())
+    device: str = AUTO
+    longest_prompt: int | None = None
+    signature: str = AUTO
+    stored: StoredLayouts | None = None
+
+
+def settle(config: RunConfig, facts: Facts) -> SettledRun:
+    """The run in which nothing is auto that `facts` or a search of layouts decide; what is given stays.
+
+    Raises InputError naming a key that cannot be, or saying what no table of layouts fits.
+    """
+    run = settle_but_layouts(config, facts)
+    if not searched_keys(run.config):
+        return _ready(run, _completed(run.config))
+    anew: tuple[str, ...] = ()
+    if facts.stored and auto_layouts(run.config):
+        try:
+            return _as_stored(run, facts.stored)
+        except InputError as error:
+            anew = (f"layouts that are auto are not those of {facts.stored.where}: {error}",)
+    return _searched(run, anew)
+
+
+def settle_but_layouts(config: RunConfig, facts: Facts) -> SettledRun:
+    """The same, with what a search decides still open, for whoever ranks tables. Raises InputError likewise."""
+    device = _known(config.trainer.device, facts.device)
+    gpu = facts.host.gpu if device == "cuda" else ""
+    made = config.with_(
+        trainer={"device": device, "hardware": _known(config.trainer.hardware, gpu or AUTO)},
+        data={"max_prompt_tokens": _known(config.data.max_prompt_tokens, facts.longest_prompt or AUTO)},
+        reward={"signature": _known(config.reward.signature, facts.signature)},
+    )
+    made = resolve_batch(without_shared_graphs(resolve_device(made)))
+    if searched_keys(made):
+        check_given_layouts(made, facts.specs, facts.world_size)
+        if made.fusion.schedule:
+            load_schedule(made.fusion.schedule)  # every table reads it: here a file that cannot be read says so once
+        made = resolve_batch(_with_one_inference(made))
+    return SettledRun(config, made, facts.specs, facts.world_size, facts.host)
+
+
+def _known(value: Any, found: Any) -> Any:
+    return found if value == AUTO else value
+
+
+def _searched(run: SettledRun, lines: tuple[str, ...]) -> SettledRun:
+    setting = Setting.of(run)
+    found = Ranking(setting).found(TOP)
+    made = with_table(run.config, found.best.table)
+    chosen = f"layouts of the search: {_values(run.config, made)}: {str(found).splitlines()[0]}"
+    return _ready(run, made, (*lines, chosen, *setting.notes))
+
+
+def _ready(run: SettledRun, config: RunConfig, lines: tuple[str, ...] = ()) -> SettledRun:
+    return replace(run, config=without_shared_graphs(config), lines=lines)
+
+
+def with_table(config: RunConfig, table: Table) -> RunConfig:
+    """`config` with the layouts of a table; none is auto."""
+    return _completed(table.of(config))
+
+
+def _with_one_inference(config: RunConfig) -> RunConfig:
+    """All models that score have one layout: what a row says holds for those that are auto."""
+    inference, rows = inference_layout(config), (f"{role}_inference" for role in config.scorers())
+    return config.with_(parallel={"inference": inference, **dict.fromkeys(rows, inference)})
+
+
+def _as_stored(run: SettledRun, stored: StoredLayouts) -> SettledRun:
+    """With what the checkpoint had. Raises InputError saying why this run cannot have it."""
+    if stored.world_size != run.world_size:
+        raise InputError(f"it was saved by {stored.world_size} ranks, these are {run.world_size}")
+    config = run.config
+    groups: dict[str, dict[str, object]] = {"parallel": {}, "fusion": {}}
+    for key in searched_keys(config):
+        group, _, name = key.partition(".")
+        if group == "trainer":  # recomputation changes no number
+            continue
+        if (text := stored.layouts.get(name, stored.layouts.get(key))) is None:
+            raise InputError(f"it does not say {key}")
+        groups[group][name] = text == "True" if name == "sequence_parallel" else text
+    if microbatches := groups["fusion"].get("actor_microbatches"):
+        groups["fusion"]["actor_microbatches"] = int(str(microbatches))
+    rows = [f"{role}_inference" for role in config.scorers()]
+    inference = groups["parallel"].get(rows[0] if rows else "generation", config.parallel.inference)
+    groups["parallel"]["inference"] = inference
+    made = _completed(config.with_(**groups))
+    check_layouts(made.with_(trainer={"recompute": "none"}), run.specs, run.world_size)
+    lines = (f"layouts of {stored.where}, which had: {_values(config, made)}",)
+    if made.trainer.recompute != AUTO:
+        return _ready(run, made, lines)
+    return _searched(run.with_config(made), lines)
+
+
+def _completed(config: RunConfig) -> RunConfig:
+    """Rows that follow others, and those of models that the run has not, which are as where nothing was said."""
+    parallel, rows = config.parallel, layout_rows(config)
+    scored = [getattr(parallel, row) for row in (*SCORERS, "generation") if row in rows]
+    inference = next(layout for layout in (parallel.inference, *scored) if layout != AUTO)
+    made = {"critic_train": ParallelConfig().critic_train, **dict.fromkeys(("inference", *SCORERS), inference)}
+    open_ = {row: layout for row, layout in made.items() if getattr(parallel, row) == AUTO}
+    return config.with_(parallel=open_) if open_ else config
+
+
+def _values(asked: RunConfig, made: RunConfig) -> str:
+    """What was decided, as words; models that score have one layout."""
+    values = {key: value for key, value, _ in made.leaves()}
+    found: dict[str, object] = {}
+    for key in searched_keys(asked):
+        name, value = key.rpartition(".")[2], values[key]
+        if value != AUTO:
+            found["inference" if name in SCORERS else name] = str(value).lower() if isinstance(value, bool) else value
+    return " ".join(f"{name}={value}" for name, value in found.items())
