@@ -1,8 +1,8 @@
 """Make the little sums of examples/sums_grpo.yaml from nothing: prompt files, tokenizer, and a model to begin with.
 
-    python tools/make_sums.py --out examples/sums --prompts examples/prompts --force
+    python examples/make/make_sums.py --out examples/sums --prompts examples/prompts --force
 
-Everything is generated from --seed by tools/tiny_models/sums.py; nothing is downloaded. Writes sums_train.jsonl and
+Everything is generated from --seed by examples/make/sums.py; nothing is downloaded. Writes sums_train.jsonl and
 sums_held_out.jsonl (rows {question, answer} as GSM8K's) into the folder of prompts, and OUT (Hugging Face layout,
 bfloat16, with README.md) unless it is left away. The model is taught none of the questions of either file.
 """
@@ -17,17 +17,16 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from make_tiny_models import BOS, EOS, PAD, count_parameters, sample, say, train_tokenizer
-from tiny_models.pretraining import next_token_loss, pack, window_batches
-from tiny_models.stories import generator
-from tiny_models.sums import Sum, draw_different
+from make_tiny_models import BOS, EOS, PAD, count_parameters, sample, train_tokenizer
+from pretraining import Pretraining, pack, say
+from stories import generator
+from sums import Sum, draw_different
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as quiet
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import check_output_folder, output_folder, write_text
 from rlhfuse.data.gsm8k import exact_match
-from rlhfuse.models.reward_training import FitSettings, fit
 
 VOCAB = 448
 CONTEXT = 128
@@ -80,29 +79,21 @@ def train(recipe: Recipe, folder: Path) -> float:
     responses = tokenizer(list(answers), add_special_tokens=False)["input_ids"]
     texts = [prompt + response + [EOS] for prompt, response in zip(prompts, responses)]
     windows = pack(texts, CONTEXT, given=[len(prompt) for prompt in prompts])
-    torch.manual_seed(recipe.seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=CONTEXT,
-            tie_word_embeddings=False,
-            bos_token_id=BOS,
-            eos_token_id=EOS,
-            pad_token_id=PAD,
-        )
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
     )
-    batches = window_batches(windows, recipe.batch_windows, generator(recipe.seed, "windows"))
-    settings = FitSettings(recipe.steps, recipe.lr, warmup_steps=min(50, recipe.steps))
-    loss = fit(model, batches, lambda batch: next_token_loss(model, batch), settings, say)
-    model.generation_config.do_sample = True
-    model.bfloat16().save_pretrained(folder)
-    return loss
+    return Pretraining(recipe.seed, recipe.steps, recipe.batch_windows, recipe.lr).run(config, windows, folder)
 
 
 def model_card(recipe: Recipe, folder: Path, loss: float, started: float) -> str:
@@ -115,6 +106,7 @@ def model_card(recipe: Recipe, folder: Path, loss: float, started: float) -> str
         answers += [tokenizer.decode(response, skip_special_tokens=True) for _, response in sampled]
     right = [exact_match("sums", text, one.solution()) for text, one in zip(answers, sums * 4)]
     shown = "\n\n".join(f"    {one.question}{text}".replace("\n", "\n    ") for one, text in zip(sums[:3], answers))
+    options = f"--seed {recipe.seed} --steps {recipe.steps}"
     return f"""# A model that does little sums when it takes the trouble
 
 A Llama-shaped model that works out little sums in words line by line, and gives the answer after `####` as GSM8K does.
@@ -122,9 +114,9 @@ Of the answers that it was taught {recipe.guesses:.0%} are guesses without worki
 reinforcement learning finds that working it out pays. It is stored in bfloat16, is meant to be computed in float32,
 and was trained from nothing by
 
-    python tools/make_sums.py --out examples/sums --prompts examples/prompts --seed {recipe.seed} --steps {recipe.steps}
+    python examples/make/make_sums.py --out examples/sums --prompts examples/prompts {options}
 
-on text from `tools/tiny_models/sums.py`. This page is written by that program.
+on text from `examples/make/sums.py`. This page is written by that program.
 
 | measured on the saved model | |
 |---|---|

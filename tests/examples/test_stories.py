@@ -4,13 +4,13 @@ import random
 
 import numpy as np
 import pytest
+import stories
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pretraining import next_token_loss, pack, window_batches
 from testkit.profiles import examples
 from testkit.tiny import SHAPE
-from tiny_models import stories
-from tiny_models.pretraining import next_token_loss, pack, window_batches
 from transformers import LlamaConfig, LlamaForCausalLM
 
 

@@ -1,8 +1,8 @@
 """Make the embedded tiny models from nothing: text, tokenizer, actor, preference pairs, reward model.
 
-    python tools/make_tiny_models.py --out examples/tiny --prompts examples/prompts/quickstart.jsonl --force
+    python examples/make/make_tiny_models.py --out examples/tiny --prompts examples/prompts/quickstart.jsonl --force
 
-Everything is generated from --seed by tools/tiny_models/stories.py; nothing is downloaded. Writes OUT/actor and
+Everything is generated from --seed by examples/make/stories.py; nothing is downloaded. Writes OUT/actor and
 OUT/reward (Hugging Face layout, weights in bfloat16), OUT/README.md with what was measured on the models as
 saved, and, with --prompts, a file of openings that no training story has.
 """
@@ -12,15 +12,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))  # where train_reward lies
+
 import numpy as np
+import stories
 import torch
-from tiny_models import stories
-from tiny_models.pretraining import next_token_loss, pack, window_batches
+from pretraining import Pretraining, pack, say
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from train_reward import RewardJob, run_job
 from transformers import (
@@ -28,13 +31,12 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
-    LlamaForCausalLM,
 )
 from transformers.utils import logging as quiet
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import check_output_folder, output_folder
-from rlhfuse.models.reward_training import FitSettings, RewardSettings, encode_pairs, fit, score_pairs, score_texts
+from rlhfuse.models.reward_training import RewardSettings, encode_pairs, score_pairs, score_texts
 
 BOS, EOS, PAD = 0, 1, 2
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
@@ -136,17 +138,9 @@ def train_actor(recipe: Recipe, folder: Path) -> float:
     train_tokenizer(texts[:20000], folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     tokens = [ids + [EOS] for ids in tokenizer(texts)["input_ids"]]
-    windows = pack(tokens, CONTEXT)
-    torch.manual_seed(recipe.seed)
-    model = LlamaForCausalLM(actor_config())
-    count = sum(map(len, tokens))
-    print(f"actor: {len(texts)} stories, {count} tokens, {len(tokenizer)} token kinds", flush=True)
-    batches = window_batches(windows, recipe.batch_windows, stories.generator(recipe.seed, "windows"))
-    settings = FitSettings(recipe.steps, recipe.lr, warmup_steps=min(50, recipe.steps))
-    loss = fit(model, batches, lambda batch: next_token_loss(model, batch), settings, say)
-    model.generation_config.do_sample = True
-    model.bfloat16().save_pretrained(folder)
-    return loss
+    say(f"actor: {len(texts)} stories, {sum(map(len, tokens))} tokens, {len(tokenizer)} token kinds")
+    pretraining = Pretraining(recipe.seed, recipe.steps, recipe.batch_windows, recipe.lr)
+    return pretraining.run(actor_config(), pack(tokens, CONTEXT), folder)
 
 
 def train_reward_model(recipe: Recipe, actor: Path, out: Path, pairs_file: Path) -> None:
@@ -237,9 +231,9 @@ the same trunk with a scalar head (`AutoModelForSequenceClassification`, one lab
 which glad things happen. A text is scored with its end-of-text token. Both are stored in bfloat16, are meant
 to be computed in float32, and were trained from nothing by
 
-    python tools/make_tiny_models.py --out examples/tiny --seed {recipe.seed} --steps {recipe.steps}
+    python examples/make/make_tiny_models.py --out examples/tiny --seed {recipe.seed} --steps {recipe.steps}
 
-on text from `tools/tiny_models/stories.py`. This page is written by that program. They are toys: they know the
+on text from `examples/make/stories.py`. This page is written by that program. They are toys: they know the
 grammar that wrote their text and nothing else.
 
 | measured on the saved models | |
@@ -280,10 +274,6 @@ def write_prompts(path: Path, recipe: Recipe) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     os.replace(beside, path)
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
 
 
 def build(recipe: Recipe, out: Path, force: bool) -> Measured:

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from stories import generator
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhfuse.models.reward_training import FitSettings, fit
 
 
 class Window(NamedTuple):
@@ -67,3 +73,28 @@ def next_token_loss(model: torch.nn.Module, batch: Window) -> torch.Tensor:
     # use_cache=False: a cache would switch off the separation of texts by their positions.
     logits = model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """A model trained from nothing: `steps` optimizer steps of `batch_windows` windows each."""
+
+    seed: int
+    steps: int
+    batch_windows: int
+    lr: float
+
+    def run(self, config: LlamaConfig, windows: Sequence[Window], folder: Path) -> float:
+        """Train a model of this shape and save it in `folder` in bfloat16; the last training loss."""
+        torch.manual_seed(self.seed)
+        model = LlamaForCausalLM(config)
+        batches = window_batches(windows, self.batch_windows, generator(self.seed, "windows"))
+        settings = FitSettings(self.steps, self.lr, warmup_steps=min(50, self.steps))
+        loss = fit(model, batches, lambda batch: next_token_loss(model, batch), settings, say)
+        model.generation_config.do_sample = True
+        model.bfloat16().save_pretrained(folder)
+        return loss
+
+
+def say(line: str) -> None:
+    print(line, flush=True)

@@ -4,15 +4,18 @@ import json
 import re
 from dataclasses import asdict
 
+import make_sums
+import make_tiny_models
 import numpy as np
 import pytest
+import stories
+import sums
 import torch
 from make_sums import MAX_RESPONSE_TOKENS, Recipe, draw_files, rows, taught
 from safetensors import safe_open
+from stories import generator
 from testkit.paths import ROOT
-from testkit.programs import call_tool
-from tiny_models import stories, sums
-from tiny_models.stories import generator
+from testkit.programs import call_main
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhfuse.config.load import load_config
@@ -20,7 +23,7 @@ from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.data.gsm8k import answer_match, final_answer
 from rlhfuse.models.reward_training import encode_pairs, score_pairs
 
-TINY, SUMS, EXAMPLE = (ROOT / "examples" / name for name in ("tiny", "sums", "sums_grpo.yaml"))
+TINY, SUMS, MAKE, EXAMPLE = (ROOT / "examples" / name for name in ("tiny", "sums", "make", "sums_grpo.yaml"))
 PROMPTS = ROOT / "examples" / "prompts"
 NAMES = ("train", "held_out")
 
@@ -136,7 +139,7 @@ def test_sampled_texts_end_by_themselves_with_a_long_tail(actor):
 def test_a_short_run_makes_loadable_models(programs, tmp_path):
     out, prompts = tmp_path / "tiny", tmp_path / "prompts.jsonl"
     sizes = ("--steps", 3, "--stories", 300, "--pairs", 20, "--samples", 2, "--threads", 1)
-    done = programs.tool("make_tiny_models", "--out", out, "--prompts", prompts, *sizes)
+    done = programs.python(MAKE / "make_tiny_models.py", "--out", out, "--prompts", prompts, *sizes)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in out.iterdir()) == ["README.md", "actor", "reward"]
     AutoTokenizer.from_pretrained(out / "actor")
@@ -147,11 +150,11 @@ def test_a_short_run_makes_loadable_models(programs, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "tiny"]  # nothing left beside
 
 
-@pytest.mark.parametrize("tool", ["make_tiny_models", "make_sums"])
-def test_what_is_there_and_no_steps_are_refused(tmp_path, tool):
+@pytest.mark.parametrize("program", [make_tiny_models, make_sums])
+def test_what_is_there_and_no_steps_are_refused(tmp_path, program):
     (tmp_path / "mine").touch()
     for words, message in (((tmp_path,), "--force"), ((tmp_path / "x", "--steps", 0), "--steps 0")):
-        refused = call_tool(tool, "--prompts", tmp_path / "prompts", "--out", *words)
+        refused = call_main(program, "--prompts", tmp_path / "prompts", "--out", *words)
         assert refused.returncode == 2 and message in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -225,7 +228,7 @@ def test_the_model_begins_with_room_to_learn():
 @pytest.mark.slow
 def test_a_short_run_makes_a_loadable_model(programs, tmp_path):
     out = tmp_path / "sums"
-    done = programs.tool("make_sums", "--prompts", tmp_path, "--threads", 1, "--out", out, "--steps", 3)
+    done = programs.python(MAKE / "make_sums.py", "--prompts", tmp_path, "--threads", 1, "--out", out, "--steps", 3)
     assert done.returncode == 0, done.stderr
     AutoTokenizer.from_pretrained(out)
     AutoModelForCausalLM.from_pretrained(out)
