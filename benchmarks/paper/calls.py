@@ -1,4 +1,4 @@
-"""Seconds of one call of a model on its mesh, as REAL runs it (appendix A).
+"""A call of RLHF's graph and its seconds in a layout, as REAL runs it (appendix A).
 
 The batch is cut over dp replicas, then into passes, then into the micro-batches that a pipeline keeps in flight. A
 pipeline of unequal stages with m micro-batches takes the sum of its stages + (m - 1) x its slowest stage, forward or,
@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.collectives import link_bandwidth, ring_gather_seconds
+from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.stage_cut import MicrobatchTokens
+
+WEIGHT_BYTES = 2  # bfloat16
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,10 @@ class ModelCall:
         pp = self.model.layout.pp
         sequences = batch / (self.model.layout.dp * passes * pp)
         tokens = sequences * prompt_tokens
-        body = self._forward_stages(tokens, sequences, outputs=sequences)
+        body = self._stages(self.model.layer_seconds(tokens, sequences), tokens, sequences)
         prefill = sum(body) + (pp - 1) * max(body)
-        context = sequences * (prompt_tokens + output_tokens / 2)
-        decode = pp * max(self._decode_stages(sequences, context)) * (output_tokens - 1)
+        step = self.model.decode_layer_seconds(sequences, sequences * (prompt_tokens + output_tokens / 2))
+        decode = pp * max(self._stages(step, sequences, sequences)) * (output_tokens - 1)
         return self.model.hardware.call_seconds + passes * (prefill + decode)
 
     def infer_seconds(self, batch: float, sample_tokens: int, passes: int = 1) -> float:
@@ -39,7 +43,7 @@ class ModelCall:
         pp = self.model.layout.pp
         sequences = batch / (self.model.layout.dp * passes * pp)
         tokens = sequences * sample_tokens
-        stages = self._forward_stages(tokens, sequences, outputs=tokens)
+        stages = self._stages(self.model.layer_seconds(tokens, sequences), tokens, tokens)
         return self.model.hardware.call_seconds + passes * (sum(stages) + (pp - 1) * max(stages))
 
     def train_seconds(self, batch: float, sample_tokens: int, minibatches: int, microbatches: int) -> float:
@@ -70,17 +74,52 @@ class ModelCall:
         """Bringing this model's weights into its layout from another: each rank receives its part."""
         return self.model.weights_bytes() / link_bandwidth(self.model.hardware, self.model.layout.size)
 
-    def _forward_stages(self, tokens: float, sequences: float, outputs: float) -> list[float]:
-        """Seconds of each stage's forward over one micro-batch, the send to the next one included."""
-        return self._stages(self.model.layer_seconds(tokens, sequences), tokens, outputs)
-
-    def _decode_stages(self, sequences: float, context_tokens: float) -> list[float]:
-        return self._stages(self.model.decode_layer_seconds(sequences, context_tokens), sequences, sequences)
-
     def _stages(self, layer_seconds: float, tokens: float, outputs: float) -> list[float]:
+        """Seconds of each stage over one micro-batch, the send to the next one included."""
         send = self.send_seconds(tokens)
-        stages = [
-            len(layers) * layer_seconds + send for layers in self.model.layout.stage_layers(self.model.spec.layers)
-        ]
+        cut = self.model.layout.stage_layers(self.model.spec.layers)
+        stages = [len(layers) * layer_seconds + send for layers in cut]
         stages[-1] += self.model.head_seconds(outputs)
         return stages
+
+
+@dataclass(frozen=True)
+class CallWork:
+    """A call without a layout; `name` ends with Gen, Inf or Train.
+
+    `microbatches` are passes of generation and inference, and of training multiply 2 x PP.
+    """
+
+    name: str
+    spec: ModelSpec
+    batch: int
+    prompt_tokens: int
+    output_tokens: int
+    minibatches: int
+    microbatches: int
+
+    @property
+    def trains(self) -> bool:
+        return self.name.endswith("Train")
+
+    @property
+    def sample_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+    def on(self, layout: ParallelLayout, machine: HardwareSpec, kernels: Kernels | None = None) -> ModelCall:
+        """In bf16; training recomputes. `kernels`: those of this project between the products."""
+        head = self.name.startswith(("Rew", "Critic"))
+        cost = AnalyticCost(self.spec, layout, machine, WEIGHT_BYTES, head, recompute=self.trains, kernels=kernels)
+        return ModelCall(cost)
+
+    def seconds(self, call: ModelCall) -> float:
+        if self.name.endswith("Gen"):
+            return call.generate_seconds(self.batch, self.prompt_tokens, self.output_tokens, self.microbatches)
+        if self.trains:
+            microbatches = 2 * call.model.layout.pp * self.microbatches
+            return call.train_seconds(self.batch, self.sample_tokens, self.minibatches, microbatches)
+        return call.infer_seconds(self.batch, self.sample_tokens, self.microbatches)
+
+    def microbatch_sequences(self, layout: ParallelLayout) -> float:
+        parts = layout.dp * layout.pp * self.microbatches
+        return self.batch / (parts * 2 * self.minibatches if self.trains else parts)
