@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+import rlhfuse.tools  # noqa: F401  # puts the modules of tools on the path
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_bytes, write_text
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths

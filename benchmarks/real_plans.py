@@ -17,15 +17,15 @@ from dataclasses import replace
 from harness import Figure, Measurement, counting, options
 from paper.real import BATCH, END_TO_END, RealRow, end_to_end_seconds, of_table, real_rows
 from paper.space import MACHINE_RANKS, mesh_problem
+from placements.mesh import Mesh, aligned_meshes
+from placements.problem import Choice, MeshPlan, MeshProblem
+from placements.search import best_plan
+from placements.walk import greedy_plan, walk
 from real_tables import fit_calibration
 
 from rlhfuse.base.errors import InputError, run_program
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.hardware import REAL_H100, Calibration, data_sheets
-from rlhfuse.planning.meshes.mesh import Mesh, aligned_meshes
-from rlhfuse.planning.meshes.problem import Choice, MeshPlan, MeshProblem
-from rlhfuse.planning.meshes.search import best_plan
-from rlhfuse.planning.meshes.walk import greedy_plan, walk
 
 CASES = {"T4": "T5", "T2": "T3"}  # the table of REAL's plan: that of its heuristic
 

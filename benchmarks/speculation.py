@@ -25,7 +25,6 @@ from processes import ROOT, train
 from wide_models import widen
 
 from rlhfuse.base.errors import InputError, run_program
-from rlhfuse.checkpoint.convert import convert, open_checkpoint
 from rlhfuse.config.load import load_config
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.data.sampler import PromptSampler
@@ -35,6 +34,7 @@ from rlhfuse.gen.speculation.drafter import Drafter
 from rlhfuse.models.cpu.tiles import share_threads
 from rlhfuse.models.hf import load_weights
 from rlhfuse.run.preflight import read_prompts, run_tokenizer
+from rlhfuse.tools.checkpoint_conversion import convert, open_checkpoint
 
 TRACES = {"arxiv": "arxiv_llama2tok.csv", "azure": "azure2023_conv.csv", "sharegpt": "sharegpt8k_llama2tok.csv"}
 LONGEST, HISTORY_TOKENS, TAIL = 400, 200, 0.2

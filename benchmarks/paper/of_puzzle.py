@@ -11,7 +11,8 @@ from paper.llamas import llama
 from paper.page import Content, Results, Row, claim_row, value_row
 from paper.space import power_layouts
 
-from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import ASSUMED, data_sheets
 from rlhfuse.decisions.shards import model_shards

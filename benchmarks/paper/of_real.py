@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 
+from page_charts import scatter
 from paper.calls import CallWork, ModelCall
 from paper.llamas import llama
 from paper.page import Content, Picture, Results, Row, claim_row, value_row
 from paper.real import EAGER_END_TO_END, END_TO_END
 from paper.space import mesh_problem
+from placements.mesh import Mesh
+from placements.problem import Choice, MeshProblem
+from placements.search import best_plan
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import HardwareSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import ASSUMED, data_sheets
-from rlhfuse.planning.meshes.mesh import Mesh
-from rlhfuse.planning.meshes.problem import Choice, MeshProblem
-from rlhfuse.planning.meshes.search import best_plan
-from rlhfuse.tools.page_charts import scatter
 
 CALLS = "ActorGen", "CriticInf", "RefInf", "RewInf", "ActorTrain", "CriticTrain"
 OF_ACTOR = "ActorGen", "RefInf", "ActorTrain"

@@ -5,18 +5,18 @@ from __future__ import annotations
 from math import exp
 from statistics import NormalDist
 
+from page_charts import lines, stacked_pairs
 from paper.page import Content, Picture, Results, Row, claim_row, range_row, value_row
 from paper.settings import MAX_LENGTHS, RANGES, SAMPLES, VARIANTS, Cell
 from paper.table3 import PRINTED, SETTINGS, one_f_one_b_plus_makespan
+from schedule_drawing import draw_schedule
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
-from rlhfuse.schedule.draw import draw_schedule
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b, serial_makespan, serial_peak_memory
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b, interleaved_problem
 from rlhfuse.schedule.search.search import SearchSettings, search
-from rlhfuse.tools.page_charts import lines, stacked_pairs
 
 TITLES = {
     "gen_infer": ("generation with inference, speed-up", "7.2, Figure 8"),

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from paper.calls import CallWork, ModelCall
 from paper.llamas import llama
 from paper.space import INFERENCES, SOURCES
+from placements.call_graph import GraphCall, graph_seconds
 
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.hardware import Calibration, data_sheets
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.planning.meshes.call_graph import GraphCall, graph_seconds
 
 PROMPT_TOKENS, OUTPUT_TOKENS, MINIBATCHES, VOCABULARY = 1024, 1024, 8, 128256
 BATCH = {"T2": 4096, "T3": 4096, "T4": 512, "T5": 512}

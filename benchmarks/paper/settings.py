@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from paper.llamas import llama
 
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.collectives import ring_all_reduce_seconds
 from rlhfuse.costs.hardware import hardware_by_name
@@ -77,7 +77,7 @@ class JobCostWithTasks(JobCost):
 
 def cost_of(name: str, scalar_head: bool, layout: ParallelLayout) -> AnalyticCost:
     spec = llama(name)
-    layout.check_model(spec, name)
+    spec.check_layout(layout, name)
     return AnalyticCost(spec, layout, hardware_by_name("h800"), ELEMENT_BYTES, scalar_head)
 
 

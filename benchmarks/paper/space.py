@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from paper.calls import WEIGHT_BYTES, CallWork
+from placements.mesh import aligned_meshes, meshes_anywhere
+from placements.problem import Call, MeshProblem, Option, on_equal_meshes
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import HardwareSpec, ParallelLayout
-from rlhfuse.planning.meshes.mesh import aligned_meshes, meshes_anywhere
-from rlhfuse.planning.meshes.problem import Call, MeshProblem, Option, on_equal_meshes
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import HardwareSpec
 
 HELD_BYTES = 16  # of a trained parameter: float32 gradient, weight and two moments
 MACHINE_RANKS = 8
@@ -49,7 +50,7 @@ def call_options(work: CallWork, size: int, machine: HardwareSpec) -> tuple[Opti
     found = []
     for layout in power_layouts(size, machine):
         try:
-            layout.check_model(work.spec, work.name)
+            work.spec.check_layout(layout, work.name)
         except InputError:
             continue
         sequences = work.microbatch_sequences(layout)

@@ -24,6 +24,7 @@ import numpy as np
 import stories
 import torch
 from pretraining import Pretraining, pack, say
+from reward_training import RewardSettings, encode_pairs, score_pairs, score_texts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from train_reward import RewardJob, run_job
 from transformers import (
@@ -36,7 +37,6 @@ from transformers.utils import logging as quiet
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import check_output_folder, output_folder
-from rlhfuse.models.reward_training import RewardSettings, encode_pairs, score_pairs, score_texts
 
 BOS, EOS, PAD = 0, 1, 2
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")

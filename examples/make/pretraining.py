@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from reward_training import FitSettings, fit
 from stories import generator
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from rlhfuse.models.reward_training import FitSettings, fit
 
 
 class Window(NamedTuple):
