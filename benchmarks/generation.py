@@ -1,7 +1,7 @@
 """Speed of the generation engine beside vLLM and transformers on one CPU machine, taken in turns.
 
     benchmarks/setup_peers.sh vllm .venv-vllm                makes vLLM's environment, apart from this one
-    python benchmarks/generation.py --vllm-python .venv-vllm/bin/python --plot speed.png
+    python benchmarks/generation.py --vllm-python .venv-vllm/bin/python
 
 The same random Llama, threads, prompts, forced lengths and sampling (temperature 1, whole vocabulary) for all; each
 engine is a process of its own, stopped while another is measured, in the best of the configurations that a short trial
@@ -26,17 +26,16 @@ from harness import (
     TRACE,
     Figure,
     Measurement,
-    Panel,
     counting,
+    named,
     options,
     peer_python,
-    plot,
     take_turns,
     trace_lengths,
 )
 from processes import Worker, environment
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec
 
 OWN, LIMITS = "rlhfuse", "limits"  # the second is no engine: what the machine allows
@@ -50,7 +49,6 @@ LARGE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_
 LARGE |= dict(intermediate_size=2048, vocab_size=16384)
 GOALS = {("A", "vllm"): 1.2, ("A", "transformers"): 1.7, ("B", "vllm"): 1.5, ("B", "transformers"): 5.0}
 GOALS |= {("A.vocabulary", "vllm"): 1.7, ("A.greedy", "vllm"): 1.7, ("B", "vllm_ngrams"): 2.2}
-OUTSIDE_GOAL = 0.25  # of a decode step outside the forward pass, at the sequences of A
 SPECULATION = {  # vLLM's own, without a draft model
     "speculative_config": dict(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=2)
 }
@@ -58,7 +56,6 @@ GUESSING = "vllm_ngrams"  # vLLM with it, in its best configuration for any sequ
 LIMIT_GOAL = 0.6  # of the machine's limit reached by one sequence of the large model
 
 LONG_ROUNDS = 3  # of B at most: static batches of long sequences take minutes
-DEAR_TOKENS = 2**14  # in the prompts of a point of F: then one round, which warms up for itself
 
 Asked = Callable[[int], dict[str, Any]]  # the request of a round
 
@@ -72,19 +69,14 @@ class Sizes:
     response_tokens: int = 128
     requests: int = 256  # of the long-tailed lengths
     context: int = 1024
-    small_batches: tuple[int, ...] = (1, 2, 4, 8)
-    decode_steps: int = 32  # timed, at each point of E and F
+    decode_steps: int = 32  # timed, at each point of E
     limit_batches: tuple[int, ...] = (1, 16, 64)
     limit_context: int = 128
-    contexts: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)
-    context_batch: int = 8
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    batch_context: int = 64
     bandwidth_bytes: int = 2**31
     gemm_size: int = 2048
 
 
-QUICK = Sizes(16, 16, 16, 32, 96, (1, 2), 8, (1, 4), 32, (32, 128), 2, (1, 8), 16, 2**26, 512)
+QUICK = Sizes(16, 16, 16, 32, 96, 8, (1, 4), 32, 2**26, 512)
 
 
 @dataclass(frozen=True)
@@ -243,10 +235,9 @@ class Bench:
     fleet: Fleet
     sizes: Sizes
     seed: int
-    models: dict[str, Model]  # small, words, large, long
+    models: dict[str, Model]  # small, words, large
     lengths: list[int]  # long-tailed, of B
     measurement: Measurement
-    plot: str | None
 
     def prompts(self, count: int, tokens: int, number: int) -> list[list[int]]:
         draw = random.Random(f"{self.seed} {count} {tokens} {number}")
@@ -332,35 +323,6 @@ def long_tail(bench: Bench) -> None:
     bench.measurement.table("b", "B: long-tailed lengths", ["tokens/s of", *bench.heads(seconds)], [[name, *row]])
 
 
-def small_batches(bench: Bench) -> None:
-    """C: milliseconds per token of each sequence when few run"""
-    rows, tokens = [], bench.sizes.response_tokens
-    for batch in bench.sizes.small_batches:
-        lengths = [tokens] * batch
-        seconds = bench.turns("small", "few", lambda i: bench.generate(lengths, i), bench.fleet.rounds)
-        rows.append([str(batch), *bench.compare(f"C.batch{batch}", seconds, 1e3 / tokens, "ms")])
-    bench.measurement.table("c", "C: milliseconds of a step", ["batch", *bench.heads()], rows)
-
-
-def overhead(bench: Bench) -> None:
-    """D: the share of a decode step outside the model's forward pass"""
-    model, sizes, rows = bench.models["small"], bench.sizes, []
-    for batch, kind in ((sizes.sequences, "many"), (1, "few")):
-
-        def share(number: int) -> dict[str, Any]:
-            request = {**bench.decode(batch, sizes.prompt_tokens, number), "do": "share"}
-            return bench.fleet.ask(OWN, model, kind, **request)
-
-        answers = take_turns({OWN: share}, bench.fleet.rounds, warm_up=True)[OWN]
-        outside = Figure.of([answer["share_outside"] for answer in answers])
-        outside = outside.at_most(OUTSIDE_GOAL) if batch == sizes.sequences else outside
-        bench.measurement.figure(f"d.batch{batch}.outside", outside)
-        step, forward = (statistics.median(one[key] for one in answers) for key in ("step_seconds", "forward_seconds"))
-        rows.append([str(batch), f"{1e3 * step:.2f} ms", f"{1e3 * forward:.2f} ms", f"{outside.value:.1%}"])
-    head = ("batch", "step", "forward pass", "outside it")
-    bench.measurement.table("d", "D: a decode step of this engine", head, rows)
-
-
 def machine_limit(bench: Bench) -> None:
     """E: decode steps of a 100M-parameter model against max(bytes / memory bandwidth, operations / GEMM rate)"""
     model, sizes, rows = bench.models["large"], bench.sizes, []
@@ -386,32 +348,7 @@ def machine_limit(bench: Bench) -> None:
     bench.measurement.table("e", "E: milliseconds of a step beside the machine's limit", head, rows)
 
 
-def curves(bench: Bench) -> None:
-    """F: milliseconds of a decode step as the context grows and as the batch grows"""
-    sizes, panels = bench.sizes, []
-    points = {
-        "context": [(sizes.context_batch, context) for context in sizes.contexts],
-        "batch": [(batch, sizes.batch_context) for batch in sizes.batches],
-    }
-    for axis, pairs in points.items():
-        rows, lines = [], {peer: [] for peer in bench.fleet.engines}
-        for batch, context in pairs:
-            dear, x = batch * context > DEAR_TOKENS, context if axis == "context" else batch
-            request = lambda i: bench.decode(batch, context, i)  # noqa: E731
-            rounds = 1 if dear else min(3, bench.fleet.rounds)
-            steps = bench.turns("long", "any", request, rounds, warm_up=not dear)
-            rows.append([str(x), *bench.compare(f"F.{axis}{x}", steps, 1e3, "ms")])
-            for peer, each in steps.items():
-                lines[peer].append((x, 1e3 * statistics.median(each)))
-        fixed = f"batch {sizes.context_batch}" if axis == "context" else f"context {sizes.batch_context}"
-        title = f"F: milliseconds of a step over the {axis} ({fixed})"
-        bench.measurement.table(f"f.{axis}", title, [axis, *bench.heads()], rows)
-        panels.append(Panel(f"{axis} ({fixed})", "milliseconds of a decode step", lines))
-    if bench.plot:
-        plot(bench.plot, panels)
-
-
-CASES = {"A": throughput, "B": long_tail, "C": small_batches, "D": overhead, "E": machine_limit, "F": curves}
+CASES = {"A": throughput, "B": long_tail, "E": machine_limit}
 
 
 def main() -> None:
@@ -439,12 +376,12 @@ def main() -> None:
             policy = Path(arguments.policy).resolve()
             models["policy"] = replace(models["small"], folder=policy, spec=ModelSpec.from_config(policy))
         with Fleet(pythons, arguments.threads, rounds, Path(name)) as fleet:
-            bench = Bench(fleet, sizes, arguments.seed, models, lengths, measurement, arguments.plot)
+            bench = Bench(fleet, sizes, arguments.seed, models, lengths, measurement)
             tried = fleet.choose(models["small"], None if arguments.quick else bench.trial, measurement.say)
             measurement.table("trial", "Configurations", ("engine", "configuration", "many", "few"), tried)
             for case in cases:
                 measurement.say(CASES[case].__doc__ or case)
-                if case in "EF":
+                if case == "E":
                     fleet.close()  # another model: the processes of the last one need their memory no more
                 CASES[case](bench)
             chosen = {peer: {kind: one.name for kind, one in kinds.items()} for peer, kinds in fleet.chosen.items()}
@@ -454,39 +391,29 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = options(__doc__, rounds=5)
-    parser.add_argument("--cases", default=",".join(CASES), help="such as A,C")
+    parser.add_argument("--cases", default=",".join(CASES), help="[%(default)s]")
     parser.add_argument("--vllm-python", metavar="FILE", help="Python of vLLM's environment; none leaves vLLM out")
     parser.add_argument("--threads", type=counting, default=os.cpu_count(), help="of each engine")
     parser.add_argument("--trace", metavar="FILE", help=f"requests' lengths, for B [{TRACE.name}]")
     parser.add_argument("--policy", metavar="FOLDER", help="a trained model for B, as speculation.py keeps [random]")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the curves of F")
     arguments = parser.parse_args()
-    names = {word.strip().upper() for word in arguments.cases.split(",")}
-    if unknown := sorted(names - set(CASES)):
-        raise InputError(f"--cases {arguments.cases}: {unknown[0]!r} is not a case; give some of {','.join(CASES)}")
-    if arguments.plot and "F" not in names:
-        raise InputError(f"--plot {arguments.plot} draws case F, which --cases {arguments.cases} leaves out; add F")
-    arguments.cases = sorted(names)
+    arguments.cases = named("--cases", arguments.cases.upper(), {name: name for name in CASES})
     return arguments
 
 
 def write_models(folder: Path, sizes: Sizes, quick: bool, seed: int) -> dict[str, Model]:
-    """Random checkpoints in Hugging Face layout: small for A-D, large for E, and small with a long context for F."""
+    """Random checkpoints in Hugging Face layout: small for A and B, large for E."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    room = sizes.decode_steps + SPARE
-    limit, longest = sizes.limit_context + room, max(sizes.contexts) + room
-    long_tokens = max(sizes.context_batch * longest, max(sizes.batches) * (sizes.batch_context + room))
-    most = max(sizes.limit_batches)
+    limit, most = sizes.limit_context + sizes.decode_steps + SPARE, max(sizes.limit_batches)
     models = {}
     for name, shape, context, max_sequences, cache_tokens in (
         ("small", SMALL, sizes.context, sizes.sequences, sizes.sequences * sizes.context),
         ("words", SMALL | WORDS, sizes.context, sizes.sequences, sizes.sequences * sizes.context),
         ("large", SMALL if quick else LARGE, limit, most, most * limit),
-        ("long", SMALL, longest, max(*sizes.batches, sizes.context_batch), long_tokens),
     ):
         torch.manual_seed(seed)
         config = LlamaConfig(**shape, head_dim=HEAD_DIM, max_position_embeddings=context)

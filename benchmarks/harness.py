@@ -1,4 +1,4 @@
-"""What the benchmark programs share: options, sides that take turns, figures, tables, pictures, one results file.
+"""What the benchmark programs share: options, sides that take turns, figures, tables, one results file.
 
 A figure is a value with its unit and, where it comes of several rounds, the least and the most of a round. The file
 holds figures and tables by name, with command, commit, machine and load: pages of the documentation are filled from
@@ -8,7 +8,6 @@ it by tools/generate_docs.py.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import os
@@ -29,7 +28,7 @@ from rich.table import Table
 
 import rlhfuse.tools  # noqa: F401  # puts the modules of tools on the path
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.files import write_bytes, write_text
+from rlhfuse.base.files import write_text
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,6 +126,10 @@ class Measurement:
         self._figures[name] = replace(figure, goal=None, reached=None) if self.quick else figure
         return figure
 
+    def part(self, name: str) -> Part:
+        """The figures of one case, whose names begin with `name`."""
+        return Part(self, name)
+
     def facts(self, **facts: Any) -> None:
         """Keep what a reader needs beside the figures: settings, versions, raw values; JSON values."""
         self._facts.update(facts)
@@ -175,6 +178,21 @@ class Measurement:
             write_text(self.out, result_text(result))
             self.say(f"written: {self.out}")
         return result
+
+
+@dataclass(frozen=True)
+class Part:
+    """Figures of one case of a measurement: "speedup" of the case "a" is "a.speedup"."""
+
+    measurement: Measurement
+    name: str
+
+    def figure(self, name: str, value: Figure | float, unit: str = "") -> Figure:
+        return self.measurement.figure(f"{self.name}.{name}", value, unit)
+
+    def value(self, name: str, value: Figure | float, unit: str = "") -> float:
+        """Keep a figure; its value."""
+        return self.figure(name, value, unit).value
 
 
 def result_text(result: Mapping[str, Any]) -> str:
@@ -247,35 +265,6 @@ def peer_python(option: str, file: str, peer: str) -> str:
     if not Path(file).exists():
         raise InputError(f"{option} {file} is not there; run benchmarks/setup_peers.sh {peer}")
     return file
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Lines over two logarithmic axes."""
-
-    x: str
-    y: str
-    lines: Mapping[str, Sequence[tuple[float, float]]]
-
-
-def plot(path: str | Path, panels: Sequence[Panel]) -> None:
-    """Write a PNG with the panels side by side."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Picture
-
-    picture = Picture(figsize=(5.5 * len(panels), 4.5), layout="constrained")
-    FigureCanvasAgg(picture)
-    for number, panel in enumerate(panels):
-        axes = picture.add_subplot(1, len(panels), number + 1, xscale="log", yscale="log")
-        for label, points in panel.lines.items():
-            axes.plot(*zip(*points), marker="o", label=label)
-        axes.set_xlabel(panel.x)
-        axes.set_ylabel(panel.y)
-        axes.grid(True, which="both", alpha=0.3)
-        axes.legend()
-    data = io.BytesIO()
-    picture.savefig(data, format="png", dpi=150)
-    write_bytes(path, data.getvalue())
 
 
 def machine() -> dict[str, Any]:

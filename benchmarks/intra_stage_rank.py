@@ -85,7 +85,7 @@ class TrainingRank:
 
     def load(self, microbatches: int, programs: Mapping[str, tuple[tuple[str, ...], ...]]) -> None:
         """Take a case: `programs[side][phase][rank]` is the text of what a rank runs, phases parted by a barrier."""
-        batches = draw_batch(self.sizes, microbatches, self.seed)
+        self.batches = batches = draw_batch(self.sizes, microbatches, self.seed)
         actor_loss = policy_loss(self.sizes.vocab, batches)
         losses = {"actor": actor_loss, "critic": value_loss(batches)}
         rows = tuple(map(len, batches))
@@ -109,7 +109,7 @@ class TrainingRank:
 
         def phase() -> None:
             part.stage.split_backward(False)
-            megatron_1f1b(part.stage.stage, work.batches, work.loss, part.groups, self.device)
+            megatron_1f1b(part.stage.stage, self.batches, work.loss, part.groups, self.device)
 
         return phase
 
@@ -131,25 +131,12 @@ class TrainingRank:
             end = time.perf_counter()
         finally:
             gc.enable()
+        times = [one for report in reports for one in report.times.values()]
         return {
             "start": start,
             "end": end,
-            "actions": [
-                (str(a.action), (a.action.pipeline, a.action.stage, str(a.action.kind)), a.start_seconds, a.end_seconds)
-                for report in reports
-                for a in report.spans
-            ],
-            "spent": [
-                {
-                    "kind": str(kind),
-                    "count": times.count,
-                    "transport": times.transport_seconds,  # in the calls that start sends and receives
-                    "waiting": times.waiting_seconds,  # for inputs and reductions
-                    "overhead": times.overhead_seconds,  # in the executor itself
-                }
-                for report in reports
-                for kind, times in report.times.items()
-            ],
+            "overhead": sum(one.overhead_seconds for one in times),  # of the executor itself
+            "instructions": sum(one.count for one in times),
             "peak_live": max((report.peak_live for report in reports), default=0),
         }
 
@@ -170,7 +157,7 @@ class TrainingRank:
         order = [(model, mb) for model in MODELS for mb in (0, 1)]
         found: dict[tuple[str, int, str], list[float]] = {}
         generator = torch.Generator().manual_seed(self.seed)
-        shape = (len(self.work["actor"].batches[0]), 1, self.sizes.hidden)
+        shape = (len(self.batches[0]), 1, self.sizes.hidden)
         for cycle in range(WARM_CYCLES + cycles):
             kept = found if cycle >= WARM_CYCLES else {}
             for part in self.parts.values():
@@ -195,7 +182,7 @@ class TrainingRank:
         stage, work = self.parts[model].stage, self.work[model]
         start = time.perf_counter()
         if what == FORWARD:
-            stage.forward(mb, work.batches[mb], None if stage.stage.first else tensor, work.loss)
+            stage.forward(mb, self.batches[mb], None if stage.stage.first else tensor, work.loss)
         elif what == WEIGHT:
             stage.backward_weight(mb)
         else:
