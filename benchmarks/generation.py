@@ -29,13 +29,12 @@ from harness import (
     counting,
     named,
     options,
-    peer_python,
     take_turns,
     trace_lengths,
 )
 from processes import Worker, environment
 
-from rlhfuse.base.errors import run_program
+from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.spec import ModelSpec
 
 OWN, LIMITS = "rlhfuse", "limits"  # the second is no engine: what the machine allows
@@ -358,8 +357,10 @@ def main() -> None:
     pythons = {OWN: sys.executable}
     if arguments.vllm_python is None:
         measurement.say("vllm is left out: no --vllm-python; benchmarks/setup_peers.sh makes its environment")
+    elif not Path(arguments.vllm_python).exists():
+        raise InputError(f"--vllm-python {arguments.vllm_python} is not there; run benchmarks/setup_peers.sh vllm")
     else:
-        pythons["vllm"] = peer_python("--vllm-python", arguments.vllm_python, "vllm")
+        pythons["vllm"] = arguments.vllm_python
     pythons |= {"transformers": sys.executable, LIMITS: sys.executable}
     lengths: list[int] = []
     if "B" in cases and arguments.trace is None and not TRACE.exists():
