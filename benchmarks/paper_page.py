@@ -12,12 +12,12 @@ import argparse
 import time
 
 from harness import RESULTS, git, machine
+from page_figures import load_results
 from paper import of_puzzle, of_real, of_rlhfuse
-from paper.page import page
+from paper.page import contents_of, page
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_text
-from rlhfuse.base.json_values import read_json
 
 NEEDED = ("paper_settings", "real_plans", "real_tables", "schedule_table")
 
@@ -29,15 +29,12 @@ def main() -> None:
     parser.add_argument("--out", metavar="FILE", default="page.html", help="[%(default)s]")
     out = parser.parse_args().out
     begun = time.monotonic()
-    results = {}
     for name in NEEDED:
-        file = RESULTS / f"{name}.json"
-        if not file.exists():
+        if not (file := RESULTS / f"{name}.json").exists():
             program = name.replace("schedule_table", "schedule_search")
             raise InputError(f"{file} is not there; run benchmarks/{program}.py")
-        results[name] = read_json(file)
-    sections = of_rlhfuse.SECTIONS | of_real.SECTIONS | of_puzzle.SECTIONS
-    contents = {key: find(results) for key, find in sections.items()}
+    results = load_results(RESULTS)
+    contents = contents_of(results, of_rlhfuse.SECTIONS | of_real.SECTIONS | of_puzzle.SECTIONS)
     computer = machine()
     facts = (
         f"Commit {git('rev-parse', '--short', 'HEAD')}, {time.strftime('%Y-%m-%d')}, {computer['cpu']}, "
@@ -45,7 +42,7 @@ def main() -> None:
         "found by search. 'Not at hand' is a value that the paper prints nowhere as a number."
     )
     write_text(out, page(facts, results, contents))
-    rows = sum(len(content.rows) for content in contents.values())
+    rows = sum(len(one.rows) + sum(len(rows) for *_, rows in one.tables) for one in contents.values())
     print(f"{out}: {len(contents)} sections, {rows} rows, {time.monotonic() - begun:.0f} s")
 
 

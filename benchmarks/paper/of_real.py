@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 
-from page_charts import scatter
 from paper.calls import CallWork, ModelCall
 from paper.llamas import llama
-from paper.page import Content, Picture, Results, Row, claim_row, value_row
-from paper.real import EAGER_END_TO_END, END_TO_END
+from paper.page import Content, Results, Row, claim_row
 from paper.space import mesh_problem
 from placements.mesh import Mesh
 from placements.problem import Choice, MeshProblem
@@ -33,59 +31,6 @@ PROMPT, MINIBATCHES, ITERATIONS = 128, 4, 4 * 400
 OUTPUT, BATCH = 128, 512  # section 8, the shortest of three settings
 LENGTHS = {128: 512, 384: 256, 896: 128}  # section 8: tokens of a response, and the batch
 HOURS_SAVED = {"7B": (8, 5.39), "13B": (16, 10.34), "34B": (32, 6.62), "70B": (64, 6.80)}  # Table 5: actor, GPUs
-
-
-def calls_of_real(results: Results) -> Content:
-    """REAL, Tables 2-6."""
-    result = results["real_tables"]
-    figures = {name: figure["value"] for name, figure in result["figures"].items()}
-    rows, groups = [], {}
-    for table, call, layout, microbatches, published, predicted, error in result["tables"]["rows"]["rows"]:
-        derived = "; derived from what End2End grows by" if published.endswith("*") else ""
-        name, seconds = f"Table {table[1:]}", published.rstrip("*")
-        what = f"{call} {layout}, {microbatches} micro-batches, {name}'s plan{derived}"
-        source = "REAL, Table 6" if "without graphs" in call else f"REAL, {name}"
-        rows.append(Row(what, source, f"{seconds} s", f"{predicted} s", error))
-        groups.setdefault(name, []).append((float(seconds), float(predicted)))
-    for table in END_TO_END:
-        for kind, printed in (("graphs", END_TO_END[table]), ("eager", EAGER_END_TO_END[table])):
-            ours = printed * (1 + figures[f"{table}.{kind}.end_to_end_error"])
-            what = f"end to end, Table {table[1:]}'s plan" + (" without CUDA graphs" if kind == "eager" else "")
-            rows.append(value_row(what, "REAL, Table 6", printed, ours, ".1f", " s"))
-    terms = result["tables"]["terms"]
-    picture = scatter(groups, "published seconds", "predicted seconds")
-    return Content(
-        rows,
-        [(terms["title"], terms["columns"], terms["rows"])],
-        [Picture("Every call, with fitted constants; on the dotted line both are equal.", picture)],
-        {
-            "held_out": max(figures[f"{table}.held_out"] for table in END_TO_END),
-            "assumed": figures["assumed.mean_error"],
-            "planned": figures["planned.mean_error"],
-        },
-    )
-
-
-def choice_of_real(results: Results) -> Content:
-    """REAL's plans against the exact optimum."""
-    result, rows = results["real_plans"], []
-    figures = {name: figure["value"] for name, figure in result["figures"].items()}
-    for table, heuristic in (("T4", "T5"), ("T2", "T3")):
-        printed, ours = END_TO_END[heuristic] / END_TO_END[table], figures[f"{table}.heuristic_over_searched"]
-        pair = f"Table {heuristic[1:]} over Table {table[1:]}"
-        rows.append(value_row(f"heuristic over searched plan, {pair}", "REAL, Table 6", printed, ours, ".3f"))
-    for table in ("T4", "T2"):
-        over, inside = (figures[f"{table}.published_over_best{end}"] for end in ("", "_of_published_degrees"))
-        ours = f"{over:.2f} of the fastest found, {inside:.2f} of the fastest with tensor degrees that were published"
-        rows.append(Row(f"seconds of Table {table[1:]}'s plan over the fastest plan", "REAL", "", ours))
-    for table, structure in (
-        ("T4", "actor and critic trained on disjoint machines, reward and reference too"),
-        ("T2", "trainings and scoring share all machines"),
-    ):
-        name, holds = f"Table {table[1:]}", figures[f"{table}.apart_as_published"] == 1
-        rows.append(claim_row(f"{name}'s structure", f"REAL, {name}", structure, "found", holds))
-    tables = [(one["title"], one["columns"], one["rows"]) for one in result["tables"].values()]
-    return Content(rows, tables, values={"regret": figures["regret"]})
 
 
 def a100() -> HardwareSpec:
@@ -174,8 +119,6 @@ def heuristic_seconds(problem: MeshProblem) -> float:
 
 
 SECTIONS = {
-    "real": calls_of_real,
-    "real-plans": choice_of_real,
     "realhf-layouts": first_table,
     "realhf-meshes": placements,
     "realhf-gain": saved,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import exp
 from statistics import NormalDist
 
 from page_charts import lines, stacked_pairs
-from paper.page import Content, Picture, Results, Row, claim_row, range_row, value_row
-from paper.settings import MAX_LENGTHS, RANGES, SAMPLES, VARIANTS, Cell
+from paper.page import Content, Picture, Results, claim_row, measured, value_row
+from paper.settings import MAX_LENGTHS, Cell
 from paper.table3 import PRINTED, SETTINGS, one_f_one_b_plus_makespan
 from schedule_drawing import draw_schedule
 
@@ -18,11 +19,10 @@ from rlhfuse.schedule.rules.builders import greedy, serial_1f1b, serial_makespan
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b, interleaved_problem
 from rlhfuse.schedule.search.search import SearchSettings, search
 
-TITLES = {
-    "gen_infer": ("generation with inference, speed-up", "7.2, Figure 8"),
-    "training": ("training, speed-up", "7.2, Figure 8"),
-    "iteration": ("samples per second over RLHFuse-Base", "7.1, Figure 7"),
-}
+COLUMNS = (  # of Table 3, as they are printed
+    *((name, "latency") for name in ("1F1B+", "greedy", "ours", "lower bound")),
+    *((name, "memory") for name in ("greedy", "ours")),
+)
 FIGURE_10 = 6  # its setting among those of Table 3
 SEARCH_SECONDS = 30.0
 SIGMA = 1.0  # of the logarithm of a response's length, in settings.py
@@ -61,24 +61,20 @@ def bubbles(_: Results) -> Content:
     return Content(rows)
 
 
-def speedups(results: Results) -> Content:
-    """Figures 7 and 8."""
-    rows, pictures, padded = [], [], cells_of(results, "P")
-    for variant in VARIANTS:
-        for what, (title, where) in TITLES.items():
-            gains = [cell.speedups[what] for cell in cells_of(results, variant)]
-            rows.append(range_row(f"{title}, variant {variant}", f"RLHFuse, {where}", RANGES[what], gains))
-    moved = max(cell.migration_seconds for variant in VARIANTS for cell in cells_of(results, variant))
-    rows.append(Row("migration", "RLHFuse, 7.2", "negligible", f"at most {moved:.2f} s"))
-    for cell in padded:
-        what = f"{cell.pair}, maximum length {cell.max_length}, variant P: samples per second, fused"
-        speed = SAMPLES / (cell.fused_seconds + cell.training_seconds[1])
-        rows.append(Row(what, "RLHFuse, Figure 7", "", f"{speed:.1f}"))
+def settings(results: Results) -> Content:
+    """Figures 7 to 9: what was predicted, and the pictures of Figures 8 and 9."""
+    pictures, panels = [], {}
     for length in MAX_LENGTHS:
-        pairs = {cell.pair: bars(cell) for cell in padded if cell.max_length == length}
-        picture = stacked_pairs(pairs, "seconds of an iteration")
+        picture = stacked_pairs({cell.pair: bars(cell) for cell in cells_of(results, "P", length)}, "seconds")
         pictures.append(Picture(f"As Figure 8, maximum length {length}, variant P: left serial, right fused.", picture))
-    return Content(rows, pictures=pictures)
+    for variant in ("P", "K"):
+        panels[f"variant {variant}"] = {
+            cell.pair: [(float(ratio), seconds) for ratio, seconds in cell.sweep.items()]
+            for cell in cells_of(results, variant, 1024)
+        }
+    picture = lines(panels, "R_t over the batch", "seconds of generation with inference", {"20%": 0.2})
+    pictures.append(Picture("As Figure 9, maximum length 1024.", picture))
+    return replace(measured(results["paper_settings"]), pictures=pictures)
 
 
 def bars(cell: Cell) -> tuple[dict[str, float], dict[str, float]]:
@@ -91,46 +87,19 @@ def bars(cell: Cell) -> tuple[dict[str, float], dict[str, float]]:
     )
 
 
-def threshold(results: Results) -> Content:
-    """Figure 9."""
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    rows = []
-    for variant in ("P", "K"):
-        for cell in cells_of(results, variant, 1024):
-            curve = [(float(ratio), seconds) for ratio, seconds in cell.sweep.items()]
-            panels.setdefault(f"variant {variant}", {})[cell.pair] = curve
-            loss = cell.sweep["0.20"] / min(cell.sweep.values()) - 1
-            what = f"fastest R_t over the batch, {cell.pair}, variant {variant}"
-            ours = f"{cell.best_ratio:.0%}; 20% takes {loss:+.1%}"
-            rows.append(Row(what, "RLHFuse, 7.3, Figure 9", "about 20%", ours))
-    picture = lines(panels, "R_t over the batch", "seconds of generation with inference", {"20%": 0.2})
-    return Content(rows, pictures=[Picture("As Figure 9, maximum length 1024.", picture)])
-
-
 def table_3(results: Results) -> Content:
-    """Speed-ups and memory of schedules."""
+    """Speed-ups and memory of schedules, relative to serial 1F1B."""
     rows = []
     found = {fact["setting"]: fact for fact in results["schedule_table"]["facts"]["rows"]}
     for setting, printed in zip(SETTINGS, PRINTED):
         problem, ours = setting.problem(), found[setting.name]
-        rule = evaluate(greedy(problem))
-        ticks = {
-            "1F1B+": (printed.one_f_one_b_plus, one_f_one_b_plus_makespan(setting)),
-            "greedy": (printed.greedy, rule.makespan),
-            "ours": (printed.ours, ours["makespan"][0]),
-            "lower bound": (printed.lower_bound, latency_bound(problem)),
-        }
-        peaks = {
-            "greedy": (printed.greedy_memory, max(rule.node_peak_memory)),
-            "ours": (printed.ours_memory, ours["peak_memory"][0]),
-        }
-        serial, memory = float(serial_makespan(problem)), float(serial_peak_memory(problem))
-        speeds = {column: (value, serial / float(one)) for column, (value, one) in ticks.items()}
-        shares = {column: (value, float(peak) / memory) for column, (value, peak) in peaks.items()}
-        for part, values in (("latency", speeds), ("memory", shares)):
-            for column, pair in values.items():
-                what = f"{setting.models} {setting.name}: {column}"
-                rows.append(value_row(what, f"RLHFuse, Table 3, {part}", *pair))
+        rule, serial, memory = evaluate(greedy(problem)), serial_makespan(problem), serial_peak_memory(problem)
+        ticks = one_f_one_b_plus_makespan(setting), rule.makespan, ours["makespan"][0], latency_bound(problem)
+        gains = [float(serial) / float(one) for one in ticks]
+        peaks = [float(one) / float(memory) for one in (max(rule.node_peak_memory), ours["peak_memory"][0])]
+        for column, theirs, own in zip(COLUMNS, printed, (*gains, *peaks)):
+            what, source = f"{setting.models} {setting.name}: {column[0]}", f"RLHFuse, Table 3, {column[1]}"
+            rows.append(value_row(what, source, theirs, own))
     return Content(rows)
 
 
@@ -146,14 +115,13 @@ def figure_10(_: Results) -> Content:
     rows = [value_row(what, source, float(printed), float(ours), "g") for what, (printed, ours) in pairs.items()]
     svg = draw_schedule(schedule, "svg").decode()
     picture = Picture("65B on 16 stages, two 33B of 8, 16 micro-batches.", svg[svg.index("<svg") :], paper=True)
-    return Content(rows, pictures=[picture], values={"search_seconds": report.seconds})
+    return Content(rows, pictures=[picture], searched=report.seconds)
 
 
 SECTIONS = {
     "rlhfuse-2": lengths_and_tail,
     "rlhfuse-3": bubbles,
-    "rlhfuse-8": speedups,
-    "rlhfuse-9": threshold,
+    "rlhfuse-7": settings,
     "rlhfuse-table3": table_3,
     "rlhfuse-10": figure_10,
 }
