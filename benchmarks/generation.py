@@ -11,17 +11,17 @@ compares. Prompts are new in each round, so no prefix cache answers for a model.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from generation_fleet import LIMITS, OWN, Fleet, Model
 from harness import (
     TRACE,
     Figure,
@@ -32,12 +32,11 @@ from harness import (
     take_turns,
     trace_lengths,
 )
-from processes import Worker, environment
+from random_models import write_llama
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.spec import ModelSpec
 
-OWN, LIMITS = "rlhfuse", "limits"  # the second is no engine: what the machine allows
 HEAD_DIM = 64
 SPARE = 200  # tokens that the first sequence may draw while others of `decode` are still in their prompts
 # 4.5M and 100M parameters
@@ -76,155 +75,6 @@ class Sizes:
 
 
 QUICK = Sizes(16, 16, 16, 32, 96, 8, (1, 4), 32, 2**26, 512)
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """One way to run an engine."""
-
-    name: str
-    arguments: dict[str, Any]  # as the engine's class in generation_engines.py takes them
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Model:
-    """A checkpoint in Hugging Face layout, and how much of it is to run at once."""
-
-    folder: Path
-    spec: ModelSpec
-    max_sequences: int
-    cache_tokens: int  # in all sequences together
-
-
-def candidates(peer: str, python: str, threads: int) -> list[Configuration]:
-    """The configurations that are tried for an engine; the first is a good one without trial."""
-    if peer == OWN:
-        sizes = (16, 32)
-        return [Configuration(f"blocks of {n}", {"block_tokens": n, "max_batched_tokens": 2048}) for n in sizes]
-    if peer == "transformers":
-        static = {"attn_implementation": "sdpa", "cache_implementation": "static"}
-        return [
-            Configuration("sdpa, dynamic cache", {"attn_implementation": "sdpa"}),
-            Configuration("eager attention, dynamic cache", {"attn_implementation": "eager"}),
-            Configuration("sdpa, static cache", static),
-            Configuration("sdpa, static cache, compiled", {**static, "compile": True}),
-        ]
-    if peer == LIMITS:
-        return [Configuration("torch", {})]
-    eager, within = {"enforce_eager": True}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    modes = {
-        "eager": eager,
-        "eager, no prefix cache": {**eager, "enable_prefix_caching": False},
-        "eager, blocks of 32 tokens": {**eager, "block_size": 32},
-        "torch.compile": {"enforce_eager": False},
-    }
-    found = [Configuration(name, arguments, within) for name, arguments in modes.items()]
-    intel_openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
-    if intel_openmp.exists():
-        preload = {"LD_PRELOAD": str(intel_openmp)}
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
-        apart = {"VLLM_CPU_OMP_THREADS_BIND": cores, **preload}
-        names = ("eager", "torch.compile")
-        found += [Configuration(f"{name}, Intel OpenMP", modes[name], {**within, **preload}) for name in names]
-        found.append(Configuration(f"eager, engine process bound to cores {cores}, Intel OpenMP", eager, apart))
-    return found
-
-
-class Fleet:
-    """The engines of one run, by name; a process is started when it is first asked for."""
-
-    def __init__(self, pythons: dict[str, str], threads: int, rounds: int, folder: Path) -> None:
-        self.pythons, self.threads, self.rounds = pythons, threads, rounds
-        self.engines = [peer for peer in pythons if peer != LIMITS]
-        self.chosen: dict[str, dict[str, Configuration]] = {}  # peer -> "many", "few", "any" sequences
-        self.versions: dict[str, str] = {}
-        self._folder = folder
-        self._workers: dict[tuple[str, str, Path], Worker] = {}
-
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all processes; the next that is asked for starts anew."""
-        while self._workers:
-            self._workers.popitem()[1].close()
-
-    def ask(self, peer: str, model: Model, kind: str, do: str, **request: Any) -> dict[str, Any]:
-        """One request to a peer in its best configuration for "many", "few" or "any" sequences."""
-        configuration = self.chosen[peer][kind]
-        key = (peer, configuration.name, model.folder)
-        if key not in self._workers:
-            self._workers[key] = self._start(peer, model, configuration)
-        worker = self._workers[key]
-        worker.go_on()
-        answer = worker.ask(do, **request)
-        worker.put_aside()
-        return answer
-
-    def _start(self, peer: str, model: Model, configuration: Configuration) -> Worker:
-        """Raises RuntimeError where the engine does not start, or with other threads."""
-        cache_bytes = model.cache_tokens * model.spec.kv_bytes_per_token(4)
-        more = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(cache_bytes / 2**30))}
-        worker = Worker(
-            f"generation_engines:{peer.capitalize()}",
-            self._folder / f"{peer}.log",
-            environment(self.threads, {**more, **configuration.environment}),
-            self.pythons[peer],
-            model=str(model.folder),
-            context=model.spec.context,
-            max_sequences=model.max_sequences,
-            cache_tokens=model.cache_tokens,
-            configuration=configuration.arguments,
-        )
-        try:
-            worker.ready()
-            self.versions[peer], threads = worker.ask("facts")
-            if threads != self.threads:
-                raise RuntimeError(f"{peer} ({configuration.name}) runs {threads} threads")
-        except BaseException:
-            worker.close()
-            raise
-        worker.put_aside()
-        return worker
-
-    def choose(
-        self, model: Model, trial: Callable[[str, int], dict[str, Any]] | None, say: Callable
-    ) -> list[list[str]]:
-        """Set each engine's best configuration for many sequences, for few, and for any (both seconds multiplied).
-
-        `trial(kind, round)` is the request for "many" and for "few"; None takes each engine's first configuration.
-        Returns a row of each that was tried; one that does not run is left out and says why.
-        """
-        rows = []
-        for peer, python in self.pythons.items():
-            found = candidates(peer, python, self.threads)
-            self.chosen[peer] = dict.fromkeys(("many", "few", "any"), found[0])
-            if trial is None or peer == LIMITS:
-                continue
-            seconds: dict[str, tuple[float, float]] = {}
-            for configuration in found:
-                self.chosen[peer] = dict.fromkeys(("many", "few", "any"), configuration)
-                try:
-                    seconds[configuration.name] = tuple(
-                        min([self.ask(peer, model, kind, **trial(kind, i))["seconds"] for i in range(4)][1:])
-                        for kind in ("many", "few")
-                    )
-                    cells = [f"{value:.3f} s" for value in seconds[configuration.name]]
-                except RuntimeError as error:
-                    cells = ["failed", str(error).strip().splitlines()[-1][:60]]
-                self.close()
-                rows.append([peer, configuration.name, *cells])
-                say(", ".join(rows[-1]))
-            ran = [configuration for configuration in found if configuration.name in seconds]
-            if not ran:
-                raise RuntimeError(f"no configuration of {peer} runs: {rows[-1][-1]}")
-            keys = {"many": lambda one: one[0], "few": lambda one: one[1], "any": lambda one: one[0] * one[1]}
-            self.chosen[peer] = {kind: min(ran, key=lambda one: key(seconds[one.name])) for kind, key in keys.items()}
-        return rows
 
 
 @dataclass(frozen=True)
@@ -404,22 +254,15 @@ def parse_arguments() -> argparse.Namespace:
 
 def write_models(folder: Path, sizes: Sizes, quick: bool, seed: int) -> dict[str, Model]:
     """Random checkpoints in Hugging Face layout: small for A and B, large for E."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     limit, most = sizes.limit_context + sizes.decode_steps + SPARE, max(sizes.limit_batches)
     models = {}
-    for name, shape, context, max_sequences, cache_tokens in (
-        ("small", SMALL, sizes.context, sizes.sequences, sizes.sequences * sizes.context),
-        ("words", SMALL | WORDS, sizes.context, sizes.sequences, sizes.sequences * sizes.context),
-        ("large", SMALL if quick else LARGE, limit, most, most * limit),
+    for name, shape, context, max_sequences in (
+        ("small", SMALL, sizes.context, sizes.sequences),
+        ("words", SMALL | WORDS, sizes.context, sizes.sequences),
+        ("large", SMALL if quick else LARGE, limit, most),
     ):
-        torch.manual_seed(seed)
-        config = LlamaConfig(**shape, head_dim=HEAD_DIM, max_position_embeddings=context)
-        LlamaForCausalLM(config).save_pretrained(folder / name)
-        models[name] = Model(folder / name, ModelSpec.from_config(folder / name), max_sequences, cache_tokens)
+        made = write_llama(folder / name, seed, **shape, head_dim=HEAD_DIM, max_position_embeddings=context)
+        models[name] = Model(made, ModelSpec.from_config(made), max_sequences, max_sequences * context)
     return models
 
 

@@ -6,7 +6,6 @@ bits in the gradient buffers. Times are of `time.perf_counter`, which all proces
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +28,7 @@ from intra_stage_sides import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_1f1b import megatron_1f1b, with_pipeline_group
-from processes import TIMEOUT_SECONDS
-from random_models import barrier, join_ranks, random_llama
+from random_models import ModelRank, barrier, together
 from torch import Tensor
 
 from rlhfuse.config.settings import OptimizerConfig
@@ -39,8 +37,7 @@ from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.step_report import StepReport
 from rlhfuse.models.heads import LanguageOutput
 from rlhfuse.models.stage import LossFunction, PackedTokens, PipelineStage, TrainingStage
-from rlhfuse.parallel.device import choose_device
-from rlhfuse.parallel.groups import GroupMaker, ModelGrid
+from rlhfuse.parallel.groups import ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.run.rank_models import neighbour_pairs
 from rlhfuse.schedule.program.program import Program
@@ -60,14 +57,12 @@ class Part:
     groups: ProcessGroupCollection
 
 
-class TrainingRank:
+class TrainingRank(ModelRank):
     """The models of one size on this rank."""
 
     def __init__(self, rank: int, sizes: dict[str, Any], seed: int) -> None:
-        join_ranks(rank, RANKS)
-        self.rank, self.seed, self.sizes = rank, seed, Sizes(**sizes)
-        self.device = choose_device("cpu", 0, 1)
-        self.maker = GroupMaker(TIMEOUT_SECONDS)
+        super().__init__(rank, RANKS)
+        self.seed, self.sizes = seed, Sizes(**sizes)
         self.parts = {model: self._part(model) for model in MODELS}
         pairs = [pair for part in self.parts.values() for pair in neighbour_pairs(part.grid)]
         self.channels = Channels(rank, self.maker.channels("pipeline", pairs), self.device.torch_device)
@@ -77,8 +72,8 @@ class TrainingRank:
         grid, head = ModelGrid(rank_layout().pipelines(model)), model == "critic"
         number = grid.position(self.rank)[1]
         seed = self.seed + 100 * MODELS.index(model) + number
-        built = random_llama(model, self.sizes.spec(model), grid, self.maker, self.rank, self.device, head, seed)
-        groups = with_pipeline_group(self.maker.for_model(model, grid, self.rank), self.maker, model, grid, self.rank)
+        built = self.llama(model, self.sizes.spec(model), grid, head, seed)
+        groups = with_pipeline_group(self.groups(model, grid), self.maker, model, grid, self.rank)
         optimizer = ModelOptimizer({number: built}, OptimizerConfig(), groups, self.device)
         ends = PipelineStage(optimizer.module, first=number == 0, last=number == grid.pp - 1, scalar_head=head)
         return Part(grid, number, TrainingStage(ends), optimizer, groups)
@@ -117,11 +112,8 @@ class TrainingRank:
         """Train one mini-batch as `side` does, from a barrier on; of Megatron's own loop only the whole is known."""
         for part in self.parts.values():
             part.optimizer.zero_grad()
-        gc.collect()
-        gc.disable()
         reports: list[StepReport] = []
-        try:
-            barrier()
+        with together():
             start = time.perf_counter()
             for number, phase in enumerate(self.sides[side]):
                 if number:
@@ -129,8 +121,6 @@ class TrainingRank:
                 if report := phase():
                     reports.append(report)
             end = time.perf_counter()
-        finally:
-            gc.enable()
         times = [one for report in reports for one in report.times.values()]
         return {
             "start": start,

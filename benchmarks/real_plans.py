@@ -62,7 +62,8 @@ class Judge:
 
     def __init__(self, measurement: Measurement, table: str, rows: Sequence[RealRow]) -> None:
         """Searches. Raises InputError where the published plan does not fit."""
-        self._measurement, self._table, self._rows = measurement, table, rows
+        self._figures, self._table, self._rows = measurement.part(table), table, rows
+        self._figure = self._figures.value
         begun = time.process_time()
         self._problem = problem_of(table, rows, REAL_H100)
         priced = time.process_time()
@@ -80,9 +81,6 @@ class Judge:
         if not self._problem.fits(self._published):
             need = self._problem.need_bytes(self._published) / 1e9
             raise InputError(f"{table}: the published plan needs {need:.1f} GB; the memory rule cannot be theirs")
-
-    def _figure(self, name: str, value: Figure | float, unit: str = "") -> float:
-        return self._measurement.figure(f"{self._table}.{name}", value, unit).value
 
     def ratio_cells(self) -> list[str]:
         """REAL's plan and its heuristic, printed and predicted."""
@@ -133,7 +131,7 @@ class Judge:
         seconds = self._figure("walk_seconds", (time.process_time() - begun) / seeds, "s")
         fitting = [one.seconds / best.seconds for one in walks if one.fits]
         self._figure("walks_that_fit", len(fitting), f"of {seeds}")
-        over = self._measurement.figure(f"{self._table}.walk_over_best", Figure.of(fitting, "x")) if fitting else None
+        over = self._figures.figure("walk_over_best", Figure.of(fitting, "x")) if fitting else None
         anywhere = list(next(iter(problem.calls.values())).options)
         free = self._figure(
             "unaligned_over_best", walk(problem, best.plan, anywhere, steps, 1).seconds / best.seconds, "x"
