@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from generation_engines import SPARE
 from generation_fleet import LIMITS, OWN, Fleet, Model
 from harness import (
     TRACE,
@@ -38,7 +39,6 @@ from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.spec import ModelSpec
 
 HEAD_DIM = 64
-SPARE = 200  # tokens that the first sequence may draw while others of `decode` are still in their prompts
 # 4.5M and 100M parameters
 SMALL = dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2)
 SMALL |= dict(intermediate_size=688, vocab_size=512)

@@ -88,17 +88,6 @@ def take_turns(sides: Mapping[str, Callable[[int], T]], rounds: int, warm_up: bo
     return answers
 
 
-def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[int], float]:
-    """Seconds of `work`, as a side that takes turns."""
-
-    def side(_: int) -> float:
-        start = clock()
-        work()
-        return clock() - start
-
-    return side
-
-
 class Measurement:
     """Figures and tables of one benchmark program; prints them as they come and writes them at the end."""
 
