@@ -31,7 +31,7 @@ WITHIN = {
         "speculation": ("core", "cpu"),
         "migration": ("core", "engine"),
     },
-    "models": {"cpu": (), "gpu": ()},
+    "models": {"cpu": (), "layers": ("cpu",), "attention": ("cpu", "layers"), "logprobs": ()},
     "planning": {
         "meshes": ("draft", "machine", "memory", "stage_cuts"),
         "search": tuple(  # none of a plan
@@ -51,10 +51,19 @@ WITHIN = {
 RESTRICTED = {
     "mpi4py": ("rlhfuse/schedule/search/mpi.py",),
     "transformers": ("rlhfuse/models/tokenizer.py", "tools/"),
-    "flash_attn": ("rlhfuse/models/attention.py",),
-    "flashinfer": ("rlhfuse/models/gpu/flashinfer_attention.py",),
-    "transformer_engine": ("rlhfuse/models/transformer_engine.py",),
-    "triton": ("rlhfuse/models/gpu/", "rlhfuse/gen/gpu/", "rlhfuse/rehearsal/launches.py", "tools/gpu_checks/"),
+    "flash_attn": ("rlhfuse/models/attention/packed/flash_attention.py",),
+    "flashinfer": ("rlhfuse/models/attention/paged/flashinfer.py",),
+    "transformer_engine": ("rlhfuse/models/layers/transformer_engine.py",),
+    "triton": (
+        "rlhfuse/models/attention/paged/triton_kernels.py",
+        "rlhfuse/models/layers/decode_layer_triton.py",
+        "rlhfuse/models/layers/rotation_triton.py",
+        "rlhfuse/models/layers/swiglu_triton.py",
+        "rlhfuse/models/logprobs/tile_sums_triton.py",
+        "rlhfuse/gen/gpu/",
+        "rlhfuse/rehearsal/launches.py",
+        "tools/gpu_checks/",
+    ),
     "wandb": ("rlhfuse/monitor/loggers.py",),
     "megatron": ("rlhfuse/parallel/", "rlhfuse/models/"),
 }

@@ -11,7 +11,6 @@ from rlhfuse.config.values import AUTO
 
 BLOCK_TOKENS = 16  # flashinfer's smallest, and enough for a Triton tile's row of loads: little is wasted at ends
 DRAFT_ROWS = 16  # tokens of a panel, which the CPU kernels compute whole
-FLASH_ATTN_BLOCK_TOKENS = 256  # its smallest
 
 
 def resolve_device(config: RunConfig) -> RunConfig:
@@ -22,7 +21,7 @@ def resolve_device(config: RunConfig) -> RunConfig:
     if dtype == AUTO:
         dtype = "bfloat16" if gpu else "float32"
     if block == AUTO:
-        block = FLASH_ATTN_BLOCK_TOKENS if gpu and rollout.attention == "flash_attn" else BLOCK_TOKENS
+        block = BLOCK_TOKENS
     rows = rollout.draft_rows
     if rows == AUTO:
         rows = 0 if gpu else DRAFT_ROWS

@@ -27,13 +27,14 @@ from rlhfuse.gen.cpu.forward import CpuForward
 from rlhfuse.gen.gpu.decode_graphs import CudaRecorder
 from rlhfuse.gen.gpu.draws import DrawKernels, StepInFlight
 from rlhfuse.gen.gpu.forward import DeviceForward
-from rlhfuse.gen.gpu.layer_kernels import torch_layer, triton_layer
 from rlhfuse.gen.gpu.switch_sum import choose_parallel
 from rlhfuse.gen.sampler import draw_into, draw_tokens, feed
+from rlhfuse.models.attention.backends import choose_paged
+from rlhfuse.models.attention.paged.cache import CacheShape
 from rlhfuse.models.cpu.tiles import LANES
-from rlhfuse.models.paged_attention import CacheShape, choose_attention
+from rlhfuse.models.layers.decode_layer import torch_layer, triton_layer
 
-Attention = Literal["auto", "flashinfer", "triton", "flash_attn", "torch"]
+Attention = Literal["auto", "flashinfer", "triton", "torch"]
 AllReduce = Literal["auto", "nccl", "switch"]
 NAMES = {"kernels": ("auto", "torch", "triton"), "attention": get_args(Attention), "all_reduce": get_args(AllReduce)}
 
@@ -54,7 +55,7 @@ class EngineOptions:
     )
     # On CPU: what GPUs run, with torch's kernels or Triton's in its interpreter, neither of which promises bits.
     kernels: Literal["auto", "torch", "triton"] = "auto"
-    attention: Attention = "auto"  # whose kernels read the cache (models/paged_attention.py), unless CPU kernels do
+    attention: Attention = "auto"  # whose kernels read the cache (models/attention/backends.py), unless CPU kernels do
     all_reduce: AllReduce = "auto"  # who sums over tensor ranks (gen/gpu/switch_sum.py), on CUDA
 
     def __post_init__(self) -> None:
@@ -109,10 +110,10 @@ class ModelRunner:
             layer = triton_layer() if on_cuda or options.kernels == "triton" else torch_layer()
             sizes = spec.head_dim, options.block_tokens, options.max_sequences
             shape = CacheShape(dtype, device, self.heads, self.kv_heads, *sizes)
-            chosen = choose_attention(shape, options.attention)
+            chosen = choose_paged(shape, options.attention)
             summed = tp_group, options.all_reduce, device, options.max_sequences, spec.hidden, dtype
             parallel, sums = choose_parallel(*summed)
-            self.lines = tuple(line for line in (chosen.line(), sums) if line)
+            self.lines = tuple(line for line in (chosen.line("attention of generation"), sums) if line)
             kernels = _draw_kernels(device), chosen.kernels, layer
             rows = options.draft_rows or 0
             self._forward = DeviceForward(spec, parallel, device, options.max_sequences, recorder, *kernels, rows)

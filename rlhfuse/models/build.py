@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.models.attention import varlen_attention
+from rlhfuse.models.attention.varlen_attention import varlen_attention
 from rlhfuse.models.heads import ScalarHead, VocabularyHead
-from rlhfuse.models.operations import Operations, operations_for
-from rlhfuse.models.rotary import RotaryTables
-from rlhfuse.models.transformer_engine import LayerSlots, transformer_engine_slots
+from rlhfuse.models.layers.operations import Operations, operations_for
+from rlhfuse.models.layers.rotation import RotaryTables
+from rlhfuse.models.layers.transformer_engine import LayerSlots, transformer_engine_slots
 from rlhfuse.parallel.device import Device, fake_cuda
 from rlhfuse.parallel.groups import ModelGrid
 

@@ -32,8 +32,8 @@ from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.hardware import GPU_NAMES
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.gen.compile_kernels import compile_kernels, kernel_groups
-from rlhfuse.models.cpu import invariance
 from rlhfuse.models.hf import has_scalar_head
+from rlhfuse.models.layers.self_test import self_test
 from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel import shared_gpu
@@ -216,7 +216,7 @@ def check_arithmetic(draft: PlanDraft) -> None:
     """Test on this machine that a row's bits do not depend on the batch, at every model's widths."""
     generation = next(task.layout for task in draft.tasks if task.name == "generation")
     for spec in set(draft.specs.values()):
-        invariance.self_test(hidden=spec.hidden, mlp=spec.mlp // generation.tp, vocab=spec.vocab // generation.tp)
+        self_test(hidden=spec.hidden, mlp=spec.mlp // generation.tp, vocab=spec.vocab // generation.tp)
 
 
 def finished_line(config: RunConfig) -> str:

@@ -28,8 +28,8 @@ from rlhfuse.data.reward_function import RewardFunction
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import check_given_layouts, check_layouts, inference_layout
 from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
+from rlhfuse.models.layers.transformer_engine import choose_layers
 from rlhfuse.models.tokenizer import chat_tokens, load_tokenizer, resolve_tokens
-from rlhfuse.models.transformer_engine import choose_layers
 from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.planning.search.resolve import StoredLayouts, resolve_layouts
 from rlhfuse.run.rank_models import ModelFolders

@@ -27,8 +27,8 @@ from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.engine import EngineOptions
 from rlhfuse.models.build import Activations, build_model, fill, stage_layers
 from rlhfuse.models.hf import load_weights
+from rlhfuse.models.layers.transformer_engine import ChosenLayers, choose_layers
 from rlhfuse.models.stage import PipelineStage, TrainingStage
-from rlhfuse.models.transformer_engine import ChosenLayers, choose_layers
 from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.parallel.connect import MOST_BYTES, connect, tensor_parallel_uses
 from rlhfuse.parallel.device import Device

@@ -9,8 +9,8 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.run.launch import with_device
 
 
-def run(attention: str = "auto", **trainer) -> RunConfig:
-    return with_models(rollout={"attention": attention}, trainer=trainer)
+def run(**trainer) -> RunConfig:
+    return with_models(trainer=trainer)
 
 
 def chosen(config: RunConfig) -> tuple[str, int]:
@@ -29,8 +29,6 @@ def chosen(config: RunConfig) -> tuple[str, int]:
         ({"hardware": "h100"}, ("bfloat16", 16)),  # planned on a machine without a GPU
         ({"device": "cuda", "dtype": "float32"}, ("float32", 16)),
         ({"device": "cpu", "dtype": "bfloat16"}, ("bfloat16", 16)),
-        ({"device": "cuda", "attention": "flash_attn"}, ("bfloat16", 256)),
-        ({"device": "cpu", "attention": "flash_attn"}, ("float32", 16)),
     ],
     ids=str,
 )

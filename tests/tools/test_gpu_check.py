@@ -289,7 +289,7 @@ def test_engines_of_checks_compile_no_library_but_by_name():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "EngineOptions":
                 assert "attention" in {word.arg for word in node.keywords}, f"{file}:{node.lineno}"
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "choose_attention":
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "choose_paged":
                 assert len(node.args) == 2, f"{file}:{node.lineno}"
 
 
@@ -416,7 +416,7 @@ FAULTS = {  # check: what is replaced, by what, and what the check says of it
         '"decode": .*"mixed": ',
     ),
     "layer_kernels_float32": (
-        "rlhfuse.gen.gpu.layer_kernels.add_norm",
+        "rlhfuse.models.layers.decode_layer.add_norm",
         lambda add_norm: lambda *arguments: 1.1 * add_norm(*arguments),
         '"add_norm": 0.',
     ),
@@ -445,10 +445,7 @@ def test_what_is_wrong_is_found(bench, monkeypatch, name):
 
 
 def test_what_is_not_here_is_skipped_by_name(bench, monkeypatch):
-    assert (
-        "CUDA" in rehearse(bench, "flash_attn")["skipped"]
-        and "CUDA" in rehearse(bench, "decode_8b_flashinfer")["skipped"]
-    )
+    assert all("CUDA" in rehearse(bench, name)["skipped"] for name in ("flashinfer", "decode_8b_flashinfer"))
     assert "skipped" in rehearse(bench, "hangs")
     assert rehearse(bench, "transformer_engine")["skipped"] == "Transformer Engine runs on CUDA alone"
     monkeypatch.setattr("gpu_checks.layers.engine_obstacle", lambda *_: "")

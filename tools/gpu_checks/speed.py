@@ -21,7 +21,9 @@ from rlhfuse.gen.core.sequence import Sequence
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.model_runner import Attention
 from rlhfuse.gen.speculation.drafter import Drafter
-from rlhfuse.models.paged_attention import CacheShape, choose_attention, obstacle
+from rlhfuse.models.attention.backends import choose_paged
+from rlhfuse.models.attention.paged.cache import CacheShape
+from rlhfuse.models.attention.paged.flashinfer import obstacle as flashinfer_obstacle
 
 ELEMENT = 2  # bytes of a bfloat16
 RESPONSE = 32  # tokens of a sample beside those that it decodes while others still prefill
@@ -152,7 +154,7 @@ def check_decode(
     needed, blocks = needed_bytes(spec, points, block_tokens)
     if bench.on_gpu and (free := torch.cuda.mem_get_info(device)[0]) < needed:
         return {"skipped": f"{needed >> 20} MiB of device memory are needed, {free >> 20} MiB are free"}
-    if library and (reason := obstacle(library, _shape(spec, bench, block_tokens))):
+    if library and (reason := flashinfer_obstacle(_shape(spec, bench, block_tokens))):
         return {"skipped": reason}
     options = EngineOptions(
         blocks,
@@ -207,7 +209,7 @@ def check_attention(bench: Bench, name: str) -> dict:
     """Decode attention of one layer of 8B alone: keys and values over its seconds."""
     name, points = (name, ((192, 1000), (16, 8192))) if bench.on_gpu else ("torch", ((2, 64),))
     spec, block = spec_of("8b" if bench.on_gpu else "tiny"), 16
-    if name == "flashinfer" and (reason := obstacle(name, _shape(spec, bench, block))):
+    if name == "flashinfer" and (reason := flashinfer_obstacle(_shape(spec, bench, block))):
         return {"skipped": reason}
     figures, repeats = [], 8
     for rows, context in points:
@@ -217,7 +219,7 @@ def check_attention(bench: Bench, name: str) -> dict:
         cache = (rows * width, block, spec.kv_heads, spec.head_dim)
         keys, values = (torch.randn(cache, device=bench.where, dtype=torch.bfloat16) for _ in range(2))
         q = torch.randn(rows, spec.heads, spec.head_dim, device=bench.where, dtype=torch.bfloat16)
-        attend = choose_attention(_shape(spec, bench, block, rows), name).kernels.decode(tables.to(bench.where), sizes)
+        attend = choose_paged(_shape(spec, bench, block, rows), name).kernels.decode(tables.to(bench.where), sizes)
         found = timed(bench, lambda: [attend(q, keys, values) for _ in range(repeats)], count=repeats)  # noqa: B023
         moved = rows * context * spec.kv_bytes_per_token(ELEMENT) / spec.layers
         seconds = found.device_seconds or found.seconds

@@ -1,4 +1,4 @@
-"""The forward pass for generation on CPU: numba kernels over panels of 16 tokens (models/cpu/decoder.py).
+"""The forward pass for generation on CPU: numba kernels over panels of 16 tokens (models/layers/).
 
 All intermediate results lie in one workspace that is kept between steps. In float32 a token's bits depend on its own
 sequence alone (docs/explanation/engine.md). In bfloat16 weights and cache are bfloat16, all between is float32.
@@ -14,10 +14,10 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import LayerWeights, ModelWeights, TensorParallel
-from rlhfuse.models.cpu import decoder
-from rlhfuse.models.cpu.paged_attention import Queries, paged_attention
+from rlhfuse.models.attention.paged.cpu import Queries, paged_attention
 from rlhfuse.models.cpu.tiles import FEW, LANES, lanes_up, panel_offsets, share_threads
-from rlhfuse.models.rotary import rotary_tables
+from rlhfuse.models.layers import decode_layer_cpu as decoder
+from rlhfuse.models.layers.rotation import rotary_tables
 
 WEIGHT_BYTES = 25e6  # that a step reads in the unit of prices, about a millisecond
 

@@ -33,9 +33,9 @@ from rlhfuse.gen.gpu.decode_graphs import (
     padded_places,
 )
 from rlhfuse.gen.gpu.draws import DrawInputs, DrawKernels, DrawOutputs, StepInFlight, draw_array
-from rlhfuse.gen.gpu.layer_kernels import LayerKernels
-from rlhfuse.models.paged_attention import Attend, PagedAttention, PagedQueries
-from rlhfuse.models.rotary import rotary_tables
+from rlhfuse.models.attention.paged.cache import Attend, PagedAttention, PagedQueries
+from rlhfuse.models.layers.decode_layer import LayerKernels
+from rlhfuse.models.layers.rotation import rotary_tables
 
 
 class DeviceForward:
