@@ -22,7 +22,7 @@ from processes import ROOT, run, torchrun, train
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.config.load import load_config
-from rlhfuse.run.report.phase_times import whole_seconds
+from rlhfuse.monitor.phase_times import whole_seconds
 
 OWN, TRL = "rlhfuse", "trl"
 RATIO_GOAL = 2.0

@@ -18,7 +18,7 @@ from inter_stage import BLOCK_TOKENS, INSTANCES, ROLES, Sizes
 from processes import TIMEOUT_SECONDS
 from random_models import barrier, join_ranks, random_llama
 
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.generation import Request

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem

@@ -22,7 +22,7 @@ from harness import DATA, Figure, Measurement, named, options
 from processes import ROOT, train
 
 from rlhfuse.base.errors import InputError, run_program
-from rlhfuse.run.report.phase_times import whole_seconds
+from rlhfuse.monitor.phase_times import whole_seconds
 
 TASKS = ("grpo", "ppo", "sums")
 REWARD_GOAL, ITERATIONS, RISE_GOAL = 0.9, 10, 3.0

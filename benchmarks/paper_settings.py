@@ -18,7 +18,8 @@ import numpy as np
 from harness import Figure, Measurement, counting, named, options
 
 from rlhfuse.base.errors import run_program
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.collectives import ring_all_reduce_seconds
 from rlhfuse.costs.hardware import hardware_by_name
@@ -81,7 +82,7 @@ def model(name: str) -> tuple[ModelSpec, int, int]:
 
 def cost_of(name: str, scalar_head: bool, layout: ParallelLayout) -> AnalyticCost:
     spec = model(name)[0]
-    layout.check_model(spec, name)
+    spec.check_layout(layout, name)
     return AnalyticCost(spec, layout, hardware_by_name("h800"), ELEMENT_BYTES, scalar_head)
 
 

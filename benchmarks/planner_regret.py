@@ -36,11 +36,11 @@ from rlhfuse.config.load import load_config
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.tokenizer import load_tokenizer
 from rlhfuse.planning.draft import read_specs
+from rlhfuse.planning.drawn_batches import DRAWS
 from rlhfuse.planning.price import Price
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
-from rlhfuse.simulator.drawn_batches import DRAWS
 from rlhfuse.simulator.lengths import load_lengths
 
 TOKENIZER = ROOT / "examples" / "tiny" / "actor"

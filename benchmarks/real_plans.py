@@ -15,17 +15,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from harness import Figure, Measurement, counting, options
+from placements.mesh import Mesh, aligned_meshes
+from placements.problem import Choice, MeshPlan, MeshProblem, Option
+from placements.search import best_plan
+from placements.walk import greedy_plan, walk
 from real.space import CallWork, mesh_problem
 from real.tables import BATCH, END_TO_END, RealRow, real_rows
 from real_tables import end_to_end_seconds, fit_calibration
 
 from rlhfuse.base.errors import InputError, run_program
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.hardware import REAL_H100, Calibration, data_sheets
-from rlhfuse.planning.meshes.mesh import Mesh, aligned_meshes
-from rlhfuse.planning.meshes.problem import Choice, MeshPlan, MeshProblem, Option
-from rlhfuse.planning.meshes.search import best_plan
-from rlhfuse.planning.meshes.walk import greedy_plan, walk
 
 MACHINE_RANKS = 8
 LEAST_MESH = MACHINE_RANKS // 2

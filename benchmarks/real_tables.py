@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from harness import Figure, Measurement, options
+from placements.call_graph import GraphCall, graph_seconds
 from real.calls import ModelCall
 from real.space import INFERENCES, CallWork
 from real.tables import (
@@ -27,7 +28,6 @@ from real.tables import (
 from rlhfuse.base.errors import run_program
 from rlhfuse.costs.hardware import ASSUMED, REAL_H100, Calibration, data_sheets
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.planning.meshes.call_graph import GraphCall, graph_seconds
 
 HUBER = 0.1  # errors above grow linearly only, so that a row that no constants explain does not bend the others
 FITTED = {  # with the range in which a value is credible; network and host links hardly touch these rows

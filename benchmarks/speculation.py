@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from checkpoint_conversion import convert, open_checkpoint
 from harness import DATA, Figure, Measurement, counting, named, options, take_turns, trace_lengths
 from learning import story_config, story_model, story_settings
 from processes import ROOT, train
 from wide_models import widen
 
 from rlhfuse.base.errors import InputError, run_program
-from rlhfuse.checkpoint.convert import convert, open_checkpoint
 from rlhfuse.config.load import load_config
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.data.sampler import PromptSampler

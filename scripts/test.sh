@@ -29,6 +29,8 @@ case "${1:-}" in
     *) tier=ci ;;
 esac
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline # no ordinary test needs the network
+say "lines of Python by room, and beside main (the budget is in CONTRIBUTING.md)"
+PYTHONPATH=tests python -m testkit.line_budget
 say "ruff and basedpyright (about half a minute)"
 ruff check --quiet .
 ruff format --quiet --check . || {

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from testkit.paths import ROOT
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.load import load_config
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.layouts import TASK_ROLES
 

@@ -10,16 +10,13 @@ from testkit.paths import ROOT
 # Room -> floor. A room imports from lower floors, never from its own or from higher ones.
 LAYERS = {
     "base": 0,
-    "config": 1,
-    "schedule": 2,
-    **dict.fromkeys(("decisions", "costs"), 3),
-    "simulator": 4,
-    **dict.fromkeys(("planning", "parallel"), 5),
-    "models": 6,
-    **dict.fromkeys(("ppo", "data", "monitor", "gen", "checkpoint"), 7),
-    "fusion": 8,
-    "run": 9,
-    "rehearsal": 10,
+    **dict.fromkeys(("config", "data", "monitor", "schedule"), 1),
+    **dict.fromkeys(("decisions", "costs", "ppo"), 2),
+    **dict.fromkeys(("simulator", "parallel"), 3),
+    **dict.fromkeys(("planning", "models"), 4),
+    "gen": 5,
+    "fusion": 6,
+    "run": 7,
 }
 # Within a room: what a subpackage may import of it beside itself. Modules beside subpackages import them all.
 WITHIN = {
@@ -33,12 +30,11 @@ WITHIN = {
     },
     "models": {"cpu": (), "layers": ("cpu",), "attention": ("cpu", "layers"), "logprobs": ()},
     "planning": {
-        "meshes": ("draft", "machine", "memory", "stage_cuts"),
         "search": tuple(  # none of a plan
-            "draft efficiency graph_capture machine memory price split_choice stage_cuts training_problem".split()
+            "draft efficiency graph_capture memory price split_choice stage_cuts training_problem".split()
         ),
     },
-    "run": {"report": (), "profiling": ("rank_models",)},
+    "run": {"checkpoint": ("run_directory",)},
     "schedule": {
         "ir": (),
         "bounds": ("ir",),
@@ -61,14 +57,15 @@ RESTRICTED = {
         "rlhfuse/models/layers/swiglu_triton.py",
         "rlhfuse/models/logprobs/tile_sums_triton.py",
         "rlhfuse/gen/gpu/",
-        "rlhfuse/rehearsal/launches.py",
+        "tools/rehearsal/launches.py",
         "tools/gpu_checks/",
     ),
     "wandb": ("rlhfuse/monitor/loggers.py",),
     "megatron": ("rlhfuse/parallel/", "rlhfuse/models/"),
 }
 MOST_FILES = 15
-TORCH_FREE = {room for room, layer in LAYERS.items() if layer < 5} | {"planning"}
+MOST_ROOMS, MOST_ARROWS, MOST_FLOORS = 18, 90, 10  # of the house: packages, tools and benchmarks; who imports whom
+TORCH_FREE = set("base config schedule decisions costs simulator planning".split())
 
 
 def violations(root):
@@ -82,7 +79,8 @@ def violations(root):
         if file.name == "__init__.py":
             body = ast.parse(file.read_text()).body
             entry = path.parts == ("rlhfuse", "__init__.py") and isinstance(body[-1], ast.FunctionDef)  # rlhfuse.train
-            if len(body) != 1 + entry or ast.get_docstring(ast.parse(file.read_text())) is None:
+            parts = 3 * (path.parts == ("tools", "__init__.py"))  # where the parts of installed programs lie
+            if len(body) != 1 + entry + parts or ast.get_docstring(ast.parse(file.read_text())) is None:
                 found.append(f"{path}: must hold a docstring and nothing else")
         elif own is not None and own not in LAYERS:
             found.append(f"{path}: {own} has no layer in the table")
@@ -129,6 +127,31 @@ def circle(root):
     return []
 
 
+def arrows(root):
+    """By room (a package of rlhfuse, rlhfuse itself, tools or benchmarks) the other rooms that it imports."""
+    places = {
+        folder: {f.name.removesuffix(".py") for f in (root / folder).glob("*")} for folder in ("tools", "benchmarks")
+    }
+    found = {}
+    for file in (file for folder in ("rlhfuse", *places) for file in root.glob(f"{folder}/**/*.py")):
+        parts = file.relative_to(root).parts
+        own = parts[1] if parts[0] == "rlhfuse" and len(parts) > 2 else parts[0]
+        for name in (name.split(".") for name in imports(file, list(parts[:-1]))):
+            there = name[1] if name[0] == "rlhfuse" and len(name) > 1 else None
+            if there is None and parts[0] in places:
+                there = next((room for room in ("tools", parts[0]) if name[0] in places[room]), None)
+            found.setdefault(own, set()).update({there} - {None, own})
+    return found
+
+
+def floors(graph):
+    """How many rooms stand on each other at most; a room stands above all that it imports."""
+    floor = {}
+    for room in graphlib.TopologicalSorter(graph).static_order():
+        floor[room] = 1 + max((floor[other] for other in graph.get(room, ())), default=0)
+    return max(floor.values())
+
+
 def crowded(root):
     """One line for every folder of the package that holds more than MOST_FILES modules."""
     folders = [folder for folder in (root / "rlhfuse").rglob("*") if folder.is_dir() and folder.name != "__pycache__"]
@@ -148,6 +171,13 @@ def test_project_holds_the_table():
 
 def test_no_modules_import_each_other_in_a_loop():
     assert circle(ROOT) == []
+
+
+def test_the_house_has_no_more_rooms_arrows_and_floors_than_it_may():
+    house = arrows(ROOT)
+    assert "config" in house["planning"] and "tools" in house["benchmarks"]
+    assert floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == 3
+    assert len(house) <= MOST_ROOMS and sum(map(len, house.values())) <= MOST_ARROWS and floors(house) <= MOST_FLOORS
 
 
 def test_no_room_is_crowded_and_the_root_holds_none():
@@ -171,16 +201,16 @@ def test_module_docstrings_have_at_most_six_lines(tmp_path):
         ("rlhfuse/schedule/a.py", "import torch.nn", "imports torch"),
         ("rlhfuse/planning/a.py", "import torch.nn", "imports torch"),
         ("rlhfuse/schedule/a.py", "from mpi4py import MPI", "mpi4py, allowed only in rlhfuse/schedule/search/"),
-        ("rlhfuse/schedule/search/a.py", "from rlhfuse.costs.analytic import x", "layer 2 imports rlhfuse.costs"),
+        ("rlhfuse/schedule/search/a.py", "from rlhfuse.costs.analytic import x", "layer 1 imports rlhfuse.costs"),
         ("rlhfuse/schedule/ir/a.py", "from rlhfuse.schedule.bounds import x", "schedule/ir imports rlhfuse.schedule.b"),
         ("rlhfuse/gen/core/a.py", "from rlhfuse.gen.engine import Engine", "gen/core imports rlhfuse.gen.engine"),
-        ("rlhfuse/base/errors.py", "from rlhfuse import ppo", "layer 0 imports rlhfuse.ppo of layer 7"),
-        ("rlhfuse/ppo/a.py", "from rlhfuse.gen.engine import Engine", "layer 7 imports rlhfuse.gen.engine"),
-        ("rlhfuse/ppo/a.py", "def f():\n    from ..data import prompts", "layer 7 imports rlhfuse.data"),
+        ("rlhfuse/base/errors.py", "from rlhfuse import ppo", "layer 0 imports rlhfuse.ppo of layer 2"),
+        ("rlhfuse/ppo/a.py", "from rlhfuse.gen.engine import Engine", "layer 2 imports rlhfuse.gen.engine"),
+        ("rlhfuse/ppo/a.py", "def f():\n    from ..run import x", "layer 2 imports rlhfuse.run"),
         ("rlhfuse/gen/a.py", "from megatron.core import x", "imports megatron"),
         ("rlhfuse/models/build.py", "import transformers", "imports transformers"),
         ("rlhfuse/fusion/a.py", "import flash_attn", "imports flash_attn"),
-        ("rlhfuse/parallel/a.py", "from rlhfuse import run", "layer 5 imports rlhfuse.run of layer 9"),
+        ("rlhfuse/parallel/a.py", "from rlhfuse import run", "layer 3 imports rlhfuse.run of layer 7"),
         ("rlhfuse/ppo/__init__.py", '"""Doc."""\nfrom rlhfuse.ppo.losses import x', "a docstring and nothing else"),
         ("rlhfuse/ppo/__init__.py", "", "a docstring and nothing else"),
         ("rlhfuse/utils.py", "x = 1", "utils has no layer"),

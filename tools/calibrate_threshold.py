@@ -25,11 +25,11 @@ warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import searched_keys
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.measured import TrialCost
@@ -40,7 +40,7 @@ from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
 if TYPE_CHECKING:
-    from rlhfuse.run.generation_trial import GenerationTrial
+    from generation_trial import GenerationTrial
 
 MOST_DRAWS = 1000  # the mean of as many batches is known to 3 % of what one batch scatters
 
@@ -139,7 +139,7 @@ def _read_lengths(config: RunConfig, args: argparse.Namespace) -> tuple[SampleLe
 
 def _trial(config: RunConfig, prompts: int) -> tuple[SampleLengths, GenerationTrial, list[str]]:
     """Lengths that the engine makes here, its steps, and a line that says so."""
-    from rlhfuse.run.generation_trial import run_trial  # the one part that needs torch
+    from generation_trial import run_trial  # the one part that needs torch
 
     def progress(text: str) -> None:
         print(f"\rtrial: {text}", end="", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rlhfuse.base.errors import run_program
-from rlhfuse.run.report.compare import IGNORED, Comparison, compare_runs
+from rlhfuse.run.compare import IGNORED, Comparison, compare_runs
 
 
 def main() -> int:

@@ -28,8 +28,12 @@ def main() -> int:
     if args.like and not args.role:
         raise InputError("--like is the folder of one model; say which with --role")
 
+    from checkpoint_conversion import (  # torch loads only for arguments that can be read
+        convert,
+        open_checkpoint,
+    )
+
     from rlhfuse.base.files import check_output_folder
-    from rlhfuse.checkpoint.convert import convert, open_checkpoint  # torch loads only for arguments that can be read
 
     out = Path(args.out)
     checkpoint = open_checkpoint(Path(args.checkpoint))

@@ -30,9 +30,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __package__:  # installed: rlhfuse is found without help, and gpu_checks lies beside this file
-    sys.path.insert(0, os.path.dirname(__file__))
-
 from gpu_checks import kit
 
 from rlhfuse.base.errors import InputError, run_program

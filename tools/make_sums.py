@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from make_tiny_models import BOS, EOS, PAD, count_parameters, sample, say, train_tokenizer
+from reward_training import FitSettings, fit
 from tiny_models.pretraining import next_token_loss, pack, window_batches
 from tiny_models.stories import generator
 from tiny_models.sums import Sum, draw_different
@@ -27,7 +28,6 @@ from transformers.utils import logging as quiet
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import check_output_folder, output_folder, write_text
 from rlhfuse.data.gsm8k import exact_match
-from rlhfuse.models.reward_training import FitSettings, fit
 
 VOCAB = 448
 CONTEXT = 128

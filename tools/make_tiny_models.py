@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from reward_training import FitSettings, RewardSettings, encode_pairs, fit, score_pairs, score_texts
 from tiny_models import stories
 from tiny_models.pretraining import next_token_loss, pack, window_batches
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -34,7 +35,6 @@ from transformers.utils import logging as quiet
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import check_output_folder, output_folder
-from rlhfuse.models.reward_training import FitSettings, RewardSettings, encode_pairs, fit, score_pairs, score_texts
 
 BOS, EOS, PAD = 0, 1, 2
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")

@@ -25,6 +25,13 @@ from pathlib import Path
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
+from layout_search.memory_curve import draw_memory_curve
+from layout_search.sizes import render_sizes, sizes_of
+from layout_search.tell import answer_of, overrides
+from placements.placements import Placement, placements
+from placements.run_problem import RunProblem
+from placements.run_work import RunWork
+from placements.tell import as_dict, as_text
 from rich.console import Console
 
 from rlhfuse.base.cuda_environment import has_gpu
@@ -43,16 +50,9 @@ from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
 from rlhfuse.planning.draft import DraftInputs, draft_plan, read_specs
 from rlhfuse.planning.memory import MemoryRefusal
-from rlhfuse.planning.meshes.placements import Placement, placements
-from rlhfuse.planning.meshes.run_problem import RunProblem
-from rlhfuse.planning.meshes.run_work import RunWork
-from rlhfuse.planning.meshes.tell import as_dict, as_text
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.search.memory_curve import draw_memory_curve
 from rlhfuse.planning.search.resolve import open_setting, resolve_layouts, with_table
 from rlhfuse.planning.search.search import TOP, Ranking
-from rlhfuse.planning.search.sizes import render_sizes, sizes_of
-from rlhfuse.planning.search.tell import answer_of, overrides
 from rlhfuse.simulator.seconds import compile_kernel_apart
 
 SEARCH_OPTIONS = ("top", "best", "draw", "thorough", "world_sizes")

@@ -26,19 +26,20 @@ from rlhfuse.base.cuda_environment import set_cuda_environment
 
 set_cuda_environment(os.environ)  # before any of the following imports torch
 
+from cost_profiles.points import check_world, with_tensor
+
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import refuse_auto, searched_keys
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.parallel.first_error import prints_error
 from rlhfuse.planning.draft import read_specs
-from rlhfuse.run.profiling.points import check_world, with_tensor
 
 
 def main() -> int:
@@ -89,11 +90,11 @@ def measure(config: RunConfig, out: Path, limit_seconds: float, degrees: tuple[i
 
     import torch  # loads only for a config that can be profiled
     import torch.distributed as dist
+    from cost_profiles.profiler import Profiler
 
     from rlhfuse.base.launcher import local_rank
     from rlhfuse.parallel.connect import GroupUse, connect
     from rlhfuse.parallel.device import allow_many_files, choose_device
-    from rlhfuse.run.profiling.profiler import Profiler
 
     if config.trainer.device == "auto":
         trainer = {"device": "cuda" if torch.cuda.is_available() else "cpu"}

@@ -14,13 +14,14 @@ import argparse
 import subprocess
 from pathlib import Path
 
+from rehearsal.report import RankReport
+from rehearsal.shim import refuse_unless_possible
+from rehearsal.stages import PHASES, WHOLE, distinct_ranks, planned_bytes, rehearsal_draft, rehearse
+
 from rlhfuse.base.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError, run_program
 from rlhfuse.config.load import load_config
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.rehearsal.report import RankReport
-from rlhfuse.rehearsal.shim import refuse_unless_possible
-from rlhfuse.rehearsal.stages import PHASES, WHOLE, distinct_ranks, planned_bytes, rehearsal_draft, rehearse
 
 
 def main() -> int:

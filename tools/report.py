@@ -12,9 +12,10 @@ import argparse
 import os
 from pathlib import Path
 
+from run_report.report import render_report
+from run_report.run_files import RunFiles
+
 from rlhfuse.base.errors import InputError, run_program
-from rlhfuse.run.report.report import render_report
-from rlhfuse.run.report.run_files import RunFiles
 
 
 def main() -> int:

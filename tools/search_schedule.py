@@ -22,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from search_output import EarlierRuns, LiveLine, ResultFile, describe
+
 from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
 from rlhfuse.base.json_values import read_json
 from rlhfuse.schedule.io import load_schedule
@@ -31,7 +33,6 @@ from rlhfuse.schedule.rules.builders import check_caps
 from rlhfuse.schedule.search.mpi import StopSignals, world_communicator
 from rlhfuse.schedule.search.search import SearchObserver, SearchReport, SearchSettings, search
 from rlhfuse.schedule.search.solution import OBJECTIVES, Objective
-from rlhfuse.schedule.search_output import EarlierRuns, LiveLine, ResultFile, describe
 
 EXIT_CODES = """exit codes:
   0    done: proved optimal, or the time limit or the number of moves is reached

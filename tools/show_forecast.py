@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 
+from run_report.forecast import predicted_spans
+from run_report.forecast_table import ForecastTable, span_table
+from run_report.run_files import RunFiles
+
 from rlhfuse.base.errors import run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.costs.measured import load_measured_cost
-from rlhfuse.run.report.forecast import predicted_spans
-from rlhfuse.run.report.forecast_table import ForecastTable, span_table
-from rlhfuse.run.report.memory_table import MemoryTable
-from rlhfuse.run.report.run_files import RunFiles
+from rlhfuse.monitor.memory_table import MemoryTable
 
 
 def main() -> int:

@@ -12,9 +12,11 @@ import argparse
 import re
 from pathlib import Path
 
+from search_output import percent_above
+
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_bytes, write_text
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.evaluate import Timeline, evaluate, idle_share
@@ -23,7 +25,6 @@ from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
-from rlhfuse.schedule.search_output import percent_above
 
 
 def main() -> None:
@@ -44,7 +45,7 @@ def main() -> None:
         print(programs_text(schedule, arguments.programs))
     if arguments.png or arguments.svg or arguments.trace:
         # Loading matplotlib takes a second that the text need not wait for.
-        from rlhfuse.schedule.draw import View, chrome_trace, draw_schedule
+        from schedule_drawing import View, chrome_trace, draw_schedule
 
         view = View(first, last, begin, end)
         for path, file_format in ((arguments.png, "png"), (arguments.svg, "svg")):
@@ -73,7 +74,7 @@ def show_several(arguments: argparse.Namespace) -> None:
         print(f"{name}\n{summary(schedule, evaluate(schedule))}")
     for path, file_format in ((arguments.png, "png"), (arguments.svg, "svg")):
         if path:
-            from rlhfuse.schedule.draw import draw_timelines
+            from schedule_drawing import draw_timelines
 
             write_bytes(path, draw_timelines(schedules, file_format))
 

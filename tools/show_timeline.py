@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 
+from run_report.forecast import predicted_spans
+from run_report.run_files import RunFiles
+
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.monitor.trace import draw_iteration
-from rlhfuse.run.report.forecast import predicted_spans
-from rlhfuse.run.report.run_files import RunFiles
 
 
 def main() -> int:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from reward_training import RewardResult, RewardSettings, encode_pairs, read_pairs, train_reward
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging as quiet
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import check_output_folder, output_folder
-from rlhfuse.models.reward_training import RewardResult, RewardSettings, encode_pairs, read_pairs, train_reward
 from rlhfuse.models.tokenizer import read_tokenizer
 
 

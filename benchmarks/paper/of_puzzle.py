@@ -8,7 +8,8 @@ from statistics import mean
 from paper.page import Row, Section, claim_row, value_row
 from real.calls import ModelCall
 
-from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import ASSUMED, DataSheet, data_sheets
 from rlhfuse.decisions.shards import model_shards

@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from paper.page import Picture, Row, Section, claim_row, of_results, value_row
+from placements.mesh import Mesh, aligned_meshes
+from placements.problem import Choice, MeshProblem
+from placements.search import best_plan
 from real.calls import ModelCall
 from real.space import CallWork, mesh_problem
 from real.tables import EAGER_END_TO_END, END_TO_END
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import ASSUMED, data_sheets
-from rlhfuse.planning.meshes.mesh import Mesh, aligned_meshes
-from rlhfuse.planning.meshes.problem import Choice, MeshProblem
-from rlhfuse.planning.meshes.search import best_plan
 from rlhfuse.tools.page_charts import scatter
 
 Results = Mapping[str, Mapping[str, Any]]

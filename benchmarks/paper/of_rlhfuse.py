@@ -10,9 +10,9 @@ from typing import Any
 from paper.page import Picture, Row, Section, claim_row, of_results, range_row, value_row
 from paper.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
 from paper_settings import MAX_LENGTHS, RANGES, SAMPLES
+from schedule_drawing import draw_schedule
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
-from rlhfuse.schedule.draw import draw_schedule
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b, serial_makespan, serial_peak_memory

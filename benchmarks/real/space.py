@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from placements.mesh import meshes_anywhere
+from placements.problem import Call, MeshProblem, Option, on_equal_meshes
 from real.calls import ModelCall
 from real.tables import MINIBATCHES, OUTPUT_TOKENS, PROMPT_TOKENS, RealRow
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.planning.meshes.mesh import meshes_anywhere
-from rlhfuse.planning.meshes.problem import Call, MeshProblem, Option, on_equal_meshes
 
 HELD_BYTES, WEIGHT_BYTES = 16, 2  # of a trained parameter: float32 gradient, weight and two moments; bfloat16 weight
 INFERENCES = ("RewInf", "RefInf", "CriticInf")
@@ -77,7 +78,7 @@ class CallWork:
             for pp in (pp for pp in degrees if tp * pp <= size):
                 layout = ParallelLayout(size // (tp * pp), tp, pp)
                 try:
-                    layout.check_model(self.spec, self.name)
+                    self.spec.check_layout(layout, self.name)
                 except InputError:
                     continue
                 sequences = self.microbatch_sequences(layout)

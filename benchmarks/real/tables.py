@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 
 PROMPT_TOKENS, OUTPUT_TOKENS, MINIBATCHES = 1024, 1024, 8
 BATCH = {"T2": 4096, "T3": 4096, "T4": 512, "T5": 512}

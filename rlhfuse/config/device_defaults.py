@@ -5,8 +5,8 @@ On CPU float32, of which results are exact; on GPUs what their kernels are fast 
 
 from __future__ import annotations
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import RunConfig, TrainerConfig
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.config.values import AUTO
 
 BLOCK_TOKENS = 16  # flashinfer's smallest, and enough for a Triton tile's row of loads: little is wasted at ends

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from textwrap import shorten
 from typing import Annotated, Any
@@ -20,6 +18,7 @@ from pydantic import Field
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import JsonModel, parse_json, read_json
+from rlhfuse.base.parallel_layout import ParallelLayout
 
 LARGEST = 2**31 - 1  # of whole numbers without a limit of their own: torch and Megatron count in int32 in places
 MOST_LAYERS = 10_000  # of a model
@@ -109,6 +108,18 @@ class ModelSpec:
         raw, said = (_read(one) if one.exists() else {} for one in (file, generation))
         ends = said.get("eos_token_id")
         return _from_config_dict(raw if ends is None else raw | {"eos_token_id": ends}, str(file))
+
+    def check_layout(self, layout: ParallelLayout, task: str) -> None:
+        """Raise InputError with the division that fails when the model cannot be cut this way."""
+        shares = ("heads", self.heads), ("kv_heads", self.kv_heads), ("mlp", self.mlp)
+        for name, value in (*shares, ("padded vocab", self.padded_vocab)):
+            if value % layout.tp:
+                raise InputError(f"{task}={layout}: {name}({value}) % tp({layout.tp}) = {value % layout.tp}, must be 0")
+        if layout.stages > self.layers:
+            stages = f"pp({layout.pp})" + (f" * chunks({layout.chunks}) = {layout.stages}" if layout.chunks > 1 else "")
+            raise InputError(f"{task}={layout}: {stages} > layers({self.layers}); use a smaller pp")
+        if layout.cut is not None and (total := sum(layout.cut)) != self.layers:
+            raise InputError(f"{task}={layout}: {total} layers in all stages != layers({self.layers})")
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -218,96 +229,6 @@ def _rope_scaling(raw: dict, where: str) -> RopeScaling | None:
         low, high = number("low_freq_factor"), number("high_freq_factor")
         return RopeScaling("llama3", number("factor"), low, high, int(number("original_max_position_embeddings")))
     raise InputError(f"{where}: rope scaling {kind!r} is not supported; default, linear and llama3 are")
-
-
-_LAYOUT = re.compile(r"d([1-9]\d*)t([1-9]\d*)p([1-9]\d*)(?:v([1-9]\d*))?(?:@(\d+)-(\d+))?(?::(\d+(?:,\d+)*))?")
-
-
-@dataclass(frozen=True)
-class ParallelLayout:
-    """Data, tensor and pipeline degrees of one task, the ranks it runs on (None: all), its chunks, and its cut.
-
-    With `chunks` v > 1 the pipeline is interleaved: it has pp * v stages and runs v times over its pp groups
-    of ranks, stage s on group s % pp, so that a rank holds v stages. `cut` has the layers of each stage; without one
-    they are cut evenly. Raises InputError on chunks without a pipeline and on a cut of another number of stages.
-    """
-
-    dp: int
-    tp: int
-    pp: int
-    ranks: tuple[int, int] | None = None  # first and last rank, both included
-    chunks: int = 1
-    cut: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.chunks > 1 and self.pp == 1:
-            raise InputError(f"layout {self}: chunks({self.chunks}) cut a pipeline, but pp is 1; drop v{self.chunks}")
-        if self.cut is not None and len(self.cut) != self.stages:
-            raise InputError(
-                f"layout {self}: layers of {len(self.cut)} stages, but it has {self.stages}; give one each"
-            )
-        if self.cut is not None and not all(self.cut):
-            raise InputError(f"layout {self}: a stage without layers; give each 1 or more, or use a smaller pp")
-
-    @staticmethod
-    def parse(text: str) -> ParallelLayout:
-        """Inverse of `str`. Raises InputError on anything but `dDtTpP[vV][@FIRST-LAST][:LAYERS,...]`."""
-        match = _LAYOUT.fullmatch(str(text).strip())
-        if not match:
-            raise InputError(f"layout {text!r:.80} is not of the form d1t2p4, d1t2p4v2, d1t2p4@0-7 or d1t2p4:9,9,8,6")
-        dp, tp, pp, chunks = (int(match[i] or 1) for i in (1, 2, 3, 4))
-        ranks = (int(match[5]), int(match[6])) if match[5] else None
-        if ranks and dp * tp * pp != ranks[1] - ranks[0] + 1:
-            product, count = f"dp({dp}) * tp({tp}) * pp({pp}) = {dp * tp * pp}", ranks[1] - ranks[0] + 1
-            raise InputError(f"layout {text}: {product} != {count} ranks")
-        return ParallelLayout(dp, tp, pp, ranks, chunks, tuple(map(int, match[7].split(","))) if match[7] else None)
-
-    def __str__(self) -> str:
-        place = f"@{self.ranks[0]}-{self.ranks[1]}" if self.ranks else ""
-        chunks = f"v{self.chunks}" if self.chunks > 1 else ""
-        cut = f":{','.join(map(str, self.cut))}" if self.cut else ""
-        return f"d{self.dp}t{self.tp}p{self.pp}{chunks}{place}{cut}"
-
-    @property
-    def size(self) -> int:
-        return self.dp * self.tp * self.pp
-
-    @property
-    def stages(self) -> int:
-        """Stages of one pipeline: pp, or pp * chunks when it is interleaved."""
-        return self.pp * self.chunks
-
-    def halved(self) -> ParallelLayout:
-        """The same ranks with half the depth and twice the pipelines (1F1B+). Raises InputError when pp is odd."""
-        if self.pp % 2:
-            raise InputError(f"layout {self}: pp({self.pp}) % 2 = 1, must be 0 to halve the pipeline")
-        return replace(self, dp=2 * self.dp, pp=self.pp // 2, cut=None)
-
-    def check_model(self, spec: ModelSpec, task: str) -> None:
-        """Raise InputError with the division that fails when `spec` cannot be cut this way."""
-        shares = ("heads", spec.heads), ("kv_heads", spec.kv_heads), ("mlp", spec.mlp)
-        for name, value in (*shares, ("padded vocab", spec.padded_vocab)):
-            if value % self.tp:
-                raise InputError(f"{task}={self}: {name}({value}) % tp({self.tp}) = {value % self.tp}, must be 0")
-        if self.stages > spec.layers:
-            stages = f"pp({self.pp})" + (f" * chunks({self.chunks}) = {self.stages}" if self.chunks > 1 else "")
-            raise InputError(f"{task}={self}: {stages} > layers({spec.layers}); use a smaller pp")
-        if self.cut is not None and (total := sum(self.cut)) != spec.layers:
-            raise InputError(f"{task}={self}: {total} layers in all stages != layers({spec.layers})")
-
-    def even_cut(self, layers: int) -> tuple[int, ...]:
-        """Layers of each stage where all have as many; earlier stages take the remainder."""
-        base, extra = divmod(layers, self.stages)
-        return tuple(base + (stage < extra) for stage in range(self.stages))
-
-    def with_cut(self, cut: tuple[int, ...]) -> ParallelLayout:
-        """This layout with so many layers on each stage; the even cut needs no mention."""
-        return replace(self, cut=None if cut == self.even_cut(sum(cut)) else cut)
-
-    def stage_layers(self, layers: int) -> tuple[range, ...]:
-        """Global layer numbers of each pipeline stage of a model of `layers`."""
-        ends = tuple(accumulate(self.cut or self.even_cut(layers)))
-        return tuple(range(start, stop) for start, stop in zip((0, *ends), ends))
 
 
 @dataclass(frozen=True)

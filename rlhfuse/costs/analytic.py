@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs import gpu_bytes
 from rlhfuse.costs.collectives import RankGroup, send_seconds
-from rlhfuse.costs.kept_products import kept_by_layer
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
 from rlhfuse.schedule.ir.problem import StageCosts
@@ -168,7 +168,7 @@ class AnalyticCost:
     def _kept_for_weights(self, cut: Sequence[int], tokens: float) -> tuple[int, ...]:
         """Bytes of each stage from B to W. On a GPU the gradient that a stage receives is counted as received."""
         received = self.hidden_bytes(tokens) if self._on_gpu and not self._cuts_tokens else 0
-        every = kept_by_layer(self.spec, tokens, self.layout.tp, self._whole_hidden, self.element_bytes)
+        every = gpu_bytes.kept_by_split_layer(self.spec, tokens, self.layout.tp, self._whole_hidden, self.element_bytes)
         return tuple(int(layers * every - received * (stage < len(cut) - 1)) for stage, layers in enumerate(cut))
 
     def stage_seconds(self, micro: MicrobatchTokens) -> StageSeconds:
@@ -202,7 +202,10 @@ class AnalyticCost:
         if self.kernels:
             sums = spec.layer_parameters / tp * self.kernels.gradient_sum_bytes / machine.memory_bandwidth
             product = max(product, sums)
-        read = kept_by_layer(spec, tokens, tp, self._whole_hidden, self.element_bytes) / machine.memory_bandwidth
+        read = (
+            gpu_bytes.kept_by_split_layer(spec, tokens, tp, self._whole_hidden, self.element_bytes)
+            / machine.memory_bandwidth
+        )
         gathered = 0.0
         if self._cuts_tokens:
             gathered = GATHERS * self._tensor_ranks.gather_seconds(self._message_bytes(tokens))
@@ -274,7 +277,7 @@ class AnalyticCost:
     def split_passing_bytes(self, tokens: float) -> tuple[float, float]:
         """On a GPU, of a split backward: what passes in B less than in a whole one, for it is held until W and counted
         so, where layers are run again; and in W: inputs that are gathered, of one product and the next."""
-        kept = kept_by_layer(self.spec, tokens, self.layout.tp, self._whole_hidden, self.element_bytes)
+        kept = gpu_bytes.kept_by_split_layer(self.spec, tokens, self.layout.tp, self._whole_hidden, self.element_bytes)
         return max(0.0, kept - self.kept_layer_bytes(tokens)), 2 * self.gathering_bytes(tokens)
 
     def receiving_bytes(self, tokens: float, place: int) -> float:

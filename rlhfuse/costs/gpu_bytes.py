@@ -1,4 +1,5 @@
-"""What a layer and the loss hold on a GPU, in bytes of one rank: flash attention, fused norms and SwiGLU, tiles.
+"""Bytes of one rank that a layer and the loss hold: on a GPU with flash attention, fused norms and SwiGLU, tiles; of a
+split backward on CPUs too.
 
 T tokens, e bytes of an element, H hidden (cut over tp under sequence parallelism), the rest cut over tp: A the query
 heads' elements, K the key heads', W the MLP's width, V the vocabulary.
@@ -63,3 +64,16 @@ def passing_in_loss(spec: ModelSpec, tokens: float, tp: int, element: int, backw
     if not backward:
         return rows * columns * 8
     return rows * columns * TILE_ELEMENT_BYTES + 4 * spec.hidden * rows + 2 * tokens * spec.hidden * element
+
+
+def kept_by_split_layer(spec: ModelSpec, tokens: float, tp: int, hidden: float, element: int) -> float:
+    """What a split backward keeps of a layer from B to W: input and output gradient of its four linear layers.
+
+    `hidden`: elements per token of a hidden state there, its part under sequence parallelism. Of the layers cut by
+    outputs (qkv, fc1) the input as it was kept and the part of the output's gradient; of those cut by inputs (proj,
+    fc2) the part of the input and the whole gradient of the output.
+    """
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    inputs = 2 * hidden + (queries + spec.mlp) / tp
+    gradients = (queries + 2 * keys + 2 * spec.mlp) / tp + 2 * spec.hidden
+    return tokens * (inputs + gradients) * element

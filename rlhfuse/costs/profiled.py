@@ -12,9 +12,10 @@ from typing import Any
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, to_json
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel, RewardCost
 from rlhfuse.costs.fits import Grid, check_seconds

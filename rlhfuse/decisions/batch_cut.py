@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.config.values import AUTO
 
 MOST = 4  # of each

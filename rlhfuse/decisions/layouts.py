@@ -15,10 +15,11 @@ from typing import Annotated
 from pydantic import PlainSerializer, PlainValidator
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import auto_layouts, layout_rows, refuse_auto
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
 
@@ -166,7 +167,7 @@ def check_given_layouts(config: RunConfig, specs: Mapping[Role, ModelSpec], worl
             raise InputError(
                 f"{where}={task.layout}: pp({task.layout.pp}) != 1; generation and inference have no pipeline"
             )
-        task.layout.check_model(specs[task.role], where)
+        specs[task.role].check_layout(task.layout, where)
         if not task.role.scalar_head and task.name != "generation":
             _check_vocab_shares(task, specs[task.role], vocab)
     layouts = {task.name: task.layout for task in tasks}
@@ -215,7 +216,7 @@ def possible_layouts(
 def fits_model(layout: ParallelLayout, spec: ModelSpec) -> bool:
     """Whether `check_model` accepts it."""
     try:
-        layout.check_model(spec, "")
+        spec.check_layout(layout, "")
     except InputError:
         return False
     return True

@@ -12,7 +12,8 @@ from functools import lru_cache
 import numpy as np
 from numba import njit
 
-from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.decisions.shards import Cells, Weight, weights_by_stage
 from rlhfuse.decisions.weight_moves import Traffic, move_rates
 from rlhfuse.schedule.ir.ranks import plain_cells

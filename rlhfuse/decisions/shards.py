@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 
 Cells = tuple[tuple[tuple[int, ...], ...], ...]  # [pipeline][place][tensor rank] -> global rank
 

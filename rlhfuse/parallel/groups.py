@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.values import LONGEST_SECONDS
 from rlhfuse.parallel.device import Device
 from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells

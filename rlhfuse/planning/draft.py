@@ -11,15 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
+from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
 from rlhfuse.costs.kernels import Kernels
+from rlhfuse.costs.machine import SharedCores
 from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import (
@@ -30,7 +32,7 @@ from rlhfuse.decisions.layouts import (
     check_layouts,
     training_layouts,
 )
-from rlhfuse.planning.machine import SharedCores
+from rlhfuse.planning.drawn_batches import DrawnBatches
 from rlhfuse.planning.memory import SCORERS, MemoryBudget, check_host_memory, memory_budget
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.split_choice import SplitChoice, choose_split
@@ -42,7 +44,6 @@ from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import min_memory
-from rlhfuse.simulator.drawn_batches import DrawnBatches
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, load_threshold

@@ -16,8 +16,8 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.machine import communicator_bytes, host_memory, ranks_on_machine
 from rlhfuse.decisions.decode_shapes import draft_bytes
-from rlhfuse.planning.machine import communicator_bytes, host_memory, ranks_on_machine
 from rlhfuse.planning.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.ranks import FusedRanks

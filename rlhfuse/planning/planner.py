@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 
 from rlhfuse.config.role import Role
+from rlhfuse.costs.machine import ranks_on_machine
 from rlhfuse.planning import reasons
 from rlhfuse.planning.draft import PlanDraft, element_bytes
 from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
-from rlhfuse.planning.machine import ranks_on_machine
 from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
 from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary, reduction_on
 from rlhfuse.planning.training_orders import other_promises

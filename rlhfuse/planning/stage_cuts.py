@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost

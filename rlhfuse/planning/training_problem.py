@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import TASK_ROLES, BatchArithmetic
+from rlhfuse.planning.drawn_batches import DrawnBatches
 from rlhfuse.planning.memory import TRAINED
 from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
-from rlhfuse.simulator.drawn_batches import DrawnBatches
 
 TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
 

@@ -22,13 +22,12 @@ from rlhfuse.base.errors import EXIT_INTERRUPTED, LAST_WORD
 from rlhfuse.base.files import write_json, write_text
 from rlhfuse.base.kernel_cache import compile_apart
 from rlhfuse.base.launcher import local_rank
-from rlhfuse.checkpoint.checkpoint import is_finished
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.device_defaults import is_for_gpus, resolve_device, without_shared_graphs
 from rlhfuse.config.load import dump_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config, idle_settings
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.hardware import GPU_NAMES
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.gen.compile_kernels import compile_kernels, kernel_groups
@@ -44,6 +43,7 @@ from rlhfuse.parallel.groups import wait_for_workers
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.run_plan import RunPlan
+from rlhfuse.run.checkpoint.checkpoint import is_finished
 from rlhfuse.run.function_reward import try_reward
 from rlhfuse.run.preflight import RunInputs, check_inputs
 from rlhfuse.run.run_directory import run_directory

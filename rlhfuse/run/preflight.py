@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.checkpoint.checkpoint import METRICS, Checkpoint, check_resumed, checkpoints_in, find_checkpoint
-from rlhfuse.checkpoint.compatibility import RunCompatibility
-from rlhfuse.checkpoint.contents import contents_of
 from rlhfuse.config.auto_layouts import searched_keys
 from rlhfuse.config.device_defaults import resolve_device, without_shared_graphs
 from rlhfuse.config.role import Role
@@ -32,6 +29,9 @@ from rlhfuse.models.layers.transformer_engine import choose_layers
 from rlhfuse.models.tokenizer import chat_tokens, load_tokenizer, resolve_tokens
 from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.planning.search.resolve import StoredLayouts, resolve_layouts
+from rlhfuse.run.checkpoint.checkpoint import METRICS, Checkpoint, check_resumed, checkpoints_in, find_checkpoint
+from rlhfuse.run.checkpoint.compatibility import RunCompatibility
+from rlhfuse.run.checkpoint.contents import contents_of
 from rlhfuse.run.rank_models import ModelFolders
 
 

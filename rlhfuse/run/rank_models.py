@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.layouts import least_vocab
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.inference import FrozenModel

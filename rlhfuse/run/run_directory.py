@@ -18,10 +18,10 @@ from pathlib import Path
 
 from rlhfuse.base.errors import InputError, writing
 from rlhfuse.base.files import remove_leftovers, sync
-from rlhfuse.checkpoint.checkpoint import METRICS, checkpoints_in, is_own
 from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.monitor.run_lock import RunLock
 from rlhfuse.parallel.collectives import from_rank_0, raise_on_all_ranks
+from rlhfuse.run.checkpoint.checkpoint import METRICS, checkpoints_in, is_own
 from rlhfuse.run.preflight import RunInputs, check_output
 
 KEPT = (  # of an attempt; the metrics last, because a folder without them has nothing to keep

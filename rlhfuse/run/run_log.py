@@ -8,18 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhfuse.checkpoint.checkpoint import METRICS
+from rlhfuse.base.time_budget import TimeBudget
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.monitor.loggers import Logger, ProgressPrinter, TensorBoardLogger, WandbLogger
+from rlhfuse.monitor.memory_table import MemoryTable
 from rlhfuse.monitor.metrics import MetricsWriter
+from rlhfuse.monitor.phase_times import render_phase_times
 from rlhfuse.monitor.samples import SampleWriter
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.run.checkpoint.checkpoint import METRICS
 from rlhfuse.run.evaluation import Evaluation
 from rlhfuse.run.iteration_recorder import IterationRecord
-from rlhfuse.run.report.memory_table import MemoryTable
-from rlhfuse.run.report.phase_times import render_phase_times
-from rlhfuse.run.time_budget import TimeBudget
 
 TRACE_SHARE = 0.005  # of the time may go into writing trace.json again; the end of a run always does
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
+from rlhfuse.base.time_budget import TimeBudget
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.fits import Line
@@ -34,7 +35,6 @@ from rlhfuse.planning.draft import priced_limits
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.iteration_metrics import lengths_of
-from rlhfuse.run.time_budget import TimeBudget
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import fusion_limits
 from rlhfuse.simulator.lengths import SampleLengths

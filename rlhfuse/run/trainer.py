@@ -24,8 +24,6 @@ from torch.distributed.distributed_c10d import Store
 
 from rlhfuse.base.clock import wall_seconds
 from rlhfuse.base.errors import InputError, JointError, RewardError, Stopped
-from rlhfuse.checkpoint.checkpoint import Checkpoint, RunState, folder_of, is_own, metrics_kept
-from rlhfuse.checkpoint.writer import CheckpointWriter, mark_finished, rewind
 from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
@@ -53,6 +51,8 @@ from rlhfuse.ppo.adaptive import KLController, RunningMoments
 from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import add_token_rewards, combine_rewards, sample_kl
+from rlhfuse.run.checkpoint.checkpoint import Checkpoint, RunState, folder_of, is_own, metrics_kept
+from rlhfuse.run.checkpoint.writer import CheckpointWriter, mark_finished, rewind
 from rlhfuse.run.evaluation import BestScore, Evaluation, Evaluator
 from rlhfuse.run.function_reward import FunctionRewarder
 from rlhfuse.run.iteration_metrics import PhaseTimer

@@ -11,16 +11,17 @@ from paper.page import Row, Section, claim_row, page, range_row, value_row
 from paper.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
 from paper_page import MISSING, NEEDED
 from paper_settings import PAIRS, draw_lengths, model, sweep, training_seconds
+from placements.search import best_plan
 from real.calls import ModelCall
 from real.tables import BATCH, EAGER_END_TO_END, END_TO_END, real_models, real_rows
 from real_plans import problem_of, published_plan
 from real_tables import compare, end_to_end_seconds, fit_calibration, mean_error
 from testkit.programs import call_main
 
-from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import REAL_H100
-from rlhfuse.planning.meshes.search import best_plan
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
 
@@ -104,7 +105,7 @@ def test_reals_plans_beside_the_fastest(table, heuristic):
 @pytest.mark.parametrize("name", ["13B", "33B", "65B"])
 def test_layouts_of_the_papers_settings_cut_their_models(name):
     spec, tp, stages = model(name)
-    ParallelLayout(256 // tp // stages, tp, stages).check_model(spec, name)
+    spec.check_layout(ParallelLayout(256 // tp // stages, tp, stages), name)
     assert tp == max(degree for degree in (1, 2, 4, 8) if spec.heads % degree == 0)
 
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 
 LLAMA = {
     "model_type": "llama",
@@ -77,8 +78,8 @@ def test_layout_refuses_other_text(text, message):
 )
 def test_layout_that_does_not_fit_the_model(tmp_path, text, message):
     with pytest.raises(InputError, match=f"actor_train.*{message}"):
-        ParallelLayout.parse(text).check_model(spec_of(tmp_path), "actor_train")
-    ParallelLayout.parse("d1t4p5").check_model(spec_of(tmp_path), "actor_train")
+        spec_of(tmp_path).check_layout(ParallelLayout.parse(text), "actor_train")
+    spec_of(tmp_path).check_layout(ParallelLayout.parse("d1t4p5"), "actor_train")
 
 
 @given(layers=st.integers(1, 100), pp=st.integers(1, 100))

@@ -7,7 +7,8 @@ from testkit.profiles import examples
 from testkit.sim_helpers import linear_cost
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs import gpu_bytes
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import hardware_by_name, known_hardware

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cost_profiles.points import powers_of_two
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
@@ -10,7 +11,8 @@ from testkit.sim_helpers import linear_cost
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Grid
@@ -18,7 +20,6 @@ from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profile_files import load_costs
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids
 from rlhfuse.costs.stage_cut import MicrobatchTokens
-from rlhfuse.run.profiling.points import powers_of_two
 
 TABLE = Grid(((1.0, 2.0, 4.0), (10.0, 20.0)), (1.0, 2.0, 3.0, 6.0, 5.0, 12.0))
 

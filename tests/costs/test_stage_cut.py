@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
 
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import known_hardware
 from rlhfuse.costs.stage_cut import EXACT_SECONDS, MicrobatchTokens, StageSeconds, _deal, fastest_cut

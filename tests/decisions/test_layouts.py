@@ -8,10 +8,10 @@ import yaml
 from testkit.four_ranks import SPECS, TINY, config
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import (
     batch_arithmetic,

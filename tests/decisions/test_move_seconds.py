@@ -8,7 +8,8 @@ import pytest
 from testkit.profiles import share
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.decisions.move_seconds import ACROSS, STAYS, WITHIN, MoveLoad
 from rlhfuse.decisions.shards import model_shards

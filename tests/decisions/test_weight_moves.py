@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.decisions.layout_moves import layout_moves
 from rlhfuse.decisions.layouts import Task, training_layouts

@@ -36,7 +36,7 @@ def sample_and_score(
     rank: int, folder: Path, layout: str, lengths: tuple[int, ...], temperature: float
 ) -> torch.Tensor:
     """Difference of each response token's log-probability between engine and training model, on this rank."""
-    from rlhfuse.config.spec import ParallelLayout
+    from rlhfuse.base.parallel_layout import ParallelLayout
     from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
     from rlhfuse.models.build import build_model
     from rlhfuse.models.stage import PackedTokens, PipelineStage

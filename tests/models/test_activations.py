@@ -13,7 +13,8 @@ import torch
 from testkit.stages import LENGTHS, build, one_step, packed_for, random_rows, ranks_of, write_reference_gradients
 from testkit.tiny import write_checkpoint
 
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.models import heads

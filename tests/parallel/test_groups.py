@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid, channel_options, new_group, plain_grid
 from rlhfuse.run.rank_models import neighbour_pairs

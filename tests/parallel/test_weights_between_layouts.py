@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from testkit.stages import build, copy_for, ranks_of
 from testkit.tiny import write_checkpoint
 
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.shards import model_shards
 from rlhfuse.decisions.weight_moves import Traffic, minimum_across, plan_moves
 from rlhfuse.schedule.ir.ranks import plain_cells

@@ -10,8 +10,9 @@ from testkit.llama3 import SIZES, llama3
 from testkit.paths import ROOT
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.load import load_config
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.flops import TRAINING_FORWARDS, forward_flops
 from rlhfuse.costs.hardware import data_sheets, hardware_by_name

@@ -6,7 +6,8 @@ import pytest
 from testkit.four_ranks import full, on_slow_cores, run
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.collectives import link_bandwidth, ring_gather_seconds
 from rlhfuse.costs.hardware import hardware_by_name

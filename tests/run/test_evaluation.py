@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_report.report import render_report
+from run_report.run_files import RunFiles
 from testkit.runs_table import BEST, HELD_OUT, assert_same_bits, begin_again, by_function, metrics_of
 
-from rlhfuse.checkpoint.checkpoint import checkpoints_in
 from rlhfuse.monitor.samples import read_samples
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
+from rlhfuse.run.checkpoint.checkpoint import checkpoints_in
+from rlhfuse.run.compare import compare_exports
 from rlhfuse.run.evaluation import evaluation_metrics, noise_seed
 from rlhfuse.run.iteration_recorder import IterationRecorder
-from rlhfuse.run.report.compare import compare_exports
-from rlhfuse.run.report.report import render_report
-from rlhfuse.run.report.run_files import RunFiles
 
 ENDS = ("left alone", "ended", "ended twice")
 

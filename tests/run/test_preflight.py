@@ -14,9 +14,10 @@ from testkit.tiny import change_json, write_checkpoint, write_run, write_tokeniz
 from testkit.training_pair import unit_problem
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.load import load_config
 from rlhfuse.config.settings import DataConfig, RunConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.data.prompts import load_prompts
 from rlhfuse.models.tokenizer import load_tokenizer
 from rlhfuse.planning.draft import draft_plan, read_specs

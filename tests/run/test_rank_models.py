@@ -8,12 +8,13 @@ import torch.distributed as dist
 from testkit.tiny import write_checkpoint
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import OptimizerConfig, ParallelConfig, RunConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.costs.machine import rank_groups
 from rlhfuse.models import hf
 from rlhfuse.monitor.heartbeat import Heartbeat, Limits, PeerTable, ProcessName
 from rlhfuse.parallel.device import Device
-from rlhfuse.planning.machine import rank_groups
 from rlhfuse.run import rank_models
 from rlhfuse.schedule.ir.ranks import rank_map
 

@@ -8,7 +8,7 @@ from testkit.programs import killed_forked
 from testkit.runs_table import assert_same_bits, curves_of, metrics_of
 from testkit.tiny import write_run
 
-from rlhfuse.run.report.compare import compare_runs
+from rlhfuse.run.compare import compare_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 

@@ -10,6 +10,7 @@ from testkit.four_ranks import planned, run
 from testkit.sim_helpers import limits, linear_cost, long_tail
 
 from rlhfuse.base.files import write_json
+from rlhfuse.base.time_budget import TimeBudget
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
@@ -22,7 +23,6 @@ from rlhfuse.run.threshold_controller import (
     changes,
     with_hysteresis,
 )
-from rlhfuse.run.time_budget import TimeBudget
 from rlhfuse.simulator.iteration import move_cost
 from rlhfuse.simulator.threshold import sweep_threshold
 

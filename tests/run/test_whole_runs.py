@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_report.forecast import Forecaster
+from run_report.report import render_report
+from run_report.run_files import RunFiles
 from safetensors.torch import load_file, save_file
 from testkit.paths import ROOT
 from testkit.programs import call_tool
@@ -15,9 +18,6 @@ from testkit.tiny import write_checkpoint, write_run, write_tokenizer
 
 from rlhfuse.monitor.samples import read_samples
 from rlhfuse.monitor.trace import load_trace
-from rlhfuse.run.report.forecast import Forecaster
-from rlhfuse.run.report.report import render_report
-from rlhfuse.run.report.run_files import RunFiles
 from rlhfuse.schedule.io import load_schedule
 
 slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("rloo serial", "reinforce serial", "steered resumed")]

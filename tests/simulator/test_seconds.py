@@ -10,7 +10,8 @@ from testkit.profiles import examples, share
 from testkit.sim_helpers import lengths_strategy, limits, linear_cost, long_tail, tight
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Grid, Line

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from rlhfuse.base.errors import RewardError
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.migration import FusionLimits, SampleMoveCost
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.gen.core.sequence import SamplingParams

@@ -19,9 +19,9 @@ import psutil
 import train_ppo
 
 from rlhfuse.base.errors import run_program
-from rlhfuse.checkpoint import writer as checkpoint_writer
-from rlhfuse.checkpoint.writer import CheckpointWriter
 from rlhfuse.monitor.watchdog import Watchdog
+from rlhfuse.run.checkpoint import writer as checkpoint_writer
+from rlhfuse.run.checkpoint.writer import CheckpointWriter
 
 
 class Killer:

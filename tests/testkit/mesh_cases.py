@@ -4,13 +4,14 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from rlhfuse.config.spec import ParallelLayout
+from placements.mesh import Mesh
+from placements.problem import Call, Choice, MeshPlan, MeshProblem, Option, on_equal_meshes
+from placements.run_problem import SOURCES, RunProblem
+from placements.run_work import RunWork
+
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.hardware import machines_by_name
 from rlhfuse.planning.draft import DraftInputs, PlanDraft
-from rlhfuse.planning.meshes.mesh import Mesh
-from rlhfuse.planning.meshes.problem import Call, Choice, MeshPlan, MeshProblem, Option, on_equal_meshes
-from rlhfuse.planning.meshes.run_problem import SOURCES, RunProblem
-from rlhfuse.planning.meshes.run_work import RunWork
 
 PHASES = (
     ("generation",),

@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 from itertools import product
 
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import rank_map

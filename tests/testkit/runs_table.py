@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from rlhfuse.monitor.metrics import read_metrics
-from rlhfuse.run.report.compare import compare_runs
+from rlhfuse.run.compare import compare_runs
 from testkit.tiny import write_run, write_tokenizer
 from testkit.workers import Pools
 

@@ -4,7 +4,7 @@ import math
 import random
 from dataclasses import replace
 
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline, StageCosts, fused_problem

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import OptimizerConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.rules.builders import serial_1f1b

@@ -14,13 +14,13 @@ IN_PROCESS, RANKS, PROGRAMS = "in_process", "ranks", "programs"
 MACHINERY = {"programs": PROGRAMS, "workers": RANKS, "pools": RANKS}  # by fixture, the dearest first
 # tests of ranks and programs that run every day: ids begin so
 DAILY = (
-    "tests/checkpoint/test_checkpoint_state.py::test_state_comes_back_bit_for_bit_and_in_other_layouts",
+    "tests/run/checkpoint/test_checkpoint_state.py::test_state_comes_back_bit_for_bit_and_in_other_layouts",
     "tests/fusion/inter/test_inter_stage.py::test_what_a_migration_reports",
     "tests/fusion/intra/test_exact.py::test_a_row_trains_as_whole_models_and_in_any_order_alike[d1t1p4 d2t1p2-changes0",
     "tests/gen/test_tensor_parallel.py::test_degrees_agree_and_each_keeps_its_bits[qwen3",
     "tests/models/test_activations.py::test_gradients_are_those_of_the_whole_model[llama-d1t2p2",
     "tests/parallel/test_weights_between_layouts.py::test_weights_arrive_bit_for_bit",
-    "tests/rehearsal/test_fake_cuda.py",
+    "tests/tools/rehearsal/test_fake_cuda.py",
     "tests/run/test_whole_runs.py::test_it_is_the_other_run_bit_for_bit[ppo serial]",
 )
 EXPECTED_SKIPS = (

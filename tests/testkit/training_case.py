@@ -20,8 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.balance import cut_microbatches
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem

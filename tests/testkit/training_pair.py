@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig, RunConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map

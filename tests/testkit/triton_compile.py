@@ -118,9 +118,8 @@ def _compile(file: str) -> list[Launch]:
 
 
 def _specialize(file: str) -> list[tuple[str, str, str]]:
+    from rehearsal.launches import compiled_for
     from triton.runtime.jit import JITFunction
-
-    from rlhfuse.rehearsal.launches import compiled_for
 
     variants = []
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from rlhfuse.checkpoint import writer as checkpoint_writer
-from rlhfuse.checkpoint.checkpoint import RunState
-from rlhfuse.checkpoint.compatibility import RunCompatibility
-from rlhfuse.checkpoint.writer import CheckpointWriter
 from rlhfuse.parallel.fragments import Fragment, Place
+from rlhfuse.run.checkpoint import writer as checkpoint_writer
+from rlhfuse.run.checkpoint.checkpoint import RunState
+from rlhfuse.run.checkpoint.compatibility import RunCompatibility
+from rlhfuse.run.checkpoint.writer import CheckpointWriter
 
 STATE = RunState({"current": 3}, {"kl_coef": 0.05}, {"metrics_bytes": 7})
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from testkit.programs import call_tool
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.run.report.compare import compare_runs
+from rlhfuse.run.compare import compare_runs
 
 WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.tensor([0.0, 1.0]).bfloat16()}
 

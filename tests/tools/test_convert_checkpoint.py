@@ -10,12 +10,12 @@ from testkit.programs import call_tool
 from testkit.tiny import write_checkpoint, write_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhfuse.checkpoint.checkpoint import Manifest, RunState
-from rlhfuse.checkpoint.compatibility import RunCompatibility
-from rlhfuse.checkpoint.shard_files import write_rank_file
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf import load_weights
 from rlhfuse.parallel.fragments import Fragment, Place
+from rlhfuse.run.checkpoint.checkpoint import Manifest, RunState
+from rlhfuse.run.checkpoint.compatibility import RunCompatibility
+from rlhfuse.run.checkpoint.shard_files import write_rank_file
 
 
 def fragments(path: Path, head: bool) -> list[Fragment]:

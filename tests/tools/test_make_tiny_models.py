@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from make_sums import MAX_RESPONSE_TOKENS, Recipe, draw_files, rows, taught
+from reward_training import encode_pairs, score_pairs
 from safetensors import safe_open
 from testkit.paths import ROOT
 from testkit.programs import call_tool
@@ -15,10 +16,10 @@ from tiny_models import stories, sums
 from tiny_models.stories import generator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.load import load_config
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.data.gsm8k import answer_match, final_answer
-from rlhfuse.models.reward_training import encode_pairs, score_pairs
 
 TINY, SUMS, EXAMPLE = (ROOT / "examples" / name for name in ("tiny", "sums", "sums_grpo.yaml"))
 PROMPTS = ROOT / "examples" / "prompts"
@@ -53,8 +54,8 @@ def test_actors_have_the_promised_shape(actor):
     assert 1_000_000 <= spec.parameters() <= 1_500_000
     assert spec.head_dim >= 16 and spec.mlp % 32 == 0
     for layout in ("d1t2p1", "d1t1p4", "d1t2p2"):
-        ParallelLayout.parse(layout).check_model(spec, "actor_train")
-    ParallelLayout.parse("d1t2p1").check_model(ModelSpec.from_config(SUMS), "actor_train")
+        spec.check_layout(ParallelLayout.parse(layout), "actor_train")
+    ModelSpec.from_config(SUMS).check_layout(ParallelLayout.parse("d1t2p1"), "actor_train")
 
 
 def test_reward_model_is_the_same_trunk_with_one_score():

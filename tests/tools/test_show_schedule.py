@@ -4,10 +4,10 @@ import json
 from dataclasses import replace
 
 import pytest
+from schedule_drawing import _held, chrome_trace, draw_schedule, draw_timelines
 from testkit.programs import call_tool
 
-from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.schedule.draw import _held, chrome_trace, draw_schedule, draw_timelines
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
@@ -103,7 +103,7 @@ def test_the_same_schedule_gives_the_same_picture_with_cap_and_static_memory(sch
 
 def test_very_many_tasks_are_an_image_inside_the_svg(schedule, monkeypatch):
     assert b"<image" not in draw_schedule(schedule, "svg")
-    monkeypatch.setattr("rlhfuse.schedule.draw._MOST_VECTOR_TASKS", 5)
+    monkeypatch.setattr("schedule_drawing._MOST_VECTOR_TASKS", 5)
     assert b"<image" in draw_schedule(schedule, "svg")
 
 

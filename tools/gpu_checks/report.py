@@ -13,7 +13,8 @@ from typing import Any
 from gpu_checks.figures import Figure
 from gpu_checks.speed import ELEMENT, spec_of
 
-from rlhfuse.config.spec import HardwareSpec, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.collectives import RankGroup, send_seconds
 from rlhfuse.costs.hardware import ASSUMED, GPU_NAMES, DataSheet, data_sheets

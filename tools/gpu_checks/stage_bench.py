@@ -8,8 +8,9 @@ import torch
 from gpu_checks.bench import Bench
 from gpu_checks.speed import spec_of
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import OptimizerConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.build import build_model
 from rlhfuse.models.stage import PackedTokens, PipelineStage
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid, plain_grid

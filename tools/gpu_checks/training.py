@@ -10,8 +10,9 @@ import torch
 from gpu_checks.bench import DTYPES, Bench
 from gpu_checks.result import TOLERANCE, relative, require
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import OptimizerConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.build import build_model, fill
 from rlhfuse.models.heads import LanguageOutput
 from rlhfuse.models.hf import load_weights

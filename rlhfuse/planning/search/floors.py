@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.job_cost import JobCost

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.measured import MeasuredCost

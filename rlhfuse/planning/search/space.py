@@ -13,9 +13,10 @@ from itertools import product
 from typing import Any
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.layouts import divisors, fits_model, possible_layouts
 from rlhfuse.planning.search.table import Table

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ParallelLayout
 
 
 @dataclass(frozen=True)

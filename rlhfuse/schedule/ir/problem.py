@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import JsonModel, JsonNumber, JsonNumbers, parse_json, read_json
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
 
 Number = int | float

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 
 Stages = tuple[tuple[tuple[int, ...], ...], ...]  # [merged stage][sub-stage][tp rank] -> global rank
 

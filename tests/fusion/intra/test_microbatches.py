@@ -9,8 +9,9 @@ from testkit.tiny import write_checkpoint
 from testkit.training_pair import make_batch, unit_problem
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import AlgorithmConfig, ParallelConfig, RunConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.fusion.intra.microbatches import Microbatch, Microbatches
 from rlhfuse.fusion.intra.training_step import TrainingStep
 from rlhfuse.models import stage

@@ -7,7 +7,7 @@ from testkit.profiles import share
 from testkit.search_cases import SearchCase, auto_config, random_case, space_of_setting, spec_of, tables_of
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table

@@ -13,7 +13,7 @@ from testkit.program_cases import GROUPS, MODELS, fused, random_case
 from testkit.schedule_cases import with_facts
 
 from rlhfuse.base.errors import InputError, ScheduleError
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import StageCosts, fused_problem

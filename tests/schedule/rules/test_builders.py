@@ -12,7 +12,7 @@ from testkit.profiles import examples
 from testkit.schedule_cases import capped_greedy, check, table_3
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline, StageCosts, fused_problem

@@ -1,0 +1,129 @@
+"""Micro-batches of a plan: those that the run's own cut of drawn lengths gives, and what they change."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from testkit.four_ranks import SPECS, on_slow_cores, run
+from testkit.profiles import examples
+from testkit.sim_helpers import equal, long_tail
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.decisions.balance import cut_microbatches, cut_minibatches
+from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.drawn_batches import DRAWS, DrawnBatches
+from rlhfuse.planning.planned_lengths import assumed_lengths
+from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.training_problem import equal_microbatch, longest_microbatch, training_problem
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.simulator import drawn_batches
+from rlhfuse.simulator.lengths import SampleLengths
+
+TAIL = long_tail(400, longest=256)
+
+
+def by_hand(drawn: DrawnBatches, pipelines: int, microbatches: int, depth: int) -> list[float]:
+    """Tokens, sequences and outputs with the functions that a run calls."""
+    found = []
+    for batch in drawn.batches:
+        lengths, tokens = [p + o for p, o in zip(batch.prompt, batch.output)], []
+        for part in cut_minibatches(len(batch), drawn.minibatches, drawn.seed, 0):
+            own = [lengths[i] for i in part]
+            cut = [sum(own[i] for i in micro) for micro in cut_microbatches(own, pipelines * microbatches)]
+            rows = [cut[k * microbatches : (k + 1) * microbatches] for k in range(pipelines)]
+            slowest = max(sum(row) + (depth - 1) * max(row) for row in rows)
+            tokens.append(slowest / (microbatches + depth - 1))
+        mean = sum(tokens) / len(tokens)
+        found.append([mean, mean * len(batch) / sum(lengths), mean * sum(batch.output) / sum(lengths)])
+    return [sum(column) / len(found) for column in zip(*found)]
+
+
+@examples(60)
+@given(
+    st.integers(1, 4), st.sampled_from([(1, 1), (1, 4), (2, 3), (4, 2), (8, 1)]), st.integers(1, 8), st.integers(0, 9)
+)
+def test_a_microbatch_is_what_the_runs_own_cut_takes(minibatches, shape, depth, seed):
+    drawn = DrawnBatches(TAIL.draw(32, 3, seed), minibatches, seed)
+    assert drawn.microbatch(*shape, depth) == pytest.approx(by_hand(drawn, *shape, depth))
+    mean = replace(drawn, even=True).microbatch(*shape, depth)
+    assert mean.tokens * shape[0] * shape[1] * minibatches * 3 == pytest.approx(
+        sum(sum(batch.prompt) + sum(batch.output) for batch in drawn.batches)
+    )
+    assert drawn.microbatch(*shape, depth).tokens >= mean.tokens * (1 - 1e-12)
+
+
+def test_samples_that_do_not_divide_make_some_heavier():
+    drawn = DrawnBatches((equal(10, 0, 10),), 1, 0)
+    micro = drawn.microbatch(1, 4, depth=2)  # 3 + 3 + 2 + 2 samples, and 3 once more, in five steps
+    assert micro == pytest.approx((26.0, 2.6, 26.0))
+
+
+def test_what_was_cut_once_is_not_cut_again(monkeypatch):
+    drawn, asked = DrawnBatches(TAIL.draw(64, 2, 1), 4, 1), []
+    cut = drawn_batches.microbatch_sums
+    monkeypatch.setattr(drawn_batches, "microbatch_sums", lambda *cutting: asked.append(1) or cut(*cutting))
+    for pipelines, microbatches in ((2, 4), (4, 2)):  # of both there are eight
+        for depth in (1, 4, 4):
+            drawn.microbatch(pipelines, microbatches, depth)
+    assert len(asked) == 2 * 4
+
+
+def test_batches_that_cannot_be_cut_are_refused():
+    with pytest.raises(InputError, match="8 samples cannot fill 9 micro-batches"):
+        DrawnBatches((equal(16, 1, 1),), 2, 0).microbatch(3, 3, 1)
+
+
+def test_a_draft_prices_and_predicts_the_same_batches():
+    made, unknown = (draft_plan(run(fusion__split_backward="false"), SPECS, 4, lengths) for lengths in (TAIL, None))
+    assert made.drawn.batches == TAIL.clip(128, 256).draw(64, DRAWS, made.config.trainer.seed)
+    assert unknown.drawn.batches == assumed_lengths(128, 256).draw(64, DRAWS, unknown.config.trainer.seed)
+    for share in made.ranks.shape.shares:
+        micro = equal_microbatch(made.drawn, made.batch, share)
+        count = made.batch.microbatches_of[share.model]
+        assert micro == made.drawn.microbatch(share.layout.dp, count, share.layout.pp)
+        whole = made.analytic[f"{share.model}_train"].stage_costs(micro)
+        pipeline = next(p for p in made.problem.pipelines if p.model == share.model)
+        assert pipeline.forward == whole.forward and pipeline.backward == whole.backward
+
+
+def mean_problem(draft):
+    drawn = replace(draft.drawn, even=True)
+    longest = longest_microbatch(draft.config, draft.batch)
+    return training_problem(draft.analytic, draft.batch, drawn, longest, draft.costs, split=draft.split.models)
+
+
+@pytest.mark.parametrize("critic, depth", [("d1t1p4v2", 4), ("d1t2p2", 2), ("d2t1p2", 1)])
+def test_a_pipeline_is_as_deep_as_it_has_nodes(critic, depth):
+    """Chunks add none, and stages that are merged on one node are one; d2t1p2 is merged beside an actor of tp 2."""
+    actor = {"d2t1p2": "d1t2p2"}.get(critic, "d1t1p4" if "v2" in critic else "d1t2p2")
+    draft = draft_plan(run(parallel__actor_train=actor, parallel__critic_train=critic), SPECS, 4, TAIL)
+    share = draft.ranks.shape.share("critic")
+    counts = share.layout.dp, draft.batch.microbatches_of["critic"]
+    assert equal_microbatch(draft.drawn, draft.batch, share) == draft.drawn.microbatch(*counts, depth)
+
+
+def test_the_real_cut_chooses_other_microbatches_than_the_mean(monkeypatch):
+    """Many micro-batches leave the longest sample alone in one, for which each stage of the pipeline waits."""
+    on_slow_cores(monkeypatch)
+    drafts = {m: draft_plan(run(fusion__actor_microbatches=m), SPECS, 4, TAIL) for m in (2, 4, 8, 16)}
+    real = {m: float(latency_bound(draft.problem)) for m, draft in drafts.items()}
+    mean = {m: float(latency_bound(mean_problem(draft))) for m, draft in drafts.items()}
+    chosen, believed = min(real, key=real.__getitem__), min(mean, key=mean.__getitem__)
+    assert chosen < believed and real[believed] > 1.02 * real[chosen]
+
+
+def test_waiting_for_heavy_microbatches_is_idle_time():
+    """A rank is as busy as with samples of mean length; what uneven micro-batches add to the makespan is idle."""
+    specs = dict.fromkeys(SPECS, ModelSpec("llama", 8, 4096, 32, 8, 128, 14336, 32000, 4096))
+    keys = dict(data__max_prompt_tokens=16, rollout__max_response_tokens=4000, fusion__actor_microbatches=16)
+    tail = SampleLengths((16,) * 100, (1000,) * 90 + (4000,) * 10)
+    training, tokens = [], []
+    for lengths in (tail, equal(100, 16, 1300)):
+        draft = draft_plan(run(trainer__hardware="h200", fusion__intra_stage=False, **keys), specs, 4, lengths)
+        training.append(make_plan(draft).report.efficiency.uses[0].training)
+        tokens.append(replace(draft.drawn, even=True).microbatch(1, 1, 1).tokens)
+    busy = [use.useful + use.products + use.other for use in training]
+    assert busy[0] / tokens[0] == pytest.approx(busy[1] / tokens[1], rel=0.05)
+    assert training[0].idle / busy[0] > training[1].idle / busy[1] + 0.2

@@ -1,0 +1,154 @@
+"""The text and search.json of a search say what it found, and how sure that is."""
+
+import json
+from dataclasses import replace
+from math import inf
+
+import pytest
+from layout_search.sensitivity import Swing
+from layout_search.tell import (
+    PHASES,
+    answer_of,
+    best_tables,
+    by_phase,
+    doubts_of,
+    proof,
+    swing_lines,
+    wishes_table,
+)
+from layout_search.wishes import Wish
+from testkit.flat_profile import of_degree
+from testkit.search_cases import GPUS, ROWS, TRAINED, setting
+
+from rlhfuse.costs.profile_files import TensorProfiles
+from rlhfuse.planning.search.search import Ranking
+from rlhfuse.planning.search.setting import Setting
+from rlhfuse.planning.search.table import Table
+
+
+@pytest.fixture(scope="module")
+def ranking() -> Ranking:
+    return Ranking(setting(4, parallel__generation="d2t2p1", **GPUS))
+
+
+@pytest.fixture(scope="module")
+def answer(ranking):
+    return answer_of(ranking, top=4)
+
+
+def test_the_table_has_a_line_for_each_of_the_best(answer):
+    head, *lines = best_tables(answer.found.rows)
+    columns = head.split()
+    assert len(lines) == 4
+    for number, (line, row) in enumerate(zip(lines, answer.found.rows), start=1):
+        cells = line.split()
+        assert cells[0] == str(number) and float(cells[1]) == pytest.approx(row.seconds, rel=1e-3)
+        parts = [float(cells[1 + at]) for at in range(1, 1 + len(PHASES))]
+        assert sum(parts) == pytest.approx(row.seconds, rel=0.02)
+        assert str(row.table.actor_train) in cells and row.fullest.phase in cells
+    assert columns[: 1 + len(PHASES)] == ["seconds", *PHASES]
+
+
+def test_no_part_of_a_price_is_left_out_of_the_columns(answer):
+    for row in answer.found.rows:
+        assert sum(by_phase(row.price.parts).values()) == pytest.approx(row.seconds)
+    assert sorted(name for names in PHASES.values() for name in names) == sorted(answer.found.best.price.parts)
+
+
+def test_the_proof_says_the_bound_or_that_nothing_else_fits(answer):
+    refused, looked = proof(answer.found)
+    assert all(f"{count:,} {rule}" in refused for rule, count in answer.found.refused.items())
+    assert f"a bound of {answer.found.bound:.4g} s or more: no table of this space is predicted" in looked
+    alone = replace(answer.found, bound=inf, refused={})
+    looked = f"  priced exactly: {alone.priced}; memory checked: {alone.drafted}; no other table fits"
+    assert proof(alone) == ("  refused: none", looked)
+
+
+def test_json_says_the_same_without_rounding(answer):
+    raw = json.loads(json.dumps(answer.to_dict(), allow_nan=False))
+    assert raw["version"] == 1 and raw["world_size"] == 4 and raw["bound"] == answer.found.bound
+    for table, row in zip(raw["tables"], answer.found.rows, strict=True):
+        assert Table.parse(table["overrides"]) == row.table and table["overrides"][0] == "parallel=auto"
+        assert table["seconds"] == row.seconds and table["parts"] == dict(row.price.parts)
+        assert table["needed_bytes"] == row.needed_bytes <= table["limit_bytes"]
+    for wish, made in zip(raw["wishes"], answer.wishes, strict=True):
+        assert wish["wanted"] == made.wanted and wish["cost"] == made.cost
+        assert made.row and wish["table"]["seconds"] == made.row.seconds
+    assert json.loads(json.dumps(replace(answer, found=replace(answer.found, bound=inf)).to_dict()))["bound"] is None
+
+
+def test_wishes_are_told_with_what_they_cost_and_why(answer):
+    best, last = answer.found.rows[0], answer.found.rows[-1]
+    wish = Wish("another", best, last)
+    lines = wishes_table([wish, Wish("too much", best, None), Wish("the same", best, best)])
+    assert lines[0].split("  ")[0] == "if you insist on"
+    assert wish.because is not None and wish.because[0] in lines[1]
+    assert f"{last.seconds / best.seconds - 1:+.1%}" in lines[1]
+    assert lines[2].split("  ", 1)[1].strip() == "nothing fits" and "+0.0%" in lines[3]
+
+
+def test_the_whole_is_told_in_order(answer):
+    text = answer.render()
+    marks = ["searched ", "lengths are assumed", "refused:", "priced exactly", "seconds  gen+inf", "if you insist"]
+    marks += ["memory against"]
+    places = [text.index(mark) for mark in [*marks, "sure of it?", "best and second differ", "tools/try_plans.py"]]
+    assert places == sorted(places)
+    assert text == answer.render() and not any(line.endswith(" ") for line in text.splitlines())
+
+
+def test_constants_under_which_another_table_wins_are_named():
+    kept, changed = Swing("flops", 0.8, 0.0, 1), Swing("host_bandwidth", 1.2, 0.031, 4)
+    assert swing_lines([]) == [] and "stays the fastest of them" in swing_lines([kept])[0]
+    head, line = swing_lines([kept, changed])
+    assert "the first stays within 3.1% of the best of them" in head
+    assert line == "  host_bandwidth x 1.2: table 4 is faster, the first +3.1%"
+
+
+def test_where_nothing_was_measured_it_is_said_with_the_degrees(ranking, answer):
+    following, measured, tried = doubts_of(ranking, answer.found)
+    share = answer.found.rows[1].seconds / answer.found.rows[0].seconds - 1
+    assert following == f"best and second differ by {share:.1%}"
+    assert "nothing was measured" in measured and "tools/profile_costs.py --tensor 1,2,4 " in measured
+    assert "--top 3" in tried
+    one = replace(answer.found, rows=answer.found.rows[:1])
+    assert doubts_of(ranking, one)[0].startswith("all others take ")
+    assert doubts_of(ranking, replace(one, bound=inf))[0] == "no other table fits"
+
+
+@pytest.fixture(scope="module")
+def profiled() -> Setting:
+    """The setting of a run that names a profile."""
+    keys = dict(fusion__actor_microbatches=1, trainer__recompute="none", parallel__sequence_parallel=False)
+    made = setting(4, **keys, **GPUS)
+    return replace(made, config=made.config.with_(fusion={"profile": "profile.json"}))
+
+
+def measured(made: Setting, *degrees: int, largest: float = 1e6) -> Ranking:
+    """Its search where every call was measured to take as many seconds as its tensor degree, counts up to `largest`."""
+    given = made.config.with_(parallel=dict.fromkeys((*ROWS, *TRAINED), "d4t1p1"))
+    profiles = tuple(of_degree(given, made.specs, degree, largest) for degree in degrees)
+    return Ranking(replace(made, inputs=replace(made.inputs, measured=TensorProfiles(profiles))))
+
+
+def test_tables_whose_degrees_were_not_measured_are_counted(profiled):
+    partly, wholly = measured(profiled, 1, 2), measured(profiled, 1, 2, 4)
+    told = doubts_of(partly, partly.found(2))[1]
+    count = partly.refused["not measured"]
+    assert (
+        told == f"fusion.profile=profile.json has tensor degrees 1, 2: {count:,} tables with 4 left out" and count > 0
+    )
+    told = doubts_of(wholly, wholly.found(2))[1]
+    assert told == "fusion.profile=profile.json has every tensor degree of these tables: 1, 2, 4"
+
+
+def test_what_is_larger_than_anything_measured_is_named(profiled):
+    made, ranking = profiled, measured(profiled, 1, 2, 4, largest=10.0)
+    found = ranking.found(2)
+    draft = made.draft(found.best.table)
+    longest = draft.limits.longest
+    told = doubts_of(ranking, found)[1].partition("; beyond what was measured the best table has ")[2].split(", ")
+    assert told[0] == f"{longest} tokens of a context (measured: 10)"  # an instance has fewer sequences
+    kinds = [one.partition(" ")[2].partition(" (")[0] for one in told[1:]]
+    scored = [f"tokens of a pack for {role}" for role in made.config.scorers()]
+    trained = [f"tokens of a micro-batch of {role}" for role in made.config.trained()]
+    assert kinds == ["tokens of a prefill", *scored, *trained]

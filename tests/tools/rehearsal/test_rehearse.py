@@ -1,0 +1,235 @@
+"""tools/rehearse.py: a slice of Llama-3-8B at its true widths, one rank of 16, all phases; what it refuses."""
+
+import json
+import shutil
+import sys
+
+import pytest
+from rehearsal.report import RankReport
+from rehearsal.stages import WHOLE, distinct_ranks, planned_bytes, rehearsal_draft, rehearse
+from testkit.llama3 import SHARED, SIZES
+from testkit.paths import ROOT
+from testkit.programs import call_tool, finish
+
+from rlhfuse.config.load import load_config
+from rlhfuse.planning.planner import make_plan
+from rlhfuse.schedule.io import save_schedule
+from rlhfuse.schedule.search.search import SearchSettings, search
+from tools import rehearse as tool
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the shim is compiled by g++")
+SLICE = SHARED | SIZES["8B"] | dict(num_hidden_layers=8)
+SMALL = SHARED | dict(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512)
+RUN = """
+actor: {{path: {folder}}}
+reward: {{path: {folder}}}
+data: {{train_files: [none.jsonl], max_prompt_tokens: 512}}
+rollout: {{prompts_per_iteration: 32, samples_per_prompt: 4, max_response_tokens: 1024}}
+algorithm: {{minibatches: 2}}
+fusion: {{actor_microbatches: 4, intra_stage: false}}
+parallel: {{actor_train: d2t2p4, critic_train: d2t2p4, generation: d8t2p1}}
+trainer: {{dtype: bfloat16, device: cuda, hardware: h100}}
+"""
+OF_FOUR = """data.max_prompt_tokens=64 rollout.prompts_per_iteration=16 rollout.samples_per_prompt=1
+    rollout.max_response_tokens=64 fusion.actor_microbatches=2 parallel.actor_train=d1t2p2 parallel.critic_train=d1t2p2
+    parallel.generation=d2t2p1 parallel.inference=d2t2p1""".split()
+
+
+def write(folder, shape):
+    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "run.yaml").write_text(RUN.format(folder=folder))
+    return folder / "run.yaml"
+
+
+@pytest.fixture(scope="module")
+def run_yaml(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("slice"), SLICE)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """What asks the tool for a small run of four ranks."""
+    shape = SMALL | dict(num_key_value_heads=2, vocab_size=1024)
+    return ("--config", write(tmp_path_factory.mktemp("small"), shape), "--world-size", 4, *OF_FOUR)
+
+
+@pytest.fixture(scope="module")
+def report(programs, run_yaml):
+    """Rank 6: the actor's last stage and the critic's first."""
+    draft = rehearsal_draft(load_config(run_yaml, []), 16)
+    plan = make_plan(draft)
+    assert plan.report.keeps_generation
+    found = rehearse(run_yaml, [], plan, 6, WHOLE, print)
+    return RankReport(found, planned_bytes(draft, plan, 6), plan.report.memory_limit)
+
+
+def test_whole_iterations_run_twice_as_on_cuda_and_are_saved_and_resumed(report):
+    names = [phase["phase"] for phase in report.found["phases"]]
+    iteration = ["moves", "generation", "inference", "training", "checkpoint"]
+    assert names == ["start", *iteration, *iteration, "resume"]
+    assert report.found["problems"] == {}
+    assert report.too_full == () and "rank 6 at its peak, training" in report.table()
+    assert "training" in report.text() and "over the limit" not in report.text()
+
+
+def test_samples_migrate_here_and_from_here(report):
+    """Sent in the first iteration, received in the second, by the run's own barrier and transfer."""
+    tail = 128 // 5 // 8  # of an instance, at the trigger
+    assert report.found["moved"] >= 2 * (tail - 1)
+    assert f"{report.found['moved']} samples came from other instances or went there" in report.text()
+
+
+def test_nothing_is_left_over_from_an_iteration(report):
+    """Only moments come in the first, and what is received into; saving takes host memory alone."""
+    first, second = (
+        {phase["phase"]: phase for phase in report.found["phases"] if phase["iteration"] == iteration}
+        for iteration in (0, 1)
+    )
+    assert second["training"]["peak"] == pytest.approx(first["training"]["peak"], rel=1e-5)
+    assert second["checkpoint"]["peak"] == pytest.approx(first["checkpoint"]["peak"], rel=1e-5)
+    outboxes = second["training"]["host"] - first["inference"]["host"]  # page-locked, of a mini-batch's samples
+    assert second["inference"]["host"] == second["training"]["host"] == first["training"]["host"] and 0 < outboxes < 5e6
+    state = second["checkpoint"]["host_peak"] - second["checkpoint"]["host"]
+    assert state == pytest.approx(report.planned["resume"] * 12 / 14, rel=0.2)  # 2 bytes of 14 are weights, dp is 2
+
+
+def test_memory_is_what_was_planned(report):
+    """Training holds what its schedule holds at most, which not every rank does."""
+    errors = {
+        name: report.planned[name] / phase["peak"] - 1 for name, phase in report.peaks.items() if name in report.planned
+    }
+    training = errors.pop("training")
+    assert 0 <= training <= 0.03 and max(map(abs, errors.values())) <= 0.01, (errors, training)
+
+
+def test_split_backwards_hold_what_was_planned(programs, run_yaml, tmp_path):
+    """What B leaves for W, and the gradients that were received for it: a searched schedule, in the fullest place."""
+    asked, file = ["fusion.intra_stage=search", "fusion.split_backward=true"], tmp_path / "schedule.json"
+    draft = rehearsal_draft(load_config(run_yaml, asked), 16)
+    save_schedule(file, search(draft.problem, SearchSettings(iterations=20_000, objective="memory"))[0])
+    draft = rehearsal_draft(load_config(run_yaml, [*asked, f"fusion.schedule={file}"]), 16)
+    plan = make_plan(draft)
+    peaks = draft.memory.held_by(plan.schedule)
+    rank = max(distinct_ranks(draft), key=lambda rank: planned_bytes(draft, plan, rank)["training"])
+    assert max(peaks) > 0 and all(pipeline.split for pipeline in plan.schedule.problem.pipelines)
+    found = rehearse(run_yaml, [*asked, f"fusion.schedule={file}"], plan, rank, ("training",), print)
+    planned = RankReport(found, planned_bytes(draft, plan, rank), plan.report.memory_limit)
+    beside = draft.memory.generation.weights + draft.memory.generation.kv  # which is kept, and was not rehearsed
+    assert plan.report.keeps_generation and found["problems"] == {}
+    training = (planned.planned["training"] - beside) / planned.peaks["training"]["peak"] - 1
+    assert -0.01 <= training <= 0.03, training
+
+
+def test_no_layer_waits_for_the_host(report):
+    places = [place for phase in report.found["phases"][1:] for place in phase["reads"]]
+    assert places and not [place for place in places if place.startswith("models/")]
+
+
+def test_one_rank_stands_for_each_combination_of_stages(run_yaml):
+    assert distinct_ranks(rehearsal_draft(load_config(run_yaml, []), 16)) == (0, 2, 4, 6)
+    layouts = ["parallel.critic_train=d4t2p2", "parallel.actor_train=d2t2p4"]
+    assert len(distinct_ranks(rehearsal_draft(load_config(run_yaml, layouts), 16))) == 4
+
+
+def test_layouts_that_are_auto_are_rehearsed_as_every_rank_chooses_them(run_yaml):
+    drafts = [rehearsal_draft(load_config(run_yaml, ["parallel=auto"]), 16) for _ in range(2)]
+    assert drafts[0].tasks == drafts[1].tasks and {task.layout.size for task in drafts[0].tasks} == {16}
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["--world-size", "16", "--rank", "16"], "--rank 16 is none of 16 ranks"),
+        (["--world-size", "16", "trainer.device=cpu"], "set trainer.device=cuda"),
+        (["--world-size", "16", "data.max_prompt_tokens=auto"], "give a number to rehearse with"),
+        (["--world-size", "12"], "12"),
+        (["--world-size", "16", "trainer.memory_limit_gb=0.01"], "but a rank of this h100 has"),
+    ],
+)
+def test_bad_input_is_one_line(run_yaml, arguments, complaint):
+    done = call_tool("rehearse", "--config", run_yaml, *arguments)
+    assert done.returncode == 2 and complaint in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_without_a_compiler_one_line_says_so(programs, run_yaml, tmp_path):
+    empty = {"PATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = programs.tool("rehearse", "--config", run_yaml, "--world-size", 16, **empty)
+    assert done.returncode == 2 and "needs g++" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_no_kernel_is_compiled_in_the_middle_of_a_program(programs, tmp_path):
+    """Micro-batches of two samples of 33 tokens, and of one: positions begin at any alignment behind the tokens."""
+    run_yaml = write(tmp_path, SMALL | dict(hidden_size=64, num_key_value_heads=2, vocab_size=304))
+    asked = ["data.max_prompt_tokens=13", "rollout.max_response_tokens=20", "rollout.prompts_per_iteration=2"]
+    asked += ["fusion.actor_microbatches=3", "parallel.generation=d2t1p1"]
+    asked += ["parallel.actor_train=d1t1p2", "parallel.critic_train=d1t1p2"]
+    draft = rehearsal_draft(load_config(run_yaml, asked), 2)
+    found = rehearse(run_yaml, asked, make_plan(draft), 1, ("training",), print)
+    assert found["launches"]["_turn"] > 0 and found["problems"] == {}
+
+
+# how it ends
+
+FAULTS = {  # file, what is there, what a fault would be, what a rehearsal says
+    "device": ("models/stage.py", "tokens = batch.tokens[None]", "tokens = batch.tokens[None].cpu()", "device"),
+    "contiguity": ("fusion/intra/p2p.py", "tensor.contiguous()", "tensor.transpose(0, 2)", "not contiguous"),
+}
+
+
+def found(problems: dict[str, int], *peaks: int) -> dict:
+    """A rank's rehearsal of one phase, iteration by iteration."""
+    phase = dict(phase="training", host=0, reserved=0, host_peak=0, table=[], reads={})
+    phases = [{**phase, "iteration": number, "peak": peak} for number, peak in enumerate(peaks)]
+    return dict(rank=0, phases=phases, problems=problems, moved=0)
+
+
+def test_the_fullest_iteration_of_a_phase_stands_for_it():
+    report = RankReport(found({}, 10, 30, 20), {"training": 27}, 29.0)
+    assert report.peaks["training"]["iteration"] == 1 and report.too_full == ("training",)
+    assert "-10.00%  over the limit" in report.text()
+
+
+@pytest.mark.parametrize(
+    "peak, problems, code, said",
+    [
+        (10**9, {}, 0, "training"),
+        (81 * 10**9, {}, 2, "rank 0: training takes 81.0 GB, a rank has 77.4 GB beside its process"),
+        (10**9, {"refused by NCCL: a tensor on the CPU": 3}, 1, "3 times: refused by NCCL: a tensor on the CPU"),
+        (81 * 10**9, {"all_reduce of a tensor on the CPU": 3}, 2, "over the limit"),
+    ],
+)
+def test_exits_with_2_over_the_limit_and_with_1_for_what_nccl_refuses(small, monkeypatch, peak, problems, code, said):
+    monkeypatch.setattr(tool, "rehearse", lambda *_: found(problems, peak))
+    done = call_tool("rehearse", *small, "--rank", 0)
+    assert done.returncode == code and said in done.stdout
+
+
+@pytest.mark.slow
+def test_one_rank_of_each_combination_of_stages_is_rehearsed(programs, small):
+    done = programs.tool("rehearse", *small, "--stages", "--phase", "moves")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "rehearsing rank 0, 2 of 4" in done.stdout
+    assert "memory of rank 0" in done.stdout and "memory of rank 2" in done.stdout
+
+
+def test_two_processes_compile_the_shim_at_once(programs, tmp_path):
+    code = "from rehearsal.shim import load_shim; load_shim(); import torch"
+    both = [programs.start(sys.executable, "-c", code, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]
+    for process in both:
+        finish(process)
+    (library,) = tmp_path.iterdir()
+    assert library.suffix == ".so"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_planted_into_the_code_is_found(programs, small, tmp_path, kind):
+    file, right, wrong, said = FAULTS[kind]
+    for folder in ("rlhfuse", "tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    text = (tmp_path / "rlhfuse" / file).read_text()
+    assert text.count(right) == 1
+    (tmp_path / "rlhfuse" / file).write_text(text.replace(right, wrong))
+    words = (*small, "--rank", 2, "--phase", "training")
+    done = programs.python(tmp_path / "tools/rehearse.py", *words, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and said in done.stdout + done.stderr, (done.stdout + done.stderr)[-2000:]

@@ -1,0 +1,136 @@
+"""Predictions made from a run's directory: exact where every phase follows its rule, and honest about what lacks."""
+
+import json
+
+import pytest
+from run_report.forecast import PARTS, PHASES, Forecaster, action_seconds, predicted_spans
+from run_report.forecast_table import ForecastTable, PhaseRow, span_table
+from run_report.report import render_report
+from run_report.run_files import RunFiles
+from testkit.finished_run import GATHER, START, write_run
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.monitor.trace import Span
+from rlhfuse.schedule.ir.action import Action, Kind
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return RunFiles.read(write_run(tmp_path_factory.mktemp("finished") / "run"))
+
+
+def test_phases_that_follow_their_rules_are_predicted(run):
+    table = ForecastTable.of(run, skip=3)
+    assert table.iterations == (3, 4)
+    assert {row.phase: row.error for row in table.rows} == pytest.approx(dict.fromkeys(PHASES, 0.0), abs=1e-6)
+    assert all(row.blind_error > 0 for row in table.rows if row.phase in ("gen", "adv", "train", "step"))
+    assert "weights moved          0.100 s   0.100 s    0.0%" in table.text()
+    assert "over 2 iterations" in table.text()
+    assert [row["phase"] for row in table.to_dict()["phases"]] == list(PHASES)
+
+
+def test_graphs_that_every_iteration_records_are_predicted(run):
+    found = Forecaster(run).forecast(4)
+    for row in run.rows:
+        row["timing_s/graph_capture"] = 0.5
+    try:
+        assert Forecaster(run).forecast(4).seconds["gen"] == pytest.approx(found.seconds["gen"] + 0.5)
+    finally:
+        for row in run.rows:
+            del row["timing_s/graph_capture"]
+
+
+def test_waiting_for_the_reward_function_is_predicted(run, tmp_path):
+    """Its workers are busy for longer than all else; the edges around generation with inference stay what they were."""
+    slow = RunFiles.read(write_run(tmp_path / "run", reward=0.2))
+    found, fast = Forecaster(slow).forecast(4), Forecaster(run).forecast(4)
+    assert found.timeline.reward_seconds > 0.1 and fast.timeline.reward_seconds == 0
+    assert found.seconds["infer"] == pytest.approx(slow.rows[4]["timing_s/infer"])
+    assert found.seconds["infer"] == pytest.approx(fast.seconds["infer"] + found.timeline.reward_seconds)
+    kinds = {span.kind for span in predicted_spans(slow, 4)[0]}
+    assert "reward" in kinds and {span.kind for span in slow.traced_iterations()[4]} == kinds
+
+
+def test_the_parts_add_up_and_the_first_iteration_counts_while_there_is_no_other(run):
+    forecaster = Forecaster(run)
+    assert forecaster.iterations == (1, 2, 3, 4)
+    for number in forecaster.iterations:
+        found = forecaster.forecast(number)
+        for seconds in (found.seconds, found.blind):
+            assert seconds["step"] == pytest.approx(sum(seconds[part] for part in PARTS) + 0.05)
+        assert found.seconds["reshard"] == pytest.approx(1.0 if number == 1 else 0.1)
+        edges = found.seconds["gen"] + found.seconds["infer"] - found.timeline.total_seconds
+        assert edges == pytest.approx(START + GATHER)
+    with pytest.raises(InputError, match="iteration 0 is the run's first"):
+        forecaster.forecast(0)
+
+
+def test_predicted_spans_lie_where_the_measured_ones_do(run):
+    measured = run.traced_iterations()[4]
+    predicted, reason = predicted_spans(run, 4)
+    assert reason == "" and {span.group for span in predicted} == {"predicted"} and len(predicted) == len(measured)
+
+    def places(spans):
+        return sorted((span.rank, span.kind, span.name, span.start_seconds, span.end_seconds) for span in spans)
+
+    for ours, theirs in zip(places(predicted), places(measured)):
+        assert ours[:3] == theirs[:3] and ours[3:] == pytest.approx(theirs[3:], abs=1e-5)
+
+
+def test_an_optimizer_step_takes_what_the_last_rank_to_come_took():
+    spans = [Span("actor:0ST", "actor ST", 0, 0.0, 0.5), Span("actor:1ST", "actor ST", 1, 0.0, 1.5)]
+    spans += [Span(f"actor:1F{i}", "actor F", 1, 2.0, 3.0 + i) for i in (0, 1)]
+    seconds = action_seconds(spans)
+    assert seconds(Action("actor", 1, Kind.ST)) == seconds(Action("actor", 0, Kind.ST)) == 0.5
+    assert seconds(Action("actor", 1, Kind.F, 7)) == 1.5
+
+
+@pytest.mark.parametrize("name", ["costs.json", "plan.json", "schedule.json"])
+def test_what_a_prediction_needs_is_named(tmp_path, name):
+    folder = write_run(tmp_path / "run", iterations=3)
+    assert "predicted above measured" in render_report(RunFiles.read(folder))
+    (folder / name).unlink()
+    run = RunFiles.read(folder)
+    with pytest.raises(InputError, match=f"no {name}"):
+        ForecastTable.of(run)
+    assert predicted_spans(run, 2)[0] == []
+    page = render_report(run)
+    assert f"no {name}: nothing can be predicted without it" in page and "predicted above measured" not in page
+
+
+def test_a_run_of_one_iteration_is_measured_only_and_a_trace_without_their_numbers_is_shown_as_none(tmp_path):
+    folder = write_run(tmp_path / "run", iterations=1)
+    run = RunFiles.read(folder)
+    with pytest.raises(InputError, match="no iteration can be predicted"):
+        ForecastTable.of(run)
+    assert "one iteration, and each is predicted from those before" in render_report(run)
+    raw = json.loads((folder / "trace.json").read_text())
+    for event in raw["traceEvents"]:
+        event["args"] = {}
+    (folder / "trace.json").write_text(json.dumps(raw))
+    assert run.traced_iterations() and RunFiles.read(folder).traced_iterations() == {}
+
+
+def test_errors_of_both_signs_do_not_cancel():
+    row = PhaseRow("gen", measured=4.0, predicted=4.0, off=1.0, blind=6.0, blind_off=2.0)
+    table = ForecastTable((2, 3), (row,))
+    assert (table.mean_error, table.blind_mean_error) == (0.25, 0.5)
+    assert "generation             2.000 s   2.000 s   25.0%" in table.text()
+
+
+def span(kind, rank, start, seconds, group="measured"):
+    return Span(kind, kind, rank, start, start + seconds, group)
+
+
+def test_work_is_added_up_over_iterations():
+    spans = [span("reshard", rank, start, 1.0) for rank in (0, 1) for start in (0.0, 10.0)]
+    spans += [span("reshard", 0, 10.0, 0.5, "predicted"), span("score", 0, 2.0, 3.0), span("score", 0, 5.0, 1.0)]
+    lines = span_table(spans).splitlines()
+    assert lines[1:] == [
+        "   0 reshard      1.000 s   0.250 s   -0.750 s",
+        "   0 score        2.000 s   0.000 s   -2.000 s",
+        "   1 reshard      1.000 s   0.000 s   -1.000 s",
+    ]
+    for broken in ([], [span("score", 0, 0.0, 1.0)]):
+        with pytest.raises(InputError, match="no measured 'reshard'"):
+            span_table(broken)

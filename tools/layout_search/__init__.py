@@ -1,0 +1,1 @@
+"""What a search of layouts says: tables, wishes, sizes, a curve of memory, how sure it is."""

@@ -1,0 +1,237 @@
+"""What a search of layouts found, for people and as search.json: the best tables, the proof that none is faster, what
+wishes cost, memory against time, and how sure all that is.
+
+Two searches of the same say the same to the last byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
+from typing import Any
+
+from layout_search.memory_curve import memory_curve
+from layout_search.sensitivity import TABLES, Swing, sensitivity
+from layout_search.wishes import Wish, cheap_wishes, dear_wishes
+from text_table import aligned
+
+from rlhfuse.costs.profile_files import TensorProfiles
+from rlhfuse.costs.profiled import ProfiledCost
+from rlhfuse.planning.price import CAPTURE, GENERATION, MOVES, OFFLOAD, SCHEDULES, STEPS
+from rlhfuse.planning.search.search import TOP, Found, Ranking, Row
+from rlhfuse.planning.training_problem import equal_microbatch
+
+VERSION = 1
+PHASES = {  # columns of the table, and the parts of a price that each sums
+    "gen+inf": (GENERATION,),
+    "train": (SCHEDULES, STEPS),
+    "moves": (MOVES,),
+    "other": (OFFLOAD, CAPTURE),
+}
+HEAD = ("", "seconds", *PHASES, "peak GB", "phase", "generation", "inference", "actor_train", "critic_train", "M1")
+HEAD += ("recompute", "sequence_parallel")
+LEFT = HEAD.index("phase")  # from here on columns begin at the left
+
+
+@dataclass(frozen=True)
+class SearchAnswer:
+    """What was found; `lengths`: a line on those that it was searched for. `priced`: all rows that were, wishes'
+    among them; `swings`: of the best `TABLES`, if they were asked for."""
+
+    found: Found
+    lengths: str
+    wishes: tuple[Wish, ...]
+    priced: tuple[Row, ...]
+    swings: tuple[Swing, ...]
+    doubts: tuple[str, ...]
+
+    @property
+    def curve(self) -> tuple[Row, ...]:
+        return memory_curve(self.priced)
+
+    def render(self) -> str:
+        lines = [*header(self.found), self.lengths, *proof(self.found), *best_tables(self.found.rows)]
+        lines += [*wishes_table(self.wishes), curve_line(self.curve)]
+        return "\n".join((*lines, *swing_lines(self.swings), "sure of it?", *(f"  {doubt}" for doubt in self.doubts)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """search.json; tools/try_plans.py reads world_size and, of each of the tables, overrides and parts."""
+        found = self.found
+        return {
+            "version": VERSION,
+            "world_size": found.world_size,
+            "hardware": found.hardware,
+            "lengths": self.lengths,
+            "training_rows": found.training_rows,
+            "generation_rows": found.generation_rows,
+            "tables": [row_to_dict(row) for row in found.rows],
+            "refused": dict(found.refused),
+            "bound": None if found.bound == inf else found.bound,
+            "priced": found.priced,
+            "drafted": found.drafted,
+            "wishes": [{**wish.to_dict(), "table": wish.row and row_to_dict(wish.row)} for wish in self.wishes],
+            "memory": [{"needed_bytes": row.needed_bytes, "seconds": row.seconds} for row in self.curve],
+            "sensitivity": [swing.to_dict() for swing in self.swings],
+            "doubts": list(self.doubts),
+        }
+
+
+def answer_of(ranking: Ranking, top: int = TOP, thorough: bool = False) -> SearchAnswer:
+    """`thorough`: with what takes searches of its own, and with wrong constants. Raises InputError where nothing
+    fits."""
+    found, setting = ranking.found(top), ranking.setting
+    wishes, swings = cheap_wishes(ranking, found.best), ()
+    if thorough:
+        wishes = (*dear_wishes(setting, found.best), *wishes)
+        again = tuple(row for row, _ in islice(ranking.ranked(), TABLES))
+        swings = tuple(sensitivity(setting, again))
+    rows = (*ranking.priced, *(wish.row for wish in wishes if wish.row))
+    return SearchAnswer(found, setting.inputs.lengths.told, wishes, rows, swings, doubts_of(ranking, found))
+
+
+def overrides(row: Row) -> list[str]:
+    """Arguments that give a run this table, whatever layouts its file has."""
+    return ["parallel=auto", *row.table.overrides()]
+
+
+def row_to_dict(row: Row) -> dict[str, Any]:
+    """Seconds and bytes are not rounded."""
+    return {
+        "overrides": overrides(row),
+        "seconds": row.seconds,
+        "parts": dict(row.price.parts),
+        "needed_bytes": row.needed_bytes,
+        "limit_bytes": row.limit_bytes,
+        "fullest_phase": row.fullest.phase,
+    }
+
+
+def header(found: Found) -> tuple[str, ...]:
+    tables = f"{found.training_rows:,} training tables x {found.generation_rows} of generation and inference"
+    return (f"searched {tables} on {found.world_size} {found.hardware}",)
+
+
+def proof(found: Found) -> tuple[str, ...]:
+    """What was refused, what was looked at how closely, and why no other table can be among the best."""
+    counts = ", ".join(f"{count:,} {rule}" for rule, count in found.refused.items())
+    looked = f"  priced exactly: {found.priced}; memory checked: {found.drafted}"
+    if found.bound == inf:
+        return f"  refused: {counts or 'none'}", f"{looked}; no other table fits"
+    others = f"all others have a bound of {found.bound:.4g} s or more: no table of this space is predicted to be faster"
+    return f"  refused: {counts or 'none'}", f"{looked}; {others}"
+
+
+def best_tables(rows: Sequence[Row]) -> list[str]:
+    """A line for each, the fastest first, seconds of an iteration."""
+    return aligned((HEAD, *(_cells(number, row) for number, row in enumerate(rows, start=1))), LEFT)
+
+
+def wishes_table(wishes: Sequence[Wish]) -> list[str]:
+    """What each costs, and the part of the price that grows most."""
+    lines = [("if you insist on", "it costs", "because")]
+    for wish in wishes:
+        why = "one of the best" if wish.row else ""
+        if wish.because:
+            name, seconds, least = wish.because
+            why = f"{name} {seconds:.3g} s instead of {least:.3g}"
+        lines.append((wish.wanted, "nothing fits" if wish.cost is None else f"{wish.cost:+.1%}", why))
+    return aligned(lines)
+
+
+def curve_line(curve: Sequence[Row]) -> str:
+    points = " | ".join(f"{gigabytes(row.needed_bytes)} GB {row.seconds:.4g} s" for row in curve)
+    return f"memory against time, of the tables priced: {points}"
+
+
+def swing_lines(swings: Sequence[Swing]) -> list[str]:
+    """The worst of all, then the constants under which another table is faster, with how much it would be."""
+    if not swings:
+        return []
+    changed = [swing for swing in swings if swing.behind > 0]
+    worst = max(swing.behind for swing in swings)
+    head = f"each constant of the machine 20% down or up, the best {TABLES} tables priced again: the first "
+    if not changed:
+        return [f"{head}stays the fastest of them"]
+    lines = [f"{head}stays within {worst:.1%} of the best of them"]
+    return lines + [
+        f"  {swing.constant} x {swing.factor:g}: table {swing.winner} is faster, the first {swing.behind:+.1%}"
+        for swing in changed
+    ]
+
+
+def doubts_of(ranking: Ranking, found: Found) -> tuple[str, ...]:
+    """How near the second is, what of the costs was measured, and how to measure the best tables."""
+    if len(found.rows) > 1:
+        following = f"best and second differ by {found.rows[1].seconds / found.best.seconds - 1:.1%}"
+    else:
+        following = "no other table fits" if found.bound == inf else f"all others take {found.bound:.4g} s or more"
+    top = min(3, len(found.rows))
+    tried = f"to measure the best {top}: --search --json > search.json, then tools/try_plans.py --search search.json"
+    return (
+        following,
+        f"{_measured(ranking)}{_beyond(ranking, found.best)}",
+        *ranking.setting.notes,
+        f"{tried} --top {top}",
+    )
+
+
+def _measured(ranking: Ranking) -> str:
+    """What lies outside of it."""
+    space, measured = ranking.space, ranking.setting.inputs.measured
+    profile = ranking.setting.config.fusion.profile
+    rows = [layout for row in space.generation for layout in (row.generation, row.inference)]
+    rows += [layout for row in space.training for layout in (row.actor, row.critic) if layout]
+    degrees = sorted({layout.tp for layout in rows})
+    if measured is None:
+        words = ",".join(map(str, degrees))
+        fix = f"tools/profile_costs.py --tensor {words} measures them for fusion.profile"
+        return f"nothing was measured, all costs are analytic; {fix}"
+    if not isinstance(measured, TensorProfiles):
+        return f"costs are those of fusion.profile={profile}; start-ups and links beside them are analytic"
+    known = ", ".join(map(str, measured.degrees))
+    missing = [str(degree) for degree in degrees if degree not in measured.degrees]
+    if not missing:
+        return f"fusion.profile={profile} has every tensor degree of these tables: {known}"
+    count = ranking.refused["not measured"]
+    return f"fusion.profile={profile} has tensor degrees {known}: {count:,} tables with {', '.join(missing)} left out"
+
+
+def _beyond(ranking: Ranking, best: Row) -> str:
+    """What of the best table is larger than anything that was measured, where a profile says what was."""
+    draft = ranking.setting.draft(best.table)
+    if not isinstance(draft.costs, ProfiledCost):
+        return ""
+    limits, shares = draft.limits, draft.ranks.shape.shares
+    sequences = min(limits.max_sequences, -(-draft.config.samples_per_iteration // draft.batch.instances))
+    pack = min(sequences * limits.longest, max(limits.score_tokens, limits.longest))
+    training = {share.model: equal_microbatch(draft.drawn, draft.batch, share).tokens for share in shares}
+    outside = draft.costs.beyond(sequences, limits.longest, pack, training)
+    return f"; beyond what was measured the best table has {', '.join(outside)}" if outside else ""
+
+
+def by_phase(parts: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of the columns."""
+    return {phase: sum(parts[name] for name in names) for phase, names in PHASES.items()}
+
+
+def gigabytes(count: float) -> str:
+    """In 10^9 bytes, as trainer.memory_limit_gb."""
+    return f"{count / 1e9:.3g}"
+
+
+def _cells(number: int, row: Row) -> tuple[str, ...]:
+    table, seconds = row.table, by_phase(row.price.parts).values()
+    layouts = table.generation, table.inference, table.actor_train, table.critic_train or "-"
+    return (
+        str(number),
+        f"{row.seconds:.4g}",
+        *(f"{part:.3g}" for part in seconds),
+        gigabytes(row.needed_bytes),
+        row.fullest.phase,
+        *map(str, layouts),
+        str(table.microbatches),
+        table.recompute,
+        str(table.sequence_parallel).lower(),
+    )

@@ -1,0 +1,212 @@
+"""Placements by name, those of other systems among them, each with its best split and layouts, found exactly.
+
+FlexRLHF: interleaving 1 and 2, disaggregated with shadow models. ReaLHF and REAL: the heuristic, and the free search.
+Phases are serial: generation, then inference, then training; within a phase calls on disjoint ranks run side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+
+from placements.across_iterations import best_lanes
+from placements.mesh import Mesh, MeshTree
+from placements.problem import MeshPlan, MeshProblem
+from placements.run_problem import RunProblem
+from placements.search import best_plan
+from placements.walk import greedy_plan, walk
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.planning.memory import TRAINED
+
+WALK_STEPS, WALK_SEED = 4000, 1
+Places = Mapping[str, Callable[[Mesh], bool]]  # by call: where it may run
+Found = tuple[float, MeshPlan]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`seconds` of an iteration, infinite where it cannot be: then `why_not` says it. `bound`: seconds that it would
+    take with all the memory it wants, below which no layouts bring it; infinite where no memory would help."""
+
+    name: str
+    seconds: float
+    plan: MeshPlan
+    why_not: str = ""
+    note: str = ""
+    bound: float = inf
+
+
+def placements(
+    run: RunProblem, roomy: RunProblem | None = None, told: Callable[[str], None] = lambda what: None
+) -> tuple[Placement, ...]:
+    """All of them; `free` is last, and no slower than any other but the critic's across iterations. `roomy`: the same
+    run with memory without end, if bounds are wanted."""
+    found = []
+    for name, best in SHAPES.items():
+        told(name)
+        try:
+            placed = Placement(name, *best(run))
+        except InputError as error:
+            placed = Placement(name, inf, {}, str(error))
+        found.append(replace(placed, bound=_bound(best, roomy)))
+    told("free")
+    free = _free(run, [one.plan for one in found if one.plan and one.name not in OVERLAPPED])
+    return (*found, replace(free, bound=_bound(lambda run: _exact(run.problem, run.aligned), roomy)))
+
+
+def _bound(best: Callable[[RunProblem], Found], roomy: RunProblem | None) -> float:
+    try:
+        return best(roomy)[0] if roomy else inf
+    except InputError:
+        return inf
+
+
+def _free(run: RunProblem, starts: Iterable[MeshPlan]) -> Placement:
+    """The best on aligned meshes, exactly; then a walk over all meshes from it, or from a start that is better."""
+    problem = run.problem
+    try:
+        exact = best_plan(problem, run.aligned)
+    except InputError as error:
+        return Placement("free", inf, {}, str(error))
+    start = min([exact.plan, *starts], key=problem.seconds)
+    walked = walk(problem, start, run.meshes, WALK_STEPS, WALK_SEED)
+    greedy = walk(problem, greedy_plan(problem, run.meshes), run.meshes, WALK_STEPS, WALK_SEED)
+    bound = min(exact.bound, exact.seconds)
+    reached = f"{greedy.seconds:.4g} s" if greedy.fits else "nothing that fits"
+    note = (
+        f"on aligned meshes {exact.seconds:.4g} s: {exact.priced} of {exact.placements} placements of trainings were "
+        f"priced, all others take {bound:.4g} s or more; a random walk of {WALK_STEPS} steps from ReaLHF's greedy "
+        f"start finds {reached}"
+    )
+    return Placement("free", walked.seconds, walked.plan, note=note)
+
+
+def _colocated(run: RunProblem) -> Found:
+    return _best(run, [(run.aligned, {})])
+
+
+def _split_training(run: RunProblem) -> Found:
+    _needs(run, "critic_train")
+    return _best(run, ((tree, _at(actor_train=a, critic_train=b)) for tree, a, b in _halves(run)))
+
+
+def _interleaving_1(run: RunProblem) -> Found:
+    _needs(run, "reference_inference", "reward_inference")
+    return _best(run, ((tree, _at(reference_inference=a, reward_inference=b)) for tree, a, b in _halves(run)))
+
+
+def _interleaving_2(run: RunProblem) -> Found:
+    """Generation on all ranks or the actor's."""
+    _needs(run, "reference_inference", "reward_inference", "critic_train")
+    whole, tables = run.whole, []
+    for tree, a, b in _halves(run):
+        places = {**_at(actor_train=a, critic_train=b, critic_inference=b), "generation": {a, whole}.__contains__}
+        tables.append((tree, {**places, **_at(reference_inference=a, reward_inference=b)}))
+        tables.append((tree, {**places, **_at(reference_inference=b, reward_inference=a)}))
+    return _best(run, tables)
+
+
+def _disaggregated(run: RunProblem) -> Found:
+    """Trainings on some ranks, generation and inference with copies of their own on the others."""
+    tables = []
+    for tree, a, b in _halves(run):
+        tables.append((tree, {name: (b if name in TRAINED else a).holds for name in run.problem.calls}))
+    return _best(run, tables)
+
+
+def _critic_across(run: RunProblem) -> Found:
+    _needs(run, "critic_train")
+    lanes = [found for _, a, b in _halves(run) if (found := best_lanes(run.problem, a, b))]
+    if not lanes:
+        raise InputError("no split has room for the actor's calls on one part and the critic's on the other")
+    return min(lanes, key=lambda found: found[0])
+
+
+def _heuristic(run: RunProblem) -> Found:
+    """All calls on all ranks with as many tensor ranks as fit; of pipelines the fastest."""
+    here = {name: call.options.get(run.whole, ()) for name, call in run.problem.calls.items()}
+    why = InputError("no layout fits on all ranks")
+    for most in sorted({one.layout.tp for some in here.values() for one in some}, reverse=True):
+        calls = {}
+        for name, some in here.items():
+            degree = max((one.layout.tp for one in some if one.layout.tp <= most), default=0)
+            calls[name] = {run.whole: tuple(one for one in some if one.layout.tp == degree)}
+        try:
+            return _exact(_with_options(run.problem, calls), run.aligned)
+        except InputError as error:
+            why = error
+    raise why
+
+
+SHAPES: Mapping[str, Callable[[RunProblem], Found]] = {
+    "colocated, serial": _colocated,
+    "split training": _split_training,
+    "interleaving 1": _interleaving_1,
+    "interleaving 2": _interleaving_2,
+    "disaggregated": _disaggregated,
+    "critic across iterations": _critic_across,
+    "REAL's heuristic": _heuristic,
+}
+OVERLAPPED = ("critic across iterations",)  # whose seconds are a period, not an iteration from its beginning to its end
+
+
+def _best(run: RunProblem, tables: Iterable[tuple[MeshTree, Places]]) -> Found:
+    """Finds the best of tables; a call without a place runs on all ranks. Raises InputError where none fits."""
+    best, why = None, InputError(f"{run.machines.ranks} ranks have no two parts of whole machines, or halves of one")
+    for tree, places in tables:
+        try:
+            found = _exact(_restricted(run, places), tree)
+        except InputError as error:
+            why = error
+            continue
+        if best is None or found[0] < best[0]:
+            best = found
+    if best is None:
+        raise why
+    return best
+
+
+def _exact(problem: MeshProblem, tree: MeshTree) -> Found:
+    found = best_plan(problem, tree)
+    return found.seconds, found.plan
+
+
+def _restricted(run: RunProblem, places: Places) -> MeshProblem:
+    calls = {}
+    for name, call in run.problem.calls.items():
+        allowed = places.get(name, run.whole.__eq__)
+        calls[name] = {mesh: some for mesh, some in call.options.items() if allowed(mesh)}
+    return _with_options(run.problem, calls)
+
+
+def _with_options(problem: MeshProblem, options: Mapping[str, Mapping]) -> MeshProblem:
+    """Raises InputError for a call that is left with none."""
+    for name, by_mesh in options.items():
+        if not any(by_mesh.values()):
+            raise InputError(f"no layout of {name} fits there")
+    phases = (tuple(replace(call, options=options[call.name]) for call in phase) for phase in problem.phases)
+    return replace(problem, phases=tuple(phases))
+
+
+def _at(**meshes: Mesh) -> dict[str, Callable[[Mesh], bool]]:
+    return {name: mesh.__eq__ for name, mesh in meshes.items()}
+
+
+def _halves(run: RunProblem) -> Iterator[tuple[MeshTree, Mesh, Mesh]]:
+    """Two blocks of all ranks, either way round; of those that differ by the numbers of equal ranks alone the first."""
+    seen = set()
+    for tree in run.splits:
+        left, right = (part.mesh for part in tree.parts)
+        for one, other in ((left, right), (right, left)):
+            kind = tuple(run.machines.on(mesh.first, mesh.last) for mesh in (one, other)), one.size
+            if kind not in seen:
+                seen.add(kind)
+                yield tree, one, other
+
+
+def _needs(run: RunProblem, *names: str) -> None:
+    for name in names:
+        if name not in run.problem.calls:
+            raise InputError(f"this run has no {name}")

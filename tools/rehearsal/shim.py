@@ -1,0 +1,70 @@
+"""A CUDA device that is there and does nothing, for a torch without CUDA: shim.cpp, compiled once on this machine.
+
+It must be loaded before torch, which asks for such a device once, while it is imported; this file does not import it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.kernel_cache import cache_folder
+
+SOURCE = Path(__file__).with_name("shim.cpp")
+TORCH = "2.13"  # the minor version whose private names device.py and tensors.py use
+
+
+def refuse_unless_possible() -> None:
+    """Raise InputError where this machine cannot rehearse: another torch, or no compiler."""
+    version = importlib.metadata.version("torch")
+    if not version.startswith(f"{TORCH}."):
+        raise InputError(
+            f"a rehearsal is written for torch {TORCH}, and this is {version}; install torch {TORCH} (CPU)"
+        )
+    if not _library().exists() and shutil.which("g++") is None:
+        raise InputError("a rehearsal needs g++, once, to compile tools/rehearsal/shim.cpp; install it")
+
+
+def load_shim() -> None:
+    """Make torch, which is not imported yet, find one CUDA device. Raises InputError where it cannot be compiled."""
+    assert "torch" not in sys.modules, "torch has looked for devices already"
+    refuse_unless_possible()
+    library = _library()
+    if not library.exists():
+        _compile(library)
+    ctypes.CDLL(str(_torch() / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library))
+
+
+def _torch() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None, "torch is installed"
+    return Path(spec.origin).parent
+
+
+def _library() -> Path:
+    source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]
+    return cache_folder(SOURCE) / f"shim-torch{importlib.metadata.version('torch')}-{source}.so"
+
+
+def _compile(library: Path) -> None:
+    headers = [_torch() / "include", _torch() / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        words = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", *(f"-I{path}" for path in headers)]
+        done = subprocess.run([*words, str(SOURCE), "-o", str(made)], capture_output=True, text=True)
+        if done.returncode:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+            raise InputError(f"g++ cannot compile {SOURCE}: {first}")
+        os.replace(made, library)  # another process may have been quicker
