@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from rlhfuse.config.spec import ModelSpec
@@ -17,6 +18,48 @@ JOINED = {  # by architecture: names in a layer of tensors that hold several, on
 T = TypeVar("T")  # of a tensor: its values or its shape
 
 
+@dataclass(frozen=True)
+class LayerWeight:
+    """A weight of a layer by Megatron-core's name, and the checkpoint's tensors that it is made of, along dimension 0.
+
+    `grouped`: of each KV group the rows of every part lie side by side; else one part follows another.
+    """
+
+    name: str
+    parts: Mapping[str, tuple[int, ...]]  # name in the checkpoint's layer -> shape
+    cut: int | None = None  # dimension that tensor ranks cut; None: each has all of it
+    grouped: bool = False
+
+
+def layer_weights(spec: ModelSpec) -> list[LayerWeight]:
+    """All of a layer."""
+    hidden, q, kv = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    qkv = {f"self_attn.{n}_proj": rows for n, rows in (("q", q), ("k", kv), ("v", kv))}
+    fused, fc1 = {f"{name}.weight": (rows, hidden) for name, rows in qkv.items()}, ("gate", "up")
+    weights = [
+        LayerWeight("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
+        LayerWeight("self_attention.linear_qkv.weight", fused, 0, grouped=True),
+        LayerWeight("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, q)}, 1),
+        LayerWeight("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
+        LayerWeight("mlp.linear_fc1.weight", {f"mlp.{n}_proj.weight": (spec.mlp, hidden) for n in fc1}, 0),
+        LayerWeight("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, spec.mlp)}, 1),
+    ]
+    if spec.qkv_bias:
+        biases = {f"{name}.bias": (rows,) for name, rows in qkv.items()}
+        weights.append(LayerWeight("self_attention.linear_qkv.bias", biases, 0, grouped=True))
+    if spec.proj_bias:
+        weights.append(LayerWeight("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": (hidden,)}))
+    for n in "qk" if spec.qk_norm else "":
+        norm = {f"self_attn.{n}_norm.weight": (spec.head_dim,)}
+        weights.append(LayerWeight(f"self_attention.{n}_layernorm.weight", norm))
+    return weights
+
+
+def layer_shapes(spec: ModelSpec, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's weights, each by itself, under names that begin with `prefix`."""
+    return {prefix + name: shape for weight in layer_weights(spec) for name, shape in weight.parts.items()}
+
+
 def expected_tensors(spec: ModelSpec, scalar_head: bool) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every tensor that a model of this shape must have."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab, spec.hidden)}
@@ -29,30 +72,7 @@ def expected_tensors(spec: ModelSpec, scalar_head: bool) -> dict[str, tuple[int,
     if scalar_head:
         shapes[SCALAR_HEAD] = (1, spec.hidden)
     elif not spec.tied_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
-    return shapes
-
-
-def layer_shapes(spec: ModelSpec, p: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's weights, each by itself, under names that begin with `p`."""
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        p + "input_layernorm.weight": (spec.hidden,),
-        p + "self_attn.q_proj.weight": (q, spec.hidden),
-        p + "self_attn.k_proj.weight": (kv, spec.hidden),
-        p + "self_attn.v_proj.weight": (kv, spec.hidden),
-        p + "self_attn.o_proj.weight": (spec.hidden, q),
-        p + "post_attention_layernorm.weight": (spec.hidden,),
-        p + "mlp.gate_proj.weight": (spec.mlp, spec.hidden),
-        p + "mlp.up_proj.weight": (spec.mlp, spec.hidden),
-        p + "mlp.down_proj.weight": (spec.hidden, spec.mlp),
-    }
-    if spec.qkv_bias:
-        shapes |= {p + f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", q), ("k", kv), ("v", kv))}
-    if spec.proj_bias:
-        shapes[p + "self_attn.o_proj.bias"] = (spec.hidden,)
-    if spec.qk_norm:
-        shapes |= {p + f"self_attn.{n}_norm.weight": (spec.head_dim,) for n in "qk"}
+        shapes[LM_HEAD] = (spec.vocab, spec.hidden)
     return shapes
 
 
