@@ -13,7 +13,7 @@ from numba.core import event
 from rlhfuse.gen.engine import SamplingParams
 from rlhfuse.gen.compile_kernels import compile_kernels
 from rlhfuse.models.attention.packed.sequences import SequenceBorders
-from rlhfuse.models.attention.varlen_attention import varlen_attention
+from rlhfuse.models.attention.backends import varlen_attention
 from testkit.gen_models import engine_of, tiny_spec
 
 compile_kernels(torch.{dtype})

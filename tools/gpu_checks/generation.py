@@ -11,11 +11,10 @@ from gpu_checks.bench import DTYPES, Bench
 from gpu_checks.result import TOLERANCE, relative, require
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.models.attention.backends import choose_paged
+from rlhfuse.models.attention.backends import choose_paged, varlen_attention
 from rlhfuse.models.attention.packed.sequences import SequenceBorders
 from rlhfuse.models.attention.paged.cache import CacheShape, PagedQueries
 from rlhfuse.models.attention.paged.flashinfer import obstacle as flashinfer_obstacle
-from rlhfuse.models.attention.varlen_attention import varlen_attention
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int) -> torch.Tensor:
@@ -50,10 +49,7 @@ def check_varlen(bench: Bench, kind: str) -> dict:
 
 
 def check_paged(bench: Bench, kind: str, block_tokens: int, library: str | None = None) -> dict:
-    """Attention over cache blocks in any order against the formula: decode with padding, and chunks after a prefix.
-
-    By our own kernels, or by flashinfer's where they can serve.
-    """
+    """Attention over cache blocks, ours or flashinfer's, against its formula: padded decode, chunks after a prefix."""
     dtype, generator = DTYPES[kind], torch.Generator().manual_seed(3)
     heads, groups, dim = (32, 8, 128) if bench.on_gpu else (8, 2, 32)
     contexts = [1, 3000, 300, 17, 64, 1025] if bench.on_gpu else [1, 70, 17]
@@ -83,9 +79,7 @@ def check_paged(bench: Bench, kind: str, block_tokens: int, library: str | None 
             k, v = (x[tables[s].long()].flatten(0, 1)[:context] for x in (keys, values))
             wanted.append(reference_attention(own, k, v, context - count))
         errors[step] = relative(out, torch.cat(wanted))
-    return require(
-        max(errors.values()) < TOLERANCE[dtype], {"attention": chosen.line("attention of generation"), **errors}
-    )
+    return require(max(errors.values()) < TOLERANCE[dtype], {"attention": chosen.line("generation"), **errors})
 
 
 def greedy_prompts() -> list[list[int]]:

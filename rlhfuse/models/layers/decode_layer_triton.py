@@ -84,7 +84,7 @@ def _place_heads_kernel(
 
 
 def add_norm(x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x + (delta + bias), which is written over x; without a delta, of x. x, delta [T, C] contiguous.
+    """As decode_layer.py's; x and delta contiguous.
 
     Bytes: 8 T C, or 4 T C without a delta: x and delta read, x and the result written.
     """
@@ -110,10 +110,8 @@ def place_heads(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Queries, normed and turned [T, H, D]; keys, alike, and values go to their slots of the cache.
+    """As decode_layer.py's; qkv contiguous.
 
-    qkv [T, G * (H / G + 2) * D] contiguous, of each group its queries, key and value; norms: weights [D] of q and k;
-    rotary: cos and sin [context, D / 2] float32; positions, slots [T] int64; keys, values [blocks, block_tokens, G, D].
     Bytes: 4 T (H + 2 G) D, each number read and written once, and 4 T D of angles, mostly from L2.
     """
     groups, dim = keys.shape[2:]

@@ -12,13 +12,12 @@ from testkit.paged_case import PagedCase, causal
 from testkit.profiles import examples
 
 from rlhfuse.models.attention import backends
-from rlhfuse.models.attention import varlen_attention as packed
+from rlhfuse.models.attention.backends import varlen_attention
 from rlhfuse.models.attention.packed import dense, flash_attention, torch_varlen
 from rlhfuse.models.attention.packed.sequences import PackedShape, SequenceBorders
 from rlhfuse.models.attention.paged import cpu as paged_cpu
 from rlhfuse.models.attention.paged.cache import CacheShape, PagedQueries
 from rlhfuse.models.attention.paged.gathered import GatheredAttention
-from rlhfuse.models.attention.varlen_attention import varlen_attention
 from rlhfuse.models.cpu.elementwise import exp32, log32, neg_log_one_minus
 from rlhfuse.models.cpu.tiles import LANES, lanes_up, share_threads
 
@@ -150,7 +149,9 @@ def test_varlen_attention_and_its_gradients_are_the_formula(monkeypatch, kernel,
     if callable(kernel):
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
         monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
-        monkeypatch.setattr(packed, "choose_packed", (flash_attention if kernel is attend_flash else torch_varlen).make)
+        monkeypatch.setattr(
+            backends, "choose_packed", (flash_attention if kernel is attend_flash else torch_varlen).make
+        )
     dtype, limit = (torch.float32, 2e-6) if kernel == "cpu" else (torch.bfloat16, 0.02)
     generator, lengths, rotary = torch.Generator().manual_seed(0), [5, 1, 17, 17, 40, 100], angles(dim)
     sizes = [(sum(lengths), heads, dim) for heads in (4, groups, groups)]
