@@ -56,6 +56,8 @@ PAGED: tuple[Backend[CacheShape, PagedAttention], ...] = (  # of generation, nam
 
 @dataclass(frozen=True, eq=False)
 class Chosen(Generic[Kernels]):
+    """Kernels of one row of a table."""
+
     name: str
     kernels: Kernels
     passed_over: dict[str, str]  # why not those before it, by name
