@@ -26,7 +26,6 @@ from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.engine import Engine, EngineOptions
-from rlhfuse.gen.speculation.drafter import Drafter
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage
 from rlhfuse.parallel.device import choose_device
@@ -119,7 +118,7 @@ class FusionRank:
         """Generate and score the batch, from a barrier on; the sums are over all ranks, equal on each."""
         self.engine.resume()
         if self.engine.drafter:  # each run is a first one: it must not remember what it is going to write
-            self.engine.drafter = Drafter(self.engine.spec.vocab, self.sizes.draft_rows, self.engine.runner.step_price)
+            self.engine.drafter = self.engine.new_drafter()
             self.engine.learn(self.history)
         self.iteration += 1
         gc.collect()

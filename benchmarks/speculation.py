@@ -31,7 +31,6 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.data.sampler import PromptSampler
 from rlhfuse.decisions.decode_shapes import DRAFT_ITERATIONS
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.speculation.drafter import Drafter
 from rlhfuse.models.cpu.tiles import share_threads
 from rlhfuse.models.hf import load_weights
 from rlhfuse.run.preflight import read_prompts, run_tokenizer
@@ -86,7 +85,7 @@ class Generated:
     accepted: int
 
 
-def open_engine(folder: Path, draft_rows: int, random_weights: bool = False) -> Engine:
+def open_engine(folder: Path, draft_rows: int | None, random_weights: bool = False) -> Engine:
     spec = ModelSpec.from_config(folder)
     weights = load_weights(folder, spec, dtype=torch.float32)
     if random_weights:
@@ -158,22 +157,25 @@ class Bench:
         wide = self.folder / f"{name}-{iteration}-{shape}"
         if not wide.exists():
             widen(self.policies[name].folder(iteration), shape, wide)
-        sides = {draft_rows: open_engine(wide, draft_rows, random_weights) for draft_rows in (0, 16)}
+        sides = {draft_rows: open_engine(wide, draft_rows, random_weights) for draft_rows in (0, None)}
         prompts = self.policies[name].prompts(iteration)
         params = self.params(lengths, iteration, len(prompts))
         before = range(max(0, iteration - DRAFT_ITERATIONS), iteration)
         history = [self.written(name, number, lengths == "natural") for number in before]
 
-        def side(draft_rows: int) -> Generated:
+        def side(draft_rows: int | None) -> Generated:
             engine = sides[draft_rows]
             engine.scheduler.preempt_all()  # and forgets the prefixes of the round before
             if engine.drafter:
-                engine.drafter = Drafter(engine.spec.vocab, draft_rows, engine.runner.step_price)
+                measured = engine.drafter.measured
+                engine.drafter = engine.new_drafter()
+                if iteration and engine.drafter:  # a run that has come so far has measured its steps
+                    engine.drafter.measured = measured
                 for responses in history:
                     engine.learn(responses)
             return generate(engine, prompts, params, 1000 * iteration)
 
-        turns = take_turns({"plain": lambda _: side(0), "guessed": lambda _: side(16)}, self.rounds, warm_up=True)
+        turns = take_turns({"plain": lambda _: side(0), "guessed": lambda _: side(None)}, self.rounds, warm_up=True)
         plain, guessed = turns["plain"], turns["guessed"]
         for one in (*plain, *guessed):
             assert one.responses == plain[0].responses, f"{case}: guesses changed a sample"

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.costs.speculation import GuessRows
 from rlhfuse.decisions.migration import MoveMode
 from rlhfuse.gen.core.block_manager import BlockManager
 from rlhfuse.gen.core.draws import Draws
@@ -81,8 +82,7 @@ class Engine:
         self._block_shape = BlockShape(
             spec.layers, options.block_tokens, spec.kv_heads, spec.head_dim, str(dtype).removeprefix("torch.")
         )
-        rows = self.runner.draft_rows
-        self.drafter = Drafter(spec.vocab, rows, self.runner.step_price) if rows else None
+        self.drafter = self.new_drafter()
         self._exporting: list[int] = []  # sample ids offered to another engine
         self._in_flight: LaunchedStep | None = None  # launched, its draws are not read
         self._ended: list[GenerationResult] = []  # found finished outside of step()
@@ -291,6 +291,19 @@ class Engine:
         if self.drafter:
             self.drafter.end_iteration(responses)
 
+    def news(self) -> str:
+        """What a log should say, once and by the first tensor rank; "" where there is nothing."""
+        measured = self.drafter.measured if self.drafter and self.runner.tp_rank == 0 else None
+        return measured.take_news() if measured else ""
+
+    def new_drafter(self) -> Drafter | None:
+        """One that has learnt nothing, if the engine guesses."""
+        rows, price = self.runner.draft_rows, self.runner.step_price
+        if not rows:
+            return None
+        measured = GuessRows(rows, price, self.runner.agree) if self.options.draft_rows is None else None
+        return Drafter(self.spec.vocab, rows, price, measured)
+
     def check_integrity(self) -> None:
         """Assert that blocks, tables and queues agree; for tests and after errors."""
         queued = [*self.scheduler.running, *self.scheduler.waiting]
@@ -323,7 +336,8 @@ class Engine:
 
     def _with_guesses(self, scheduled: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """The same, and what the drafter guesses that decoding sequences will draw, where there is room for it."""
-        rows = self.scheduler.room_for_guesses(scheduled, self.drafter.draft_rows) if self.drafter else 0
+        most = self.drafter.rows(len(scheduled)) if self.drafter else 0
+        rows = self.scheduler.room_for_guesses(scheduled, most)
         if self.drafter is None or not rows or not scheduled:
             return scheduled
         each = self.runner.guesses_each(len(scheduled))
@@ -374,6 +388,8 @@ class Engine:
         now = self._now()
         self.last_step = step.stats(self._seconds + now - self._clock, accepted)
         self._clock, self._seconds = now, 0.0
+        if self.drafter and self.drafter.measured and not step.prefill_tokens:
+            self.drafter.measured.observe(self.last_step.decode_observation())
         return finished
 
     def _now(self) -> float:

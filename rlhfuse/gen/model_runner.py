@@ -49,13 +49,12 @@ class EngineOptions:
     cuda_graphs: bool = True  # replay decode steps as CUDA graphs; without effect on CPU
     run_ahead: bool = True  # launch a step before the draws of the one before are read; without effect on CPU kernels
     keep_memory: bool = False  # while the engine is paused its cache stays, and graphs that were recorded over it
-    draft_rows: int | None = (
-        None  # of a decode step, that guesses may fill up; 0 = off; None: 16 with CPU kernels, else 0
-    )
+    draft_rows: int | None = None  # of a decode step, that guesses may fill up; 0 = off; None: see below
     # On CPU: what GPUs run, with torch's kernels or Triton's in its interpreter, neither of which promises bits.
     kernels: Literal["auto", "torch", "triton"] = "auto"
     attention: Attention = "auto"  # whose kernels read the cache (models/paged_attention.py), unless CPU kernels do
     all_reduce: AllReduce = "auto"  # who sums over tensor ranks (gen/gpu/switch_sum.py), on CUDA
+    # Without a number of draft_rows CPU kernels guess up to 16 where it is measured to pay, others do not guess.
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_tokens", "max_sequences", "max_batched_tokens"):
@@ -94,7 +93,7 @@ class ModelRunner:
         Each of its ranks holds a share of heads, MLP columns and vocabulary rows; all see the same logits.
         """
         self.spec, self.options, self.device, self.dtype = spec, options, device, dtype
-        self.tp_size = TensorParallel(tp_group).size
+        self.tp_size, self.tp_rank = TensorParallel(tp_group).size, TensorParallel(tp_group).rank
         for name, value in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("mlp", spec.mlp)):
             if value % self.tp_size:
                 raise InputError(f"{name}({value}) % tp({self.tp_size}) = {value % self.tp_size}, must be 0")
@@ -138,6 +137,10 @@ class ModelRunner:
         if isinstance(self._forward, CpuForward):
             return self.draft_rows
         return max(0, queries_within(self.draft_rows, sequences, self.options.max_sequences) - 1)
+
+    def agree(self, number: int) -> int:
+        """The first tensor rank's number on all of them, of 64 bits; a collective."""
+        return self._forward.parallel.first(number)
 
     def step_price(self, sequences: int, guesses: int) -> float:
         """What a decode step with guesses costs, beside one of few rows: roughly, and whatever the machine."""

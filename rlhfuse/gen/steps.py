@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rlhfuse.costs.speculation import DecodeObservation
 from rlhfuse.gen.core.sequence import Sequence
 from rlhfuse.gen.gpu.draws import StepInFlight
 from rlhfuse.gen.model_runner import DrawnStep
@@ -21,6 +22,11 @@ class StepStats:
     reused_tokens: int = 0  # tokens of sequences that entered, found in known prefixes instead of being run
     drafted_tokens: int = 0  # guesses that ran with sequences which decode
     accepted_tokens: int = 0  # those of them that were drawn
+
+    def decode_observation(self) -> DecodeObservation:
+        """The same, to fit costs to, of a step without prefill."""
+        guesses = self.drafted_tokens, self.accepted_tokens
+        return DecodeObservation(self.batch, self.context_tokens, self.seconds, *guesses)
 
 
 class Drawing(NamedTuple):

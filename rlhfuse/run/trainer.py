@@ -299,6 +299,8 @@ class Trainer:
         report = self.inter_stage.run(iteration, requests, threshold, self.threshold.limits)
         timer.add_generation(report)
         self.engine.learn((rollout.prompt_tokens, rollout.response_tokens) for rollout in report.rollouts)
+        if news := self.engine.news():
+            print(f"rank {self.rank}: {news}", flush=True)
         with timer.phase("adv"):
             batch = RolloutBatch.from_rollouts(report.rollouts)
             batch = combine_rewards(batch, report.function_scores, self.config.reward)

@@ -88,6 +88,14 @@ class TensorParallel:
         mine = (local >= 0) & (local < table.shape[0])
         return self.sum(F.embedding(local.where(mine, 0), table) * mine[:, None])
 
+    def first(self, number: int) -> int:
+        """The number of the group's first rank, of 64 bits; a collective."""
+        if self.group is None or self.size == 1:
+            return number
+        told = torch.tensor([number])
+        dist.broadcast(told, group=self.group, group_src=0)
+        return int(told)
+
     def _all_gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
