@@ -176,7 +176,7 @@ class Rlhfuse(Measured):
 
     def share(self, prompts: Prompts, steps: int, seed: int) -> dict[str, Any]:
         """Measures the decode steps of all prompts: seconds of a step, and of the forward pass inside it."""
-        model, passes = self._engine.runner._forward, []
+        model, passes = self._engine.forward, []
         plain = model.forward
 
         def timed(*arguments: Any) -> Any:

@@ -40,7 +40,7 @@ def compile_kernels(dtype: torch.dtype = torch.float32, parts: Sequence[str] = t
         engine.step()
     if "draws" in parts:  # of any logits, and guesses
         engine = _tiny_engine(dtype)
-        forward: Any = engine.runner._forward
+        forward: Any = engine.forward
         forward.forward = lambda batch, cache: torch.zeros(len(batch.draw_rows), engine.spec.vocab)
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, top_k=2, top_p=0.9, ignore_eos=True))
 

@@ -279,7 +279,7 @@ class Trainer:
         if self.inputs.resume and is_own(self.inputs.resume, self.run_dir):
             samples = self.inputs.resume.manifest.state.position.get("samples_bytes")
         log = RunLog(self.run_dir, self.config, self.plan.report, first - has_row, kept, samples)
-        lines = peak_line(self.peak_flops, self.device), *self.engine.runner.lines, self.models.layers.line()
+        lines = peak_line(self.peak_flops, self.device), *self.engine.lines, self.models.layers.line()
         lines = *lines, process_line(self.device, self.plan.report.process_bytes)
         print("\n".join(line for line in lines if line), flush=True)
         return log

@@ -48,7 +48,7 @@ def launch_all() -> None:
     spec = tiny_spec(qk_norm=True)
     engine = engine_of(spec, kernels="triton", attention="torch", max_sequences=5, max_batched_tokens=30)
     shape = CacheShape(torch.float32, engine.device, spec.heads, spec.kv_heads, spec.head_dim, 16, 5)
-    forward = engine.runner._forward  # whose kernels are those of CUDA
+    forward = engine.forward  # whose kernels are those of CUDA
     forward._attention = TritonAttention(shape)
 
     def feed(tokens: torch.Tensor, newest: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gpu_checks.references import References
 
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.gen.model_runner import Attention
+from rlhfuse.gen.options import Attention
 from rlhfuse.models.hf_names import expected_tensors
 from rlhfuse.parallel.device import Device, choose_device
 

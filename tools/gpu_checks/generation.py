@@ -150,7 +150,7 @@ def check_graphs(bench: Bench, kind: str) -> dict:
         graphs.pause()
         graphs.resume()
     detail = agreement(2 * wanted, again)
-    detail["capture_seconds"] = graphs.runner.recording_seconds
-    detail["captured_shapes"] = graphs.runner.recorded_shapes
+    detail["capture_seconds"] = graphs.forward.recording_seconds
+    detail["captured_shapes"] = graphs.forward.recorded_shapes
     good = detail["equal_tokens"] >= detail["tokens"] * 0.9 and detail["max_logprob_difference"] < TOLERANCE[dtype]
     return require(good, detail)

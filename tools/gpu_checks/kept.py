@@ -83,8 +83,8 @@ def _watch(file: Path) -> None:
     iterate, switch = Trainer.iterate, PhaseMeter.switch
 
     def iterated(self: Trainer, iteration: int) -> Any:
-        record, runner = iterate(self, iteration), self.engine.runner
-        rows.append({"recorded_shapes": runner.recorded_shapes, "recording_seconds": runner.recording_seconds})
+        record, forward = iterate(self, iteration), self.engine.forward
+        rows.append({"recorded_shapes": forward.recorded_shapes, "recording_seconds": forward.recording_seconds})
         file.write_text(json.dumps({"iterations": rows, "reserved": reserved}))
         return record
 

@@ -19,7 +19,7 @@ from rlhfuse.costs.flops import forward_flops
 from rlhfuse.gen.core.forward_batch import RunningTable
 from rlhfuse.gen.core.sequence import Sequence
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.model_runner import Attention
+from rlhfuse.gen.options import Attention
 from rlhfuse.gen.speculation.drafter import Drafter
 from rlhfuse.models.paged_attention import CacheShape, choose_attention, obstacle
 
@@ -132,9 +132,9 @@ def prefill_seconds(engine: Engine, prompts: int, length: int) -> float:
 def verifying(engine: Engine, context: int) -> dict[str, float]:
     """A step that verifies three guesses of each of four sequences, beside their plain decode step."""
     plain, _ = decode_seconds(engine, VERIFIED, context)
-    engine.drafter = RandomGuesses(engine.spec.vocab, engine.runner.draft_rows, GUESSES)
+    engine.loop.drafter = RandomGuesses(engine.spec.vocab, VERIFIED * (1 + GUESSES), GUESSES)
     seconds, _ = decode_seconds(engine, VERIFIED, context)
-    engine.drafter = None
+    engine.loop.drafter = None
     return {"step_seconds": seconds, "over_decode_step": round(seconds / plain, 3)}
 
 
@@ -165,7 +165,7 @@ def check_decode(
         draft_rows=VERIFIED * (1 + GUESSES),
     )
     engine = Engine(spec, random_weights(spec, device, torch.bfloat16), options, device=device, dtype=torch.bfloat16)
-    engine.drafter, figures = None, []
+    engine.loop.drafter, figures = None, []
     kind = f"{size} {library}" if library else size
     kind += f" blocks of {block_tokens}" if block_tokens != 16 else ""
     kind += "" if graphs or not bench.on_gpu else " eager"
@@ -180,14 +180,14 @@ def check_decode(
     verify = verifying(engine, points[0][1])
     line = f"{kind}: a step that verifies {GUESSES} guesses of {VERIFIED} sequences costs {verify['over_decode_step']} "
     line += f"plain ones; up to {VERIFY_GOAL} rollout.draft_rows=64 is worth it"
-    if shapes := engine.runner.recorded_shapes:  # again: kernels are compiled and loaded the first time
-        recorded = engine.runner.recording_seconds
+    if shapes := engine.forward.recorded_shapes:  # again: kernels are compiled and loaded the first time
+        recorded = engine.forward.recording_seconds
         engine.pause()
         engine.resume()
         decode_seconds(engine, *points[1])
-        each = (engine.runner.recording_seconds - recorded) / (engine.runner.recorded_shapes - shapes)
+        each = (engine.forward.recording_seconds - recorded) / (engine.forward.recorded_shapes - shapes)
         figures.append(Figure(f"capture {kind}", each, ("capture", size)))
-    return told(*figures, lines=[engine.runner.lines[0], line], verify=verify)
+    return told(*figures, lines=[engine.lines[0], line], verify=verify)
 
 
 def needed_bytes(spec: ModelSpec, points: Points, block_tokens: int) -> tuple[int, int]:
