@@ -178,7 +178,7 @@ def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
     engine = Engine(
         specs["actor"],
         dict(actor.named_parameters()),
-        EngineOptions(num_blocks=case.blocks, block_tokens=BLOCK_TOKENS),
+        EngineOptions(num_blocks=case.blocks, block_tokens=BLOCK_TOKENS, draft_rows=16),  # no clock decides
         tp_group=tp_group if dist.get_world_size(tp_group) > 1 else None,
     )
     engine.pause()
