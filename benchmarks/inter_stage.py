@@ -25,10 +25,10 @@ from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import BytesObservation, MeasuredCost, TokensObservation
 from rlhfuse.costs.speculation import DecodeObservation
 from rlhfuse.decisions.migration import MigrationPlan
-from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import GenInferTimeline, fusion_limits, simulate_gen_infer
+from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import sweep_threshold
+from rlhfuse.simulator.timeline import GenInferTimeline, simulate_gen_infer
 
 INSTANCES = 2
 ROLES = ("actor", "reference", "critic", "reward")

@@ -28,10 +28,10 @@ from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.problem import fused_problem
 from rlhfuse.schedule.rules.builders import serial_makespan
-from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import BatchSimulation
+from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
+from rlhfuse.simulator.timeline import simulate_gen_infer
 
 PAIRS = (("13B", "33B"), ("33B", "13B"), ("33B", "65B"), ("65B", "33B"))
 MAX_LENGTHS = (512, 1024, 2048)
@@ -149,8 +149,9 @@ def predict(pair: tuple[str, str], max_length: int, variant: str, draws: int) ->
     if variant != "P":
         tokens = sum(sum(b.prompt) + sum(b.output) for b in batches) / (SAMPLES * draws)
     found = sweep(pair, max_length, variant, batches)
-    simulated = [BatchSimulation(batch, *job_of(pair, max_length, variant)) for batch in batches]
-    tails = [one.moment(0) - one.moment(SAMPLES // 100) for one in simulated]
+    lines = [simulate_gen_infer(batch, *job_of(pair, max_length, variant), threshold=0) for batch in batches]
+    ends = [sorted(line.sample_seconds) for line in lines]
+    tails = [seconds[-1] - seconds[-1 - SAMPLES // 100] for seconds in ends]
     training = training_seconds(pair, tokens)
     return Cell("/".join(pair), max_length, variant, found, training, float(np.mean(tails)))
 

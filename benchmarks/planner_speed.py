@@ -24,7 +24,8 @@ from harness import Figure, Measurement, named, options, take_turns
 from processes import environment
 
 from rlhfuse.base.errors import run_program
-from rlhfuse.simulator.seconds import compile_kernel_apart
+from rlhfuse.base.kernel_cache import compile_apart
+from rlhfuse.simulator.simulation import kernel_group
 
 SEARCH = Path(__file__).with_name("planner_speed_search.py")
 SHAPES = {  # layers, hidden, heads, kv heads, mlp
@@ -84,7 +85,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, arguments.seed)
-        compile_kernel_apart()
+        compile_apart([kernel_group()])
         sides = {str(size.ranks): lambda _, size=size: search(size, folder) for size in sizes}
         found = take_turns(sides, arguments.rounds, warm_up=True)
     for size in sizes:

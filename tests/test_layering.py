@@ -20,6 +20,7 @@ LAYERS = {
 }
 # Within a room: what a subpackage may import of it beside itself. Modules beside subpackages import them all.
 WITHIN = {
+    "costs": {"forms": ("collectives", "fits")},
     "fusion": {"intra": (), "inter": ()},
     "gen": {
         "core": (),

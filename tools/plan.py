@@ -53,7 +53,6 @@ from rlhfuse.planning.memory import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.search.resolve import open_setting, resolve_layouts, with_table
 from rlhfuse.planning.search.search import TOP, Ranking
-from rlhfuse.simulator.seconds import compile_kernel_apart
 
 SEARCH_OPTIONS = ("top", "best", "draw", "thorough", "world_sizes")
 SEARCHED = ("parallel=auto", "fusion.actor_microbatches=auto", "trainer.recompute=auto")
@@ -68,7 +67,6 @@ def main() -> int:
     if args.lengths:
         config = config.with_(parallel={"lengths": args.lengths})
     if args.search:
-        compile_kernel_apart(lambda line: print(line, file=sys.stderr, flush=True))
         if args.world_sizes:
             return compare_sizes(args, config, specs)
         return search(args, loaded, config, specs, world_size)

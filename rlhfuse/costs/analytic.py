@@ -10,6 +10,9 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs import gpu_bytes
 from rlhfuse.costs.collectives import RankGroup, send_seconds
+from rlhfuse.costs.forms import roofline
+from rlhfuse.costs.forms.form import DecodeRow, decode_seconds
+from rlhfuse.costs.forms.roofline import Roofline
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
 from rlhfuse.schedule.ir.problem import StageCosts
@@ -48,25 +51,53 @@ class AnalyticCost:
 
     # ---- seconds
 
+    @cached_property
+    def roofline(self) -> Roofline:
+        """The numbers that seconds of a forward and of a decode step follow from."""
+        spec, machine, tp = self.spec, self.hardware, self.layout.tp
+        head = 0 if self.scalar_head else spec.embedding_parameters
+        moved = 0.0
+        if self.kernels:
+            moved = self.kernels.forward_bytes(spec, self._whole_hidden, tp, self.element_bytes)
+        return Roofline(
+            layers=spec.layers,
+            flops_per_token=2 * spec.layer_parameters,
+            flops_per_pair=4 * spec.heads * spec.head_dim,
+            flop_rate=tp * machine.flops,
+            weight_bytes=spec.layer_parameters * self.element_bytes,
+            kv_bytes=2 * spec.kv_heads * spec.head_dim * self.element_bytes,
+            byte_rate=tp * machine.memory_bandwidth,
+            in_turns=not self._on_gpu,
+            floor=machine.launch_seconds,
+            decode_floor=machine.decode_layer_seconds,
+            moved_per_token=moved,
+            bandwidth=machine.memory_bandwidth,
+            message_bytes=self._message_bytes(1),
+            ranks=tp,
+            link=self._tensor_ranks.bandwidth,
+            sum_start=self._tensor_ranks.all_reduce_seconds(0),
+            head_flops=2 * head,
+            head_moving=head * self.element_bytes / (tp * machine.memory_bandwidth),
+        )
+
     def prefill_seconds(self, tokens: float, sequences: float = 1) -> float:
         """Forward over prompts; only the last token of each goes through the output layer."""
-        return self._forward(tokens, sequences, outputs=sequences)
+        return roofline.forward_seconds(self.roofline, tokens, sequences, sequences)
 
     def forward_seconds(self, tokens: float, sequences: float = 1, outputs: float | None = None) -> float:
         """Forward over packed sequences with an output for every token, or for so many."""
-        return self._forward(tokens, sequences, tokens if outputs is None else outputs)
-
-    def _forward(self, tokens: float, sequences: float, outputs: float) -> float:
-        if tokens <= 0:
-            return 0.0
-        return self.spec.layers * self.layer_seconds(tokens, sequences) + self.head_seconds(outputs)
+        return roofline.forward_seconds(self.roofline, tokens, sequences, tokens if outputs is None else outputs)
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
         """One token for each of `batch` sequences with `context_tokens` of context in all."""
         if batch <= 0:
             return 0.0
-        step = self.spec.layers * self.decode_layer_seconds(batch, context_tokens) + self.head_seconds(batch)
-        return step + self.sampler_seconds(batch)
+        return decode_seconds(self.roofline, (), self.decode_row(batch), batch, context_tokens)
+
+    def decode_row(self, batch: float) -> DecodeRow:
+        """What a decode step of `batch` sequences has beside its layers' products."""
+        all_reduce, head = self.decode_all_reduce_seconds(batch), self.head_seconds(batch)
+        return DecodeRow(all_reduce, head, self.sampler_seconds(batch))
 
     def capture_seconds(self) -> float:
         """Recording one shape of a decode step as a CUDA graph."""
@@ -79,21 +110,22 @@ class AnalyticCost:
 
     def layer_seconds(self, tokens: float, sequences: float) -> float:
         """One layer's forward over `tokens` tokens of `sequences` equal sequences."""
-        causal_pairs = tokens * (tokens / max(sequences, 1) + 1) / 2
-        roofline = self._roofline_seconds(tokens, causal_pairs, tokens)
-        moved = self._moved_seconds(tokens)
-        return max(roofline, self.hardware.launch_seconds) + moved + 2 * self._all_reduce_seconds(tokens)
+        return roofline.layer_seconds(self.roofline, tokens, sequences)
 
     def decode_layer_seconds(self, batch: float, context_tokens: float) -> float:
         """One layer of a decode step: every new token attends to its own context."""
-        roofline = self._roofline_seconds(batch, context_tokens, context_tokens)
-        return self.hardware.decode_layer_seconds + roofline + self.decode_all_reduce_seconds(batch)
+        sums = self.decode_all_reduce_seconds(batch)
+        return roofline.decode_layer_seconds(self.roofline, batch, context_tokens, sums)
+
+    def head_seconds(self, outputs: float) -> float:
+        """The output layer for `outputs` tokens; a scalar head is free."""
+        return roofline.head_seconds(self.roofline, outputs)
 
     def decode_all_reduce_seconds(self, batch: float) -> float:
         """Seconds of the two all-reduces of a layer in a decode step; their messages are short."""
         kernels, tp = self.kernels, self.layout.tp
         if not self._on_gpu:
-            return 2 * self._all_reduce_seconds(batch)
+            return 2 * self._tensor_ranks.all_reduce_seconds(self._message_bytes(batch))
         volume = self._tensor_ranks.sum_seconds(self._message_bytes(batch))
         if kernels is None or tp == 1:  # starting them up is in the floor of other software's step
             return 2 * volume
@@ -103,46 +135,11 @@ class AnalyticCost:
             return 2 * max(self.hardware.switch_sum_seconds, sent / self.hardware.node_link_bandwidth)
         return 2 * max(self.hardware.short_sum_seconds, volume)
 
-    def _moved_seconds(self, tokens: float) -> float:
-        """What the kernels of a layer's forward move beside its products."""
-        if not self.kernels:
-            return 0.0
-        per_token = self.kernels.forward_bytes(self.spec, self._whole_hidden, self.layout.tp, self.element_bytes)
-        return tokens * per_token / self.hardware.memory_bandwidth
-
     def _logit_seconds(self, tokens: float, logit_bytes: float) -> float:
         """Moving `logit_bytes` for every logit of `tokens` tokens."""
         if self.scalar_head:
             return 0.0
         return tokens * self.spec.vocab / self.layout.tp * logit_bytes / self.hardware.memory_bandwidth
-
-    def _roofline_seconds(self, tokens: float, pairs: float, kv_tokens: float) -> float:
-        """One layer over `tokens` tokens: `pairs` (query, key) pairs, keys and values of `kv_tokens` tokens read."""
-        spec, machine, tp = self.spec, self.hardware, self.layout.tp
-        flops = 2 * spec.layer_parameters * tokens + 4 * spec.heads * spec.head_dim * pairs
-        kv_bytes = 2 * spec.kv_heads * spec.head_dim * self.element_bytes * kv_tokens
-        moved = spec.layer_parameters * self.element_bytes + kv_bytes
-        return self._both(flops / (tp * machine.flops), moved / (tp * machine.memory_bandwidth))
-
-    @property
-    def in_turns(self) -> bool:
-        """Whether a device reads and multiplies in turns, as a CPU's core does; on a GPU one hides the other."""
-        return not self._on_gpu
-
-    def _both(self, computing: float, moving: float) -> float:
-        return computing + moving if self.in_turns else max(computing, moving)
-
-    def head_seconds(self, outputs: float) -> float:
-        """The output layer for `outputs` tokens; a scalar head is free."""
-        if self.scalar_head:
-            return 0.0
-        machine, tp, weights = self.hardware, self.layout.tp, self.spec.embedding_parameters
-        flops_seconds = 2 * weights * outputs / (tp * machine.flops)
-        return self._both(flops_seconds, weights * self.element_bytes / (tp * machine.memory_bandwidth))
-
-    def _all_reduce_seconds(self, tokens: float) -> float:
-        """The hidden states of `tokens` tokens over the tensor-parallel group."""
-        return self._tensor_ranks.all_reduce_seconds(self._message_bytes(tokens))
 
     def _message_bytes(self, tokens: float) -> float:
         return tokens * self.spec.hidden * self.element_bytes
@@ -179,7 +176,7 @@ class AnalyticCost:
         backward, head_backward = BACKWARD_OVER_FORWARD * layer + again, BACKWARD_OVER_FORWARD * head
         if kernels := self.kernels:
             width, tp, bandwidth = self._whole_hidden, self.layout.tp, self.hardware.memory_bandwidth
-            backward -= BACKWARD_OVER_FORWARD * self._moved_seconds(tokens)
+            backward -= BACKWARD_OVER_FORWARD * roofline.moved_seconds(self.roofline, tokens)
             backward += tokens * kernels.backward_bytes(self.spec, width, tp, self.element_bytes) / bandwidth
             weights = self.spec.layer_parameters / tp
             product = 2 * weights * tokens / self.hardware.flops  # of the weight gradients, among the others

@@ -12,6 +12,7 @@ from typing import Protocol
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.values import LARGEST
 from rlhfuse.costs.fits import check_seconds
+from rlhfuse.costs.forms.form import DecodeRow, Form, decode_seconds, packed_seconds, transfer_seconds
 
 
 @dataclass(frozen=True)
@@ -28,26 +29,59 @@ class RewardCost:
 
 
 class CostModel(Protocol):
-    """Seconds of the work of generation and inference on ONE generation instance."""
+    """Seconds of the work of generation and inference on ONE generation instance.
+
+    An implementation says them as forms (forms/), which a compiled kernel evaluates as the methods here do.
+    """
+
+    @property
+    def decode_form(self) -> Form:
+        """One part: seconds of (sequences, tokens of context over all of them)."""
+        ...
+
+    @property
+    def prefill_form(self) -> Form:
+        """Seconds of (tokens, sequences)."""
+        ...
+
+    @property
+    def score_form(self) -> Form:
+        """Seconds of (tokens, sequences)."""
+        ...
+
+    @property
+    def transfer_form(self) -> Form:
+        """Seconds of bytes."""
+        ...
+
+    def decode_row(self, batch: float) -> DecodeRow:
+        """What a decode step of `batch` sequences has beside its form."""
+        return DecodeRow()
 
     def prefill_seconds(self, tokens: float, sequences: float) -> float:
         """Prefill of `sequences` prompts of `tokens` tokens in all."""
-        ...
+        form = self.prefill_form
+        return packed_seconds(form.parts, 0, len(form.parts), form.points, tokens, sequences)
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
         """One decode step of `batch` sequences that hold `context_tokens` of keys and values in all."""
-        ...
+        if batch <= 0:
+            return 0.0
+        form, row = self.decode_form, self.decode_row(batch)
+        return decode_seconds(form.parts[0], form.points, row, batch, context_tokens)
 
     def score_seconds(self, tokens: float, sequences: float) -> float:
         """Reference, reward and critic forward over a packed batch, one model after the other."""
-        ...
-
-    def swap_in_seconds(self) -> float:
-        """Loading the weights of the three models from host memory."""
-        ...
+        form = self.score_form
+        return packed_seconds(form.parts, 0, len(form.parts), form.points, tokens, sequences)
 
     def migration_seconds(self, kv_bytes: float) -> float:
         """Sending (or receiving) `kv_bytes` of keys and values between two instances."""
+        form = self.transfer_form
+        return transfer_seconds(form.parts, 0, len(form.parts), form.points, kv_bytes)
+
+    def swap_in_seconds(self) -> float:
+        """Loading the weights of the three models from host memory."""
         ...
 
     def capture_seconds(self) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, read_json, to_json
 from rlhfuse.costs.cost_model import CostModel, RewardCost
 from rlhfuse.costs.fits import Line, check_seconds
+from rlhfuse.costs.forms.form import DecodeRow, Form
 from rlhfuse.costs.speculation import DecodeObservation, Speculation, fit_decode
 
 COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}
@@ -50,7 +52,7 @@ class RewardObservation:
 
 
 @dataclass(frozen=True)
-class MeasuredCost:
+class MeasuredCost(CostModel):
     """Fitted to observations of one instance; swap-in, barrier (`meeting` in costs.json) and release are medians.
 
     Means: a call of the reward function, None where there is none; `capture`, 0 where no CUDA graph was recorded.
@@ -113,21 +115,27 @@ class MeasuredCost:
             speculation=speculation,
         )
 
-    def prefill_seconds(self, tokens: float, sequences: float) -> float:
-        return self.prefill(tokens, sequences) if tokens > 0 else 0.0
+    @cached_property
+    def decode_form(self) -> Form:
+        return Form.of_line(self.decode)
 
-    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
-        plain = self.decode(batch, context_tokens)
-        return self.speculation.token_seconds(plain, batch) if self.speculation else plain
+    @cached_property
+    def prefill_form(self) -> Form:
+        return Form.of_line(self.prefill)
 
-    def score_seconds(self, tokens: float, sequences: float) -> float:
-        return self.score(tokens, sequences) if tokens > 0 else 0.0
+    @cached_property
+    def score_form(self) -> Form:
+        return Form.of_line(self.score)
+
+    @cached_property
+    def transfer_form(self) -> Form:
+        return Form.of_line(self.migration)
+
+    def decode_row(self, batch: float) -> DecodeRow:
+        return DecodeRow() if self.speculation is None else self.speculation.decode_row(batch)
 
     def swap_in_seconds(self) -> float:
         return self.swap_in
-
-    def migration_seconds(self, kv_bytes: float) -> float:
-        return self.migration(kv_bytes) if kv_bytes > 0 else 0.0
 
     def barrier_seconds(self) -> float:
         return self.meeting
@@ -160,7 +168,7 @@ class MeasuredCost:
 
 
 @dataclass(frozen=True)
-class TrialCost:
+class TrialCost(CostModel):
     """A CostModel whose steps were measured by a generation trial on this machine; all else is `rest`'s."""
 
     decode: Line  # of batch, context tokens
@@ -177,21 +185,27 @@ class TrialCost:
         tokens = Line.fit([(o.tokens, o.sequences) for o in prefill], [o.seconds for o in prefill])
         return TrialCost(plain, tokens, speculation, rest)
 
-    def prefill_seconds(self, tokens: float, sequences: float) -> float:
-        return self.prefill(tokens, sequences) if tokens > 0 else 0.0
+    @cached_property
+    def decode_form(self) -> Form:
+        return Form.of_line(self.decode)
 
-    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
-        plain = self.decode(batch, context_tokens)
-        return self.speculation.token_seconds(plain, batch) if self.speculation else plain
+    @cached_property
+    def prefill_form(self) -> Form:
+        return Form.of_line(self.prefill)
 
-    def score_seconds(self, tokens: float, sequences: float) -> float:
-        return self.rest.score_seconds(tokens, sequences)
+    @property
+    def score_form(self) -> Form:
+        return self.rest.score_form
+
+    @property
+    def transfer_form(self) -> Form:
+        return self.rest.transfer_form
+
+    def decode_row(self, batch: float) -> DecodeRow:
+        return DecodeRow() if self.speculation is None else self.speculation.decode_row(batch)
 
     def swap_in_seconds(self) -> float:
         return self.rest.swap_in_seconds()
-
-    def migration_seconds(self, kv_bytes: float) -> float:
-        return self.rest.migration_seconds(kv_bytes)
 
     def barrier_seconds(self) -> float:
         return self.rest.barrier_seconds()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rlhfuse.base.errors import InputError
@@ -19,6 +20,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel, RewardCost
 from rlhfuse.costs.fits import Grid, check_seconds
+from rlhfuse.costs.forms.form import Form
 from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
 from rlhfuse.schedule.ir.problem import StageCosts
 
@@ -66,21 +68,21 @@ class ProfiledCost(CostModel):
     def __post_init__(self) -> None:
         check_seconds("swap_in", self.swap_in)
 
-    def prefill_seconds(self, tokens: float, sequences: float) -> float:
-        return self.prefill(tokens, sequences) if tokens > 0 else 0.0
+    @cached_property
+    def decode_form(self) -> Form:
+        return Form.of_grids([(1.0, self.decode)])
 
-    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
-        return self.decode(batch, context_tokens / batch) if batch > 0 else 0.0
+    @cached_property
+    def prefill_form(self) -> Form:
+        return Form.of_grids([(1.0, self.prefill)])
 
-    def score_seconds(self, tokens: float, sequences: float) -> float:
-        """One model after the other; replicas smaller than the instance share the batch."""
-        if tokens <= 0:
-            return 0.0
-        total = 0.0
-        for role, grid in self.score.items():
-            share = max(self._part(role), min(1.0, 1 / max(sequences, 1)))
-            total += grid(tokens * share, sequences * share)
-        return total
+    @cached_property
+    def score_form(self) -> Form:
+        return Form.of_grids([(self._part(role), grid) for role, grid in self.score.items()])
+
+    @cached_property
+    def transfer_form(self) -> Form:
+        return Form.of_grids([(1.0, self.move)])
 
     def _part(self, role: str) -> float:
         """Part of an instance that a replica of a model that scores has."""
@@ -88,9 +90,6 @@ class ProfiledCost(CostModel):
 
     def swap_in_seconds(self) -> float:
         return self.swap_in
-
-    def migration_seconds(self, kv_bytes: float) -> float:
-        return self.move(kv_bytes) if kv_bytes > 0 else 0.0
 
     def reward_call(self) -> RewardCost | None:
         return self.reward

@@ -14,6 +14,7 @@ import numpy as np
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.values import LARGEST
 from rlhfuse.costs.fits import Line, check_seconds
+from rlhfuse.costs.forms.form import DecodeRow
 
 LEAST_SEQUENCES = 100  # of steps, that stand for one number of sequences; with fewer its neighbours count, too
 
@@ -53,19 +54,14 @@ class Speculation:
         )
         return f"{self.guess_seconds * 1e6:.2f} us each; {gains}"
 
-    def token_seconds(self, plain: float, batch: float) -> float:
-        """Seconds in which each of `batch` sequences gains a token, if a step without guesses takes `plain`."""
-        guessing, tokens = self.step(batch)
-        return (plain + guessing) / tokens
-
-    def step(self, batch: float) -> tuple[float, float]:
+    def decode_row(self, batch: float) -> DecodeRow:
         """Seconds that the guesses of a step of `batch` sequences add, and tokens that each sequence gains."""
         points = np.arange(1, len(self.tokens) + 2)
         guesses, tokens = (
             float(np.interp(batch, points, (*values, beyond)))
             for values, beyond in ((self.guesses, 0.0), (self.tokens, 1.0))
         )
-        return self.guess_seconds * guesses * batch, tokens
+        return DecodeRow(guessing=self.guess_seconds * guesses * batch, tokens=tokens)
 
 
 def fit_decode(steps: Sequence[DecodeObservation]) -> tuple[Line, Speculation | None]:

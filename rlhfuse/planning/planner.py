@@ -25,7 +25,8 @@ from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import serial_makespan
 from rlhfuse.schedule.search.search import SearchSettings, search
-from rlhfuse.simulator.iteration import IterationSeconds, move_cost
+from rlhfuse.simulator.instance_limits import move_cost
+from rlhfuse.simulator.iteration_seconds import IterationSeconds
 
 
 def make_plan(draft: PlanDraft) -> RunPlan:

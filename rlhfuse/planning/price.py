@@ -17,7 +17,7 @@ from rlhfuse.planning.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.rules.builders import min_memory
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.seconds import gen_infer_seconds
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 

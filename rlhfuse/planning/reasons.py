@@ -15,7 +15,7 @@ from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.decisions.layouts import BatchArithmetic
 from rlhfuse.planning.memory import KEEPING_PART, MemoryBudget, readable_bytes
 from rlhfuse.planning.planned_lengths import PlannedLengths
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits
 
 SMALL_WEIGHTS = 100_000_000  # below this the default learning rate shows nothing for hundreds of iterations
 CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's two moments

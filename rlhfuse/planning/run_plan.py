@@ -24,8 +24,8 @@ from rlhfuse.planning.training_orders import OrderPromise
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.program import Programs
-from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import IterationSeconds
+from rlhfuse.simulator.instance_limits import InstanceLimits
+from rlhfuse.simulator.iteration_seconds import IterationSeconds
 from rlhfuse.simulator.threshold import Threshold
 
 VERSION = 2

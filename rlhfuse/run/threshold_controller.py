@@ -35,8 +35,7 @@ from rlhfuse.planning.draft import priced_limits
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.iteration_metrics import lengths_of
-from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import fusion_limits
+from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.seconds import gen_infer_seconds
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.costs.forms.form import DecodeRow
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import BytesObservation, MeasuredCost, TokensObservation
 from rlhfuse.costs.speculation import DecodeObservation, Speculation, fit_decode
@@ -86,8 +87,8 @@ def test_a_last_sample_that_is_hard_to_guess_stands_for_few_batches():
 
 def test_beyond_the_rows_a_step_is_plain():
     found = Speculation(1e-5, (7.0, 3.0), (3.0, 2.0))
-    assert found.token_seconds(1.0, 1) == pytest.approx((1 + 7e-5) / 3)
-    assert found.token_seconds(1.0, 3) == found.token_seconds(1.0, 40) == 1.0
+    assert found.decode_row(1) == DecodeRow(guessing=pytest.approx(7e-5), tokens=3.0)
+    assert found.decode_row(3) == found.decode_row(40) == DecodeRow()
 
 
 @pytest.mark.parametrize("tokens, guesses", [((7.0,), ()), ((), ()), ((1.0,), (0.5,)), ((-1.0,), (1.0,))], ids=str)

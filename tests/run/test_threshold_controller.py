@@ -23,7 +23,7 @@ from rlhfuse.run.threshold_controller import (
     changes,
     with_hysteresis,
 )
-from rlhfuse.simulator.iteration import move_cost
+from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.threshold import sweep_threshold
 
 

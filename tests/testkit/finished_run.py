@@ -17,8 +17,8 @@ from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Action
 from rlhfuse.schedule.program.times import makespan, program_times
-from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.timeline import simulate_gen_infer
 from testkit.sim_helpers import linear_cost, long_tail
 
 RANKS, MINIBATCHES, SAMPLES, THRESHOLD = 4, 4, 64, 16

@@ -15,7 +15,7 @@ from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.decisions.packing import deal, scoring_packs, split_samples
 from rlhfuse.planning.draft import instance_limits, kv_blocks
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.seconds import gen_infer_seconds
 

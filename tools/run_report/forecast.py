@@ -28,8 +28,8 @@ from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.times import TimedAction, makespan, program_times
-from rlhfuse.simulator.iteration import GenInferTimeline, simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.timeline import GenInferTimeline, simulate_gen_infer
 
 PHASES = ("reshard", "gen", "infer", "adv", "train", "step")  # as in the metrics timing_s/*
 PARTS = PHASES[:-1]

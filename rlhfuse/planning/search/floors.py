@@ -27,7 +27,7 @@ from rlhfuse.planning.search.space import TrainingRow
 from rlhfuse.planning.stage_cuts import stage_seconds, with_cut
 from rlhfuse.planning.training_problem import TICK_SECONDS, equal_microbatch, stage_costs, transfer_ticks
 from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
 NO_TIME = 1e-12  # ticks of a part of a problem's backward, which must take some

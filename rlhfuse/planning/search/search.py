@@ -36,7 +36,7 @@ from rlhfuse.planning.search.setting import GenerationBytes, Setting
 from rlhfuse.planning.search.space import GenerationRow, TrainingRow, space_of
 from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.rules.builders import min_memory
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
 TOP = 5

@@ -35,7 +35,7 @@ from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.split_choice import given_split, obstacle
 from rlhfuse.planning.training_problem import longest_microbatch
 from rlhfuse.schedule.ir.ranks import rank_map
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
 

@@ -37,7 +37,7 @@ from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import plain_cells
 from rlhfuse.schedule.rules.builders import serial_makespan
-from rlhfuse.simulator.iteration import simulate_gen_infer
+from rlhfuse.simulator.timeline import simulate_gen_infer
 
 SMALL = ModelSpec("llama", 16, 2048, 16, 8, 128, 5632, 32000, 2048)
 SPECS = {role: SMALL for role in ("actor", "critic", "reference", "reward")}

@@ -12,15 +12,14 @@ from testkit.sim_helpers import (
     limits,
     linear_cost,
     long_tail,
-    simulate_generation,
     spans_of,
     tight,
 )
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.simulator.iteration import IterationSeconds, move_cost, simulate_gen_infer
+from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.scoring_queue import first_pack
+from rlhfuse.simulator.timeline import simulate_gen_infer
 
 
 def kinds_of(line, instance=0):
@@ -32,8 +31,9 @@ def test_serial_closed_form():
     each instance's reward function takes its four samples one after the other."""
     lengths, costs = equal(8, 10, 20), replace(linear_cost(reward=0.3), meeting=0.25, release=0.125)
     line = simulate_gen_infer(lengths, 2, costs, limits(), 0)
-    generation = max(simulate_generation(lengths, 2, costs, limits()))
-    assert line.generation_seconds == generation
+    generation = line.generation_seconds
+    context = sum(4 * (10 + done) for done in range(1, 20))
+    assert generation == pytest.approx(2e-3 + 40 * 1e-4 + 19 * 14e-3 + context * 1e-6)
     scored = generation + 0.375 + 0.5 + 5e-3 + 120 * 1e-3
     assert (line.total_seconds, line.reward_seconds) == pytest.approx((generation + 1.2, generation + 1.2 - scored))
     assert kinds_of(line) == ["generate", "meet", "idle", "swap_in", "score", "reward"]
@@ -68,19 +68,11 @@ def test_the_destination_scores_at_once_with_weights_that_came_meanwhile():
     assert "swap_in" in kinds_of(late) and "swap_in" not in kinds_of(early)
 
 
-@pytest.mark.parametrize("sooner, since, wanted", [(0, 0.0, 13.5), (1, 7.0, 12.5), (1, 9.5, 13.0), (3, 0.0, 11.5)])
-def test_a_first_pack_follows_the_models_that_are_loaded_early(sooner, since, wanted):
-    """Three models of 1 s to load and 0.5 s to compute; loading begins, and the pack comes, at 10 s."""
-    ready, end = first_pack(10.0, 10.0, 3.0, 1.5, 3, sooner, since)
-    assert ready == (since if sooner else 10.0) + 1.0
-    assert end == pytest.approx(wanted)
-
-
 def test_fused_closed_form():
     """Instance 0 has one long sample, instance 1 ends early, frees itself and scores three; then the long one."""
     lengths = SampleLengths((10, 10, 10, 10), (20, 200, 20, 20))
     line = simulate_gen_infer(lengths, 2, linear_cost(), limits(), 1)
-    finish = simulate_generation(lengths, 2, linear_cost(), limits())
+    finish = simulate_gen_infer(lengths, 2, linear_cost(), limits(), 0).sample_seconds
     assert line.plan.destinations == (0,) and line.plan.moves == ()
     assert line.generation_seconds == pytest.approx(finish[1])  # nothing moved, nothing waited
     scored = [line.trigger_seconds + 0.5 + 5e-3 + 60 * 1e-3]  # packs may shrink to a quarter of 256 tokens
@@ -126,10 +118,17 @@ def test_move_cost_reads_linear_costs_exactly():
     assert (cost.prefill_latency_seconds, cost.prefill_seconds_per_token) == pytest.approx((2e-3, 1e-4))
 
 
-def test_an_iteration_adds_its_parts():
-    seconds = IterationSeconds(0.75, 3.0, 2.0, 6.0, 4.5, capture=0.25)
-    assert (seconds.serial, seconds.fused) == (10.0, 7.5)
-    assert seconds.speedup == pytest.approx(10.0 / 7.5)
+def test_equal_lengths_have_a_closed_form():
+    """8 samples of 10 + 50 tokens: one prefill, then 49 steps of 10 + 8 ms and 1 us per context token."""
+    context = sum(8 * (10 + done) for done in range(1, 50))
+    expected = 2e-3 + 80 * 1e-4 + 49 * 18e-3 + context * 1e-6
+    line = simulate_gen_infer(equal(8, 10, 50), 1, linear_cost(), limits(), 0)
+    assert line.sample_seconds == pytest.approx((expected,) * 8)
+
+
+def test_too_little_room_is_refused():
+    with pytest.raises(InputError, match="KV of 299 tokens, fewer than one sample of 100 \\+ 200 = 300"):
+        limits(kv_capacity_bytes=29900.0)
 
 
 def test_a_threshold_beyond_the_batch_is_refused():
