@@ -153,14 +153,27 @@ class AnalyticCost:
 
     # ---- training
 
-    def stage_costs(self, micro: MicrobatchTokens, tick_seconds: float = 1e-6, split: bool = False) -> StageCosts:
-        """One micro-batch on every pipeline stage: whole ticks of `tick_seconds`, at least one, and bytes per rank."""
+    @property
+    def splits(self) -> bool:
+        return True
+
+    def stage_costs(
+        self,
+        micro: MicrobatchTokens,
+        tick_seconds: float = 1e-6,
+        split: bool = False,
+        seconds: StageSeconds | None = None,
+    ) -> StageCosts:
+        """One micro-batch on every pipeline stage: whole ticks of `tick_seconds`, at least one, and bytes per rank.
+
+        `seconds`: those of the ticks, in place of the micro-batch's own.
+        """
         cut = tuple(map(len, self.layout.stage_layers(self.spec.layers)))
         activation = []
         for stage, layers in enumerate(cut):
             kept = layers * self.kept_layer_bytes(micro.tokens) + self._kept_end_bytes(stage, micro.tokens)
             activation.append(int(kept))
-        times = self.stage_seconds(micro).ticks(cut, tick_seconds, split)
+        times = (seconds or self.stage_seconds(micro)).ticks(cut, tick_seconds, split)
         if not split:
             return StageCosts(times[0], times[1], tuple(activation))
         return StageCosts(times[0], times[1], tuple(activation), times[2], self._kept_for_weights(cut, micro.tokens))

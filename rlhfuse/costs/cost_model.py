@@ -1,17 +1,20 @@
-"""The interface of what generation and inference cost on one instance.
+"""The interfaces of what work costs: `CostModel` of generation and inference, `TrainingCost` of a model that trains.
 
-Four implementations: `JobCost` (job_cost.py, from hardware numbers), `MeasuredCost` (of a running job), `TrialCost` (of
-a trial generation), `ProfiledCost` (of tools/profile_costs.py).
+CostModels: `JobCost` (a roofline, job_cost.py), `ProfiledCost` (of tools/profile_costs.py), `MeasuredCost` (of a job)
+and `TrialCost` (with the steps of a trial generation). TrainingCosts: `AnalyticCost` and `ProfiledTraining`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.values import LARGEST
 from rlhfuse.costs.fits import check_seconds
+from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,41 @@ class RewardCost:
             raise InputError(f"calls of a reward function at_once must be in [1, {LARGEST}], not {self.at_once}")
 
 
+class TrainingCost(Protocol):
+    """Seconds of the stages of ONE pipeline of a model that trains."""
+
+    @property
+    def layout(self) -> ParallelLayout: ...
+
+    @property
+    def splits(self) -> bool:
+        """Whether the parts of a split backward have a price."""
+        ...
+
+    def stage_seconds(self, micro: MicrobatchTokens) -> StageSeconds:
+        """Seconds of one micro-batch, of a layer and of the ends."""
+        ...
+
+
 class CostModel(Protocol):
     """Seconds of the work of generation and inference on ONE generation instance."""
+
+    convex: ClassVar[bool] = False  # whether seconds of steps and forwards are known to be, in each count
+    measures_training: ClassVar[bool] = False
+
+    def training_cost(self, role: str, analytic: TrainingCost) -> TrainingCost:
+        """Costs of training `role`, which `analytic` prices where nothing was measured. Raises InputError where its
+        tensor degree was not."""
+        return analytic
+
+    def score_bends(self) -> tuple[float, ...]:
+        """Tokens of one replica's pack at which seconds of scoring bend."""
+        return ()
+
+    def beyond(self, sequences: float, context: float, pack: float, training: Mapping[str, float]) -> tuple[str, ...]:
+        """What is larger than anything measured, in words: decoding so many `sequences` of up to `context` tokens,
+        packs of so many tokens of an instance, and by role micro-batches of so many."""
+        return ()
 
     def prefill_seconds(self, tokens: float, sequences: float) -> float:
         """Prefill of `sequences` prompts of `tokens` tokens in all."""

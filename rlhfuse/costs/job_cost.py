@@ -16,6 +16,8 @@ class JobCost(CostModel):
     `output_share`: part of the tokens scored that go through an output layer, those of responses.
     """
 
+    convex = True
+
     actor: AnalyticCost
     scorers: tuple[AnalyticCost, ...]
     cross_node: bool = False

@@ -49,15 +49,30 @@ class RewardObservation:
     seconds: float
 
 
+class FittedSteps(CostModel):
+    """Prefills and decode steps as straight lines, a decode step with what guesses do to it."""
+
+    decode: Line  # of batch, context tokens; without guesses
+    prefill: Line  # of tokens, sequences
+    speculation: Speculation | None  # None: no step had guesses
+
+    def prefill_seconds(self, tokens: float, sequences: float) -> float:
+        return self.prefill(tokens, sequences) if tokens > 0 else 0.0
+
+    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
+        plain = self.decode(batch, context_tokens)
+        return self.speculation.token_seconds(plain, batch) if self.speculation else plain
+
+
 @dataclass(frozen=True)
-class MeasuredCost:
+class MeasuredCost(FittedSteps):
     """Fitted to observations of one instance; swap-in, barrier (`meeting` in costs.json) and release are medians.
 
     Means: a call of the reward function, None where there is none; `capture`, 0 where no CUDA graph was recorded.
     """
 
-    decode: Line  # of batch, context tokens; without guesses
-    prefill: Line  # of tokens, sequences
+    decode: Line
+    prefill: Line
     score: Line  # of tokens, sequences; all models that score
     migration: Line  # of bytes
     swap_in: float  # seconds
@@ -65,7 +80,7 @@ class MeasuredCost:
     release: float
     reward: RewardCost | None = None  # a file may leave it out
     capture: float = 0.0  # seconds of a shape, likewise
-    speculation: Speculation | None = None  # None: no step had guesses
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         for kind, columns in (*COLUMNS.items(), ("migration", ("bytes",))):
@@ -113,13 +128,6 @@ class MeasuredCost:
             speculation=speculation,
         )
 
-    def prefill_seconds(self, tokens: float, sequences: float) -> float:
-        return self.prefill(tokens, sequences) if tokens > 0 else 0.0
-
-    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
-        plain = self.decode(batch, context_tokens)
-        return self.speculation.token_seconds(plain, batch) if self.speculation else plain
-
     def score_seconds(self, tokens: float, sequences: float) -> float:
         return self.score(tokens, sequences) if tokens > 0 else 0.0
 
@@ -160,11 +168,11 @@ class MeasuredCost:
 
 
 @dataclass(frozen=True)
-class TrialCost:
+class TrialCost(FittedSteps):
     """A CostModel whose steps were measured by a generation trial on this machine; all else is `rest`'s."""
 
-    decode: Line  # of batch, context tokens
-    prefill: Line  # of tokens, sequences
+    decode: Line
+    prefill: Line
     speculation: Speculation | None
     rest: CostModel
 
@@ -176,13 +184,6 @@ class TrialCost:
         plain, speculation = fit_decode(decode)
         tokens = Line.fit([(o.tokens, o.sequences) for o in prefill], [o.seconds for o in prefill])
         return TrialCost(plain, tokens, speculation, rest)
-
-    def prefill_seconds(self, tokens: float, sequences: float) -> float:
-        return self.prefill(tokens, sequences) if tokens > 0 else 0.0
-
-    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
-        plain = self.decode(batch, context_tokens)
-        return self.speculation.token_seconds(plain, batch) if self.speculation else plain
 
     def score_seconds(self, tokens: float, sequences: float) -> float:
         return self.rest.score_seconds(tokens, sequences)

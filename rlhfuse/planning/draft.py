@@ -174,7 +174,8 @@ def draft_plan(
         made = training_problem(analytic, batch, drawn, longest, costs, config.fusion.alternates, split)
         return replace(made, memory_cap=memory.limit, static_memory=memory.training_bytes)
 
-    split = choose_split(config, costs, stated)
+    trained = [costs.training_cost(task.role, analytic[task.name]) for task in tasks if task.training]
+    split = choose_split(config, trained, stated)
     problem = stated(split.models) if split.models else split.whole
     given = given_schedule(config, problem, ranks.shape)
     least = min_memory(problem)

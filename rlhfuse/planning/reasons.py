@@ -11,7 +11,6 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.decisions.layouts import BatchArithmetic
 from rlhfuse.planning.memory import KEEPING_PART, MemoryBudget, readable_bytes
 from rlhfuse.planning.planned_lengths import PlannedLengths
@@ -60,7 +59,7 @@ def of_ends(config: RunConfig, actor: ModelSpec) -> str:
 def of_costs(config: RunConfig, hardware: HardwareSpec, costs: CostModel, costs_name: str) -> str:
     """The source of the times."""
     if config.fusion.profile:
-        training = "training too" if isinstance(costs, ProfiledCost) else "training analytically"
+        training = "training too" if costs.measures_training else "training analytically"
         return f"generation and inference are priced by {costs_name}, {training}"
     if hardware.source:
         return (

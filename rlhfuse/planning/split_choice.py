@@ -7,15 +7,14 @@ the search's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import inf
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.profiled import ProfiledCost
+from rlhfuse.costs.cost_model import TrainingCost
 from rlhfuse.planning.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound, quick_bound
 from rlhfuse.schedule.io import load_schedule
@@ -65,10 +64,13 @@ def given_split(config: RunConfig) -> frozenset[str] | None:
     return frozenset(pipeline.model for pipeline in load_schedule(fusion.schedule).problem.pipelines if pipeline.split)
 
 
-def choose_split(config: RunConfig, costs: CostModel, stated: Stated) -> SplitChoice:
-    """As fusion.split_backward says. Raises InputError where what it asks for cannot be."""
+def choose_split(config: RunConfig, training: Collection[TrainingCost], stated: Stated) -> SplitChoice:
+    """Choose as fusion.split_backward says; `training`: costs of the models that train.
+
+    Raises InputError where what it asks for cannot be.
+    """
     whole, fusion = stated(frozenset()), config.fusion
-    asked, reason = f"fusion.split_backward={fusion.split_backward}", obstacle(config, costs, whole.models)
+    asked, reason = f"fusion.split_backward={fusion.split_backward}", obstacle(config, training)
     if fusion.split_backward == "false":
         return SplitChoice(frozenset(), whole, f"{asked}: all backwards are whole")
     if fusion.split_backward == "true":
@@ -88,11 +90,11 @@ def choose_split(config: RunConfig, costs: CostModel, stated: Stated) -> SplitCh
     return SplitChoice(split, whole, asked, stated(split or frozenset(whole.models)))
 
 
-def obstacle(config: RunConfig, costs: CostModel | None, models: Sequence[str]) -> str:
+def obstacle(config: RunConfig, training: Collection[TrainingCost] = ()) -> str:
     """Why backwards cannot be split, with what would do; '' if they can."""
     if config.trainer.transformer_impl == "transformer_engine":
         return "Transformer Engine's layers make both gradients at once; set trainer.transformer_impl=local"
-    if isinstance(costs, ProfiledCost) and not all(map(costs.splits, models)):
+    if not all(cost.splits for cost in training):
         return f"{config.fusion.profile} has no times of split backwards; run tools/profile_costs.py again"
     return ""
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.profiled import ProfiledCost
+from rlhfuse.costs.cost_model import CostModel, TrainingCost
 from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds, fastest_cut
 from rlhfuse.decisions.layouts import Task
 
@@ -39,7 +38,8 @@ def stage_balances(
         if task.training and task.layout.stages > 1:
             cost = analytic[task.name]
             cut = tuple(map(len, cost.layout.stage_layers(cost.spec.layers)))
-            ranks = stage_seconds(task.role, cost, costs, micro).of_ranks(cut, cost.layout.pp)
+            seconds = costs.training_cost(task.role, cost).stage_seconds(micro)
+            ranks = seconds.of_ranks(cut, cost.layout.pp)
             found.append(StageBalance(task.role, cut, max(ranks), sum(ranks) / len(ranks)))
     return tuple(found)
 
@@ -55,33 +55,26 @@ def with_cuts(
 
     `micro`: of the longest samples, which need no known lengths.
     """
-    return tuple(
-        replace(task, layout=with_cut(config, task.role, analytic[task.name], costs, micro))
-        if task.training
-        else replace(task, layout=_tidy(task.layout))
-        for task in tasks
-    )
+
+    def layout(task: Task) -> ParallelLayout:
+        if not task.training:
+            return _tidy(task.layout)
+        cost = analytic[task.name]
+        return with_cut(config, cost, costs.training_cost(task.role, cost), micro)
+
+    return tuple(replace(task, layout=layout(task)) for task in tasks)
 
 
-def with_cut(
-    config: RunConfig, role: str, cost: AnalyticCost, costs: CostModel | None, micro: MicrobatchTokens
-) -> ParallelLayout:
+def with_cut(config: RunConfig, cost: AnalyticCost, training: TrainingCost, micro: MicrobatchTokens) -> ParallelLayout:
     """The layout of a model that trains, likewise."""
     if cost.layout.cut is None and config.parallel.stage_layers == "auto":
-        return _fastest(cost, stage_seconds(role, cost, costs, micro))
+        return _fastest(cost, training.stage_seconds(micro))
     return _tidy(cost.layout)
 
 
 def _tidy(layout: ParallelLayout) -> ParallelLayout:
     """An even cut needs no mention."""
     return layout.with_cut(layout.cut) if layout.cut else layout
-
-
-def stage_seconds(role: str, cost: AnalyticCost, costs: CostModel | None, micro: MicrobatchTokens) -> StageSeconds:
-    """Seconds of one micro-batch: measured where `costs` is a profile, else analytic."""
-    if isinstance(costs, ProfiledCost):
-        return costs.stage_seconds(role, cost.layout, micro)
-    return cost.stage_seconds(micro)
 
 
 def _fastest(cost: AnalyticCost, seconds: StageSeconds) -> ParallelLayout:

@@ -16,7 +16,7 @@ from rlhfuse.costs.collectives import RankGroup
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.job_cost import JobCost
-from rlhfuse.costs.measured import MeasuredCost, TrialCost
+from rlhfuse.costs.measured import FittedSteps, MeasuredCost, TrialCost
 
 Known = TypeVar("Known")
 STEP = np.dtype(  # what a decode step of so many sequences depends on beside its context
@@ -137,7 +137,7 @@ def _decode(costs: CostModel, most: int) -> DecodeNumbers | None:
             byte_rate=float(tp * machine.memory_bandwidth),
             in_turns=actor.in_turns,
         )
-    if _is(costs, MeasuredCost, "decode_step_seconds") or _is(costs, TrialCost, "decode_step_seconds"):
+    if _is(costs, FittedSteps, "decode_step_seconds"):
         per_sequence, per_token = map(float, costs.decode.slopes)
         steps = [costs.speculation.step(n) if costs.speculation else (0.0, 1.0) for n in batches]
         rows = [(per_sequence * n, 0, guessing, 0, tokens) for n, (guessing, tokens) in zip(batches, steps)]
@@ -148,7 +148,7 @@ def _decode(costs: CostModel, most: int) -> DecodeNumbers | None:
 def _prefill(costs: CostModel) -> ForwardNumbers | None:
     if _is(costs, JobCost, "prefill_seconds") and _are_rooflines([costs.actor]):
         return _rooflines([costs.actor], costs.actor.layout.tp, 0.0)
-    if _is(costs, MeasuredCost, "prefill_seconds") or _is(costs, TrialCost, "prefill_seconds"):
+    if _is(costs, FittedSteps, "prefill_seconds"):
         return _line(costs.prefill)
     return None
 

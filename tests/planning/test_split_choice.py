@@ -36,11 +36,11 @@ def bounds_by_choice(**keys) -> dict[frozenset[str], float]:
     """Proved bound of every set of models that is split, in the order of the choice."""
     found, make = {}, split_choice.choose_split
 
-    def looked_at(config, costs, stated):
+    def looked_at(config, training, stated):
         for count in range(3):
             for some in itertools.combinations(("actor", "critic"), count):
                 found[frozenset(some)] = float(latency_bound(stated(frozenset(some))))
-        return make(config, costs, stated)
+        return make(config, training, stated)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlhfuse.planning.draft.choose_split", looked_at)

@@ -18,7 +18,6 @@ from layout_search.wishes import Wish, cheap_wishes, dear_wishes
 from text_table import aligned
 
 from rlhfuse.costs.profile_files import TensorProfiles
-from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.planning.price import CAPTURE, GENERATION, MOVES, OFFLOAD, SCHEDULES, STEPS
 from rlhfuse.planning.search.search import TOP, Found, Ranking, Row
 from rlhfuse.planning.training_problem import equal_microbatch
@@ -201,8 +200,6 @@ def _measured(ranking: Ranking) -> str:
 def _beyond(ranking: Ranking, best: Row) -> str:
     """What of the best table is larger than anything that was measured, where a profile says what was."""
     draft = ranking.setting.draft(best.table)
-    if not isinstance(draft.costs, ProfiledCost):
-        return ""
     limits, shares = draft.limits, draft.ranks.shape.shares
     sequences = min(limits.max_sequences, -(-draft.config.samples_per_iteration // draft.batch.instances))
     pack = min(sequences * limits.longest, max(limits.score_tokens, limits.longest))

@@ -80,7 +80,7 @@ class _Training:
 
     def _cut(self, samples: float) -> _Cut:
         """For micro-batches of so many samples, the longest."""
-        layout = with_cut(self.work.config, self.task, self.cost, None, self.work.longest_microbatch(samples))
+        layout = with_cut(self.work.config, self.cost, self.cost, self.work.longest_microbatch(samples))
         if layout not in self._by_cut:
             self._by_cut[layout] = _Cut.of(replace(self.cost, layout=layout))
         return self._by_cut[layout]

@@ -12,9 +12,9 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.cost_model import CostModel, TrainingCost
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.costs.profile_files import TensorProfiles, run_costs
+from rlhfuse.costs.profile_files import run_costs
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layout_moves import layout_moves
@@ -80,7 +80,7 @@ class Setting:
         """`given`: in place of what `config` gives. Raises InputError for costs that hold for one table alone."""
         given, config = given or Given.of(config), resolve_batch(resolve_device(config))
         split, notes = given_split(config), ()
-        if split is None and obstacle(config, None, ()):
+        if split is None and obstacle(config):
             split = frozenset()
         inputs = DraftInputs.of(config, world_size, lengths)
         if isinstance(inputs.measured, MeasuredCost) and not (given.generation and given.inference):
@@ -122,14 +122,10 @@ class Setting:
         how = {"recompute": row.recompute, "sequence_parallel": row.sequence_parallel}
         return task_costs(self.config, self.specs, tasks, self.inputs.hardware, self.inputs.cores, **how)
 
-    def training_profile(self, tp: int) -> CostModel | None:
-        """The costs that training in this degree is priced by, None: analytic. Raises InputError where not measured."""
+    def training_cost(self, role: str, analytic: AnalyticCost) -> TrainingCost:
+        """Costs of training a model on its layout. Raises InputError where its tensor degree was not measured."""
         measured = self.inputs.measured
-        if not isinstance(measured, TensorProfiles):
-            return measured
-        if tp not in measured.degrees:
-            raise InputError(f"tensor degree {tp} was not measured")
-        return measured.profiles[measured.degrees.index(tp)]
+        return analytic if measured is None else measured.training_cost(role, analytic)
 
     def generation_costs(self, table: Table) -> CostModel:
         """Whatever trains. Raises InputError where a profile does not have the degrees of the other rows."""
