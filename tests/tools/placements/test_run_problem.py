@@ -23,11 +23,11 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.costs import machine
 from rlhfuse.costs.hardware import hardware_by_name, machines_by_name
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.machine import SharedCores
 from rlhfuse.decisions.move_seconds import MoveLoad
-from rlhfuse.planning import machine
 from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.planner import make_plan
