@@ -22,9 +22,9 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.collectives import ring_all_reduce_seconds
+from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.job_cost import JobCost
-from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.problem import fused_problem
 from rlhfuse.schedule.rules.builders import serial_makespan

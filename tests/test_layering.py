@@ -11,10 +11,10 @@ from testkit.paths import ROOT
 LAYERS = {
     "base": 0,
     **dict.fromkeys(("config", "data", "monitor", "schedule"), 1),
-    **dict.fromkeys(("decisions", "costs", "ppo"), 2),
-    **dict.fromkeys(("simulator", "parallel"), 3),
-    **dict.fromkeys(("planning", "models"), 4),
-    "gen": 5,
+    **dict.fromkeys(("decisions", "ppo"), 2),
+    **dict.fromkeys(("costs", "parallel"), 3),
+    **dict.fromkeys(("simulator", "models"), 4),
+    **dict.fromkeys(("planning", "gen"), 5),
     "fusion": 6,
     "run": 7,
 }

@@ -12,8 +12,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import ASSUMED, DataSheet, data_sheets
-from rlhfuse.decisions.shards import model_shards
-from rlhfuse.decisions.weight_moves import move_seconds, plan_moves
+from rlhfuse.costs.layout_moves import model_load
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
@@ -147,8 +146,8 @@ def switches() -> Section:
 
 def switch_seconds(name: str, source: ParallelLayout, target: ParallelLayout, machine: HardwareSpec) -> float:
     """Weights of a model in bf16 from one layout to another on the same ranks."""
-    has, wants = (model_shards(spec(name), layout, plain_cells(layout), 2) for layout in (source, target))
-    return move_seconds(plan_moves(has, wants, machine.devices_per_node), machine, machine.devices_per_node)
+    load = model_load(spec(name), source, plain_cells(source), target, 2, machine.devices_per_node)
+    return load.seconds(machine)
 
 
 def similar_plans() -> Section:

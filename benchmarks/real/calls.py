@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.collectives import link_bandwidth, ring_gather_seconds
-from rlhfuse.costs.stage_cut import MicrobatchTokens
+from rlhfuse.costs.cost_model import MicrobatchTokens
 
 
 @dataclass(frozen=True)

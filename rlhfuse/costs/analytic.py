@@ -10,8 +10,8 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs import gpu_bytes
 from rlhfuse.costs.collectives import RankGroup, send_seconds
+from rlhfuse.costs.cost_model import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
 from rlhfuse.schedule.ir.problem import StageCosts
 
 BACKWARD_OVER_FORWARD = 2  # gradients of inputs and of weights are one forward's products each

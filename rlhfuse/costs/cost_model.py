@@ -6,15 +6,14 @@ and `TrialCost` (with the steps of a trial generation). TrainingCosts: `Analytic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, Protocol
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.values import LARGEST
 from rlhfuse.costs.fits import check_seconds
-from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,43 @@ class RewardCost:
         check_seconds("seconds of a reward call", self.seconds)
         if not 1 <= self.at_once <= LARGEST:
             raise InputError(f"calls of a reward function at_once must be in [1, {LARGEST}], not {self.at_once}")
+
+
+class MicrobatchTokens(NamedTuple):
+    """What a micro-batch holds: tokens of so many sequences, and how many of them go through the output layer."""
+
+    tokens: float
+    sequences: float
+    outputs: float
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds (forward, backward) of one micro-batch: of a layer, and of what each stage has beside its layers."""
+
+    layer: tuple[float, float]
+    ends: tuple[tuple[float, float], ...]  # by stage
+    split: tuple[float, float] | None = None  # B and W of a layer's split backward; None: not known
+
+    def of(self, cut: Sequence[int]) -> tuple[tuple[float, float], ...]:
+        """Seconds (forward, backward) of each stage, where they have so many layers."""
+        forward, backward = self.layer
+        return tuple((count * forward + end[0], count * backward + end[1]) for count, end in zip(cut, self.ends))
+
+    def ticks(self, cut: Sequence[int], tick_seconds: float, split: bool = False) -> tuple[tuple[int, ...], ...]:
+        """Forward and backward of each stage in whole ticks, at least one; with `split` F, B and W. Ends have no W."""
+        stages: Sequence[tuple[float, ...]] = self.of(cut)
+        if split:
+            assert self.split is not None, "split backwards have a price"
+            whole = replace(self, layer=(self.layer[0], self.split[0])).of(cut)
+            stages = [(*stage, layers * self.split[1]) for stage, layers in zip(whole, cut)]
+        rounded = [[max(1, round(seconds / tick_seconds)) for seconds in stage] for stage in stages]
+        return tuple(zip(*rounded))
+
+    def of_ranks(self, cut: Sequence[int], places: int) -> tuple[float, ...]:
+        """Forward and backward together of all that each rank of a pipeline has: stages place, place + places, ..."""
+        stages = [sum(stage) for stage in self.of(cut)]
+        return tuple(sum(stages[place::places]) for place in range(places))
 
 
 class TrainingCost(Protocol):

@@ -16,9 +16,8 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.cost_model import CostModel, RewardCost, TrainingCost
+from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, RewardCost, StageSeconds, TrainingCost
 from rlhfuse.costs.fits import Grid, check_seconds
-from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
 
 VERSION = 2
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rlhfuse.decisions.layout_moves import LayoutMove, layout_moves
+from rlhfuse.costs.layout_moves import LayoutMove, layout_moves
 from rlhfuse.planning.draft import PlanDraft, element_bytes, kv_blocks
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhfuse.base.json_values import from_json, to_json
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.decisions.layout_moves import LayoutMove
+from rlhfuse.costs.layout_moves import LayoutMove
 from rlhfuse.decisions.layouts import BatchArithmetic, Task
 from rlhfuse.decisions.migration import SampleMoveCost
 from rlhfuse.planning.efficiency import Efficiency

@@ -1,16 +1,23 @@
-"""How the models that train are cut into pipeline stages: as the layout says, evenly, or as the cost model finds."""
+"""Layers per pipeline stage of the models that train: as the layout says, evenly, or the cut whose slowest rank is
+fastest.
+
+All layers of a model weigh the same; embedding, output layer and loss come on top of the first and the last stage. So
+layers are dealt one by one to the least loaded rank, which is exact and needs no search and no clock.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel, TrainingCost
-from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds, fastest_cut
+from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, StageSeconds, TrainingCost
 from rlhfuse.decisions.layouts import Task
+
+EXACT_SECONDS = 1e-9  # seconds are compared in whole numbers of these: ties are ties on every rank
 
 
 @dataclass(frozen=True)
@@ -85,3 +92,44 @@ def _fastest(cost: AnalyticCost, seconds: StageSeconds) -> ParallelLayout:
         even, best = (max(seconds.of_ranks(cut, layout.pp)) for cut in (layout.even_cut(spec.layers), found))
         return layout if even <= best * (1 + 1e-6) else layout.with_cut(found)
     return layout.with_cut(found)
+
+
+def fastest_cut(
+    layers: int, places: int, seconds: StageSeconds, layer_parameters: int, end_parameters: Sequence[int]
+) -> tuple[int, ...]:
+    """Layers of each stage, one at least, of a pipeline over `places` ranks; `end_parameters`: by stage.
+
+    No cut has a faster slowest rank; of those that tie none has a leaner fullest rank, and the rest is shared evenly.
+    The stages of one rank share its layers so that the slowest of them is fastest.
+    """
+    stages = len(seconds.ends)
+    chunks = stages // places
+    layer_ticks, *end_ticks = (round(sum(part) / EXACT_SECONDS) for part in (seconds.layer, *seconds.ends))
+    least, most = [chunks] * places, [layers] * places
+    for unit, ends in ((layer_ticks, end_ticks), (layer_parameters, end_parameters)):
+        fixed = [sum(ends[place::places]) for place in range(places)]
+        dealt = _deal(layers, unit, fixed, least, most)
+        largest = max(count * unit + end for count, end in zip(dealt, fixed))
+        most = [min(limit, (largest - end) // unit) if unit else limit for limit, end in zip(most, fixed)]
+    dealt, cut = _deal(layers, 1, [0] * places, least, most), [0] * stages
+    if chunks == 1:
+        return tuple(dealt)
+    for place, count in enumerate(dealt):
+        cut[place::places] = _deal(count, layer_ticks, end_ticks[place::places], [1] * chunks, [count] * chunks)
+    return tuple(cut)
+
+
+def _deal(layers: int, unit: int, fixed: Sequence[int], least: Sequence[int], most: Sequence[int]) -> list[int]:
+    """`least` layers to each, the others to whoever is then least loaded, up to `most`; ties to the first with the
+    fewest layers."""
+    counts = list(least)
+    heap = [((n + 1) * unit + fixed[place], n, place) for place, n in enumerate(counts) if n < most[place]]
+    heapq.heapify(heap)
+    for _ in range(layers - sum(least)):
+        load, count, place = heap[0]
+        counts[place] = count + 1
+        if count + 1 < most[place]:
+            heapq.heapreplace(heap, (load + unit, count + 1, place))
+        else:
+            heapq.heappop(heap)
+    return counts

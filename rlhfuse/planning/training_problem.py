@@ -8,8 +8,7 @@ from dataclasses import replace
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel, TrainingCost
-from rlhfuse.costs.stage_cut import MicrobatchTokens
+from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
 from rlhfuse.decisions.layouts import TASK_ROLES, BatchArithmetic
 from rlhfuse.planning.drawn_batches import DrawnBatches
 from rlhfuse.planning.memory import TRAINED

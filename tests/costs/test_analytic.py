@@ -11,9 +11,9 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs import gpu_bytes
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name, known_hardware
 from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
-from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.models import linear_logprobs
 
 LLAMA_13B = ModelSpec("llama", 40, 5120, 40, 40, 128, 13824, 32000, 4096)

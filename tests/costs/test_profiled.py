@@ -14,12 +14,11 @@ from rlhfuse.base.files import write_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import RewardCost
+from rlhfuse.costs.cost_model import MicrobatchTokens, RewardCost
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profile_files import load_costs
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids
-from rlhfuse.costs.stage_cut import MicrobatchTokens
 
 TABLE = Grid(((1.0, 2.0, 4.0), (10.0, 20.0)), (1.0, 2.0, 3.0, 6.0, 5.0, 12.0))
 

@@ -7,10 +7,10 @@ import pytest
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.cost_model import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.gpu_bytes import kept_by_split_layer
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
 
 LLAMA_8B = ModelSpec("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192)
 H100 = hardware_by_name("h100")

@@ -14,10 +14,10 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.load import load_config
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.flops import TRAINING_FORWARDS, forward_flops
 from rlhfuse.costs.hardware import data_sheets, hardware_by_name
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
 from rlhfuse.planning.efficiency import WORSE, Efficiency, efficiency, optimizer_step_seconds

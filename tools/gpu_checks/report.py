@@ -17,10 +17,10 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.collectives import RankGroup, send_seconds
+from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.hardware import ASSUMED, GPU_NAMES, DataSheet, data_sheets
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.costs.stage_cut import MicrobatchTokens
 
 STAGES = 3
 

@@ -11,8 +11,8 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.machine import SharedCores
-from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import TASK_ROLES, Task, possible_layouts
 from rlhfuse.planning.draft import DraftInputs, task_costs
 from rlhfuse.planning.drawn_batches import DrawnBatches

@@ -12,12 +12,11 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel, TrainingCost
+from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
+from rlhfuse.costs.layout_moves import layout_moves
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profile_files import run_costs
-from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.batch_cut import resolve_batch
-from rlhfuse.decisions.layout_moves import layout_moves
 from rlhfuse.decisions.layouts import BatchArithmetic, Task, batch_of, training_layouts
 from rlhfuse.planning.draft import (
     CACHE_PARTS,

@@ -26,8 +26,8 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs import machine
 from rlhfuse.costs.hardware import hardware_by_name, machines_by_name
 from rlhfuse.costs.job_cost import JobCost
+from rlhfuse.costs.layout_moves import model_load
 from rlhfuse.costs.machine import SharedCores
-from rlhfuse.decisions.move_seconds import MoveLoad
 from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.planner import make_plan
@@ -377,6 +377,6 @@ def test_weights_are_fetched_in_about_what_their_moves_take(ranks):
         fetch = next(one.fetch_seconds for one in some if one.layout == layout)
         shares = []
         for source in sources:
-            load = MoveLoad.of(LLAMA3_8B, source, plain_cells(source), layout, 2, H100.devices_per_node)
+            load = model_load(LLAMA3_8B, source, plain_cells(source), layout, 2, H100.devices_per_node)
             shares.append(load.seconds(H100) / fetch)
         assert 0.7 < median(shares) < 1.1 and max(shares) < 2.5

@@ -10,8 +10,9 @@ from testkit.profiles import examples
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.cost_model import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.hardware import known_hardware
-from rlhfuse.costs.stage_cut import EXACT_SECONDS, MicrobatchTokens, StageSeconds, _deal, fastest_cut
+from rlhfuse.planning.stage_cuts import EXACT_SECONDS, _deal, fastest_cut
 
 LLAMA3_8B = ModelSpec("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192)
 LLAMA3_70B = ModelSpec("llama", 80, 8192, 64, 8, 128, 28672, 128256, 8192)
