@@ -137,7 +137,9 @@ def training_seconds(pair: tuple[str, str], tokens: float) -> tuple[float, float
     }
     problem = fused_problem(layouts, microbatches, stage_costs)
     link = hardware_by_name("h800").cross_link_bandwidth
-    reduction = sum(ring_all_reduce_seconds(cost.weights_bytes(), cost.layout.dp, link) for cost in costs.values())
+    reduction = sum(
+        ring_all_reduce_seconds(cost.memory.weights_bytes(), cost.layout.dp, link) for cost in costs.values()
+    )
     parts = serial_makespan(problem), latency_bound(problem)
     serial, fused = (MINIBATCHES * (float(ticks) * TICK_SECONDS + reduction) for ticks in parts)
     return serial, fused

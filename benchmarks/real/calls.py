@@ -55,7 +55,7 @@ class ModelCall:
     def gradient_seconds(self) -> float:
         """Once per step over the data-parallel group (ZeRO-1): gradients reduce-scattered, weights gathered."""
         layout = self.model.layout
-        whole = self.model.gradient_bytes() + self.model.weights_bytes()
+        whole = self.model.memory.gradient_bytes() + self.model.memory.weights_bytes()
         return ring_gather_seconds(whole, layout.dp, link_bandwidth(self.model.hardware, layout.tp * layout.dp))
 
     def send_seconds(self, tokens: float) -> float:
@@ -68,7 +68,7 @@ class ModelCall:
 
     def weights_seconds(self) -> float:
         """Bringing this model's weights into its layout from another: each rank receives its part."""
-        return self.model.weights_bytes() / link_bandwidth(self.model.hardware, self.model.layout.size)
+        return self.model.memory.weights_bytes() / link_bandwidth(self.model.hardware, self.model.layout.size)
 
     def _forward_stages(self, tokens: float, sequences: float, outputs: float) -> list[float]:
         """Seconds of each stage's forward over one micro-batch, the send to the next one included."""

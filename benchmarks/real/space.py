@@ -89,16 +89,16 @@ class CallWork:
     def _option(self, layout: ParallelLayout, sequences: float, machine: HardwareSpec) -> Option:
         call = self.on(layout, machine)
         cost, seconds, tokens = call.model, self.seconds(call), sequences * self.sample_tokens
-        parameters = cost.rank_parameters()
+        parameters = cost.memory.rank_parameters()
         weights, layers = WEIGHT_BYTES * parameters, max(map(len, layout.stage_layers(self.spec.layers)))
         if self.trains:
-            kept = layout.pp * layers * cost.kept_layer_bytes(tokens)  # no fewer micro-batches than stages
-            return Option(layout, seconds, HELD_BYTES * parameters, weights + kept + cost.passing_bytes(tokens))
+            kept = layout.pp * layers * cost.memory.kept_layer_bytes(tokens)  # no fewer micro-batches than stages
+            return Option(layout, seconds, HELD_BYTES * parameters, weights + kept + cost.memory.passing_bytes(tokens))
         if self.name.endswith("Gen"):
-            cache = layout.pp * tokens * cost.kv_bytes_per_token() * layers / self.spec.layers
-            passing = weights + cache + cost.prefilling_bytes(sequences * self.prompt_tokens, sequences)
+            cache = layout.pp * tokens * cost.memory.kv_bytes_per_token() * layers / self.spec.layers
+            passing = weights + cache + cost.memory.prefilling_bytes(sequences * self.prompt_tokens, sequences)
         else:
-            passing = weights + cost.scoring_bytes(tokens)
+            passing = weights + cost.memory.scoring_bytes(tokens)
         return Option(layout, seconds, 0.0, passing, call.weights_seconds() if self.name in SOURCES else 0.0)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -232,6 +232,28 @@ def _rope_scaling(raw: dict, where: str) -> RopeScaling | None:
 
 
 @dataclass(frozen=True)
+class DeviceKind:
+    """What CPUs and GPUs do differently, as far as a plan counts it."""
+
+    own_memory: bool  # apart from the host's, whose copies and batches then take none of it
+    in_turns: bool  # a core reads and multiplies one after the other; on a GPU one hides the other
+    shared_cores: bool  # ranks compute on the cores of their machine
+    recorded_steps: bool  # decode steps are recorded: what starts up in one is in its floor
+    # How programs reduce gradients, see `lower`. On a GPU what waits for another rank occupies the device, whichever
+    # communicator it is in, and may hold up whatever comes after it: programs must run with one queue per rank.
+    reduction: Literal["early", "joint"]
+
+    @staticmethod
+    def of(hardware: str) -> DeviceKind:
+        """Kind of the devices of hardware that is called so; of a list of several, GPUs."""
+        return CPU if hardware == "cpu" else GPU
+
+
+CPU = DeviceKind(own_memory=False, in_turns=True, shared_cores=True, recorded_steps=False, reduction="early")
+GPU = DeviceKind(own_memory=True, in_turns=False, shared_cores=False, recorded_steps=True, reduction="joint")
+
+
+@dataclass(frozen=True)
 class HardwareSpec:
     """One device and what connects devices; rates are what is reached, not the data sheet's."""
 
@@ -263,6 +285,10 @@ class HardwareSpec:
     switch_sum_seconds: float = 0.0  # the same by the switch
     source: str = ""  # the device and the day on which the numbers that `measured` names were measured
     measured: tuple[str, ...] = ()  # what it names not is assumed
+
+    @property
+    def device(self) -> DeviceKind:
+        return DeviceKind.of(self.name)
 
     def __post_init__(self) -> None:
         for one in fields(self):

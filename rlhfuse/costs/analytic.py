@@ -1,17 +1,16 @@
-"""What work costs, in seconds and bytes: the roofline of one model (paper section 6)."""
+"""What work of one model costs in seconds, by its roofline (paper section 6)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
-from rlhfuse.costs import gpu_bytes
 from rlhfuse.costs.collectives import RankGroup, send_seconds
 from rlhfuse.costs.cost_model import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.kernels import Kernels
+from rlhfuse.costs.model_memory import ModelMemory, memory_on
 from rlhfuse.schedule.ir.problem import StageCosts
 
 BACKWARD_OVER_FORWARD = 2  # gradients of inputs and of weights are one forward's products each
@@ -45,6 +44,12 @@ class AnalyticCost:
     def with_cut(self, cut: tuple[int, ...] | None) -> AnalyticCost:
         """The same with so many layers on each stage."""
         return self if cut == self.layout.cut else replace(self, layout=replace(self.layout, cut=cut))
+
+    @cached_property
+    def memory(self) -> ModelMemory:
+        """Bytes of the same model on one rank."""
+        how = self.scalar_head, self.sequence_parallel, self.recompute
+        return memory_on(self.hardware)(self.spec, self.layout, self.element_bytes, *how)
 
     # ---- seconds
 
@@ -92,7 +97,7 @@ class AnalyticCost:
     def decode_all_reduce_seconds(self, batch: float) -> float:
         """Seconds of the two all-reduces of a layer in a decode step; their messages are short."""
         kernels, tp = self.kernels, self.layout.tp
-        if not self._on_gpu:
+        if not self.hardware.device.recorded_steps:
             return 2 * self._all_reduce_seconds(batch)
         volume = self._tensor_ranks.sum_seconds(self._message_bytes(batch))
         if kernels is None or tp == 1:  # starting them up is in the floor of other software's step
@@ -107,7 +112,7 @@ class AnalyticCost:
         """What the kernels of a layer's forward move beside its products."""
         if not self.kernels:
             return 0.0
-        per_token = self.kernels.forward_bytes(self.spec, self._whole_hidden, self.layout.tp, self.element_bytes)
+        per_token = self.kernels.forward_bytes(self.spec, self.memory.hidden, self.layout.tp, self.element_bytes)
         return tokens * per_token / self.hardware.memory_bandwidth
 
     def _logit_seconds(self, tokens: float, logit_bytes: float) -> float:
@@ -124,13 +129,8 @@ class AnalyticCost:
         moved = spec.layer_parameters * self.element_bytes + kv_bytes
         return self._both(flops / (tp * machine.flops), moved / (tp * machine.memory_bandwidth))
 
-    @property
-    def in_turns(self) -> bool:
-        """Whether a device reads and multiplies in turns, as a CPU's core does; on a GPU one hides the other."""
-        return not self._on_gpu
-
     def _both(self, computing: float, moving: float) -> float:
-        return computing + moving if self.in_turns else max(computing, moving)
+        return computing + moving if self.hardware.device.in_turns else max(computing, moving)
 
     def head_seconds(self, outputs: float) -> float:
         """The output layer for `outputs` tokens; a scalar head is free."""
@@ -169,20 +169,11 @@ class AnalyticCost:
         `seconds`: those of the ticks, in place of the micro-batch's own.
         """
         cut = tuple(map(len, self.layout.stage_layers(self.spec.layers)))
-        activation = []
-        for stage, layers in enumerate(cut):
-            kept = layers * self.kept_layer_bytes(micro.tokens) + self._kept_end_bytes(stage, micro.tokens)
-            activation.append(int(kept))
         times = (seconds or self.stage_seconds(micro)).ticks(cut, tick_seconds, split)
+        activation = self.memory.stage_bytes(cut, micro.tokens)
         if not split:
-            return StageCosts(times[0], times[1], tuple(activation))
-        return StageCosts(times[0], times[1], tuple(activation), times[2], self._kept_for_weights(cut, micro.tokens))
-
-    def _kept_for_weights(self, cut: Sequence[int], tokens: float) -> tuple[int, ...]:
-        """Bytes of each stage from B to W. On a GPU the gradient that a stage receives is counted as received."""
-        received = self.hidden_bytes(tokens) if self._on_gpu and not self._cuts_tokens else 0
-        every = gpu_bytes.kept_by_split_layer(self.spec, tokens, self.layout.tp, self._whole_hidden, self.element_bytes)
-        return tuple(int(layers * every - received * (stage < len(cut) - 1)) for stage, layers in enumerate(cut))
+            return StageCosts(times[0], times[1], activation)
+        return StageCosts(times[0], times[1], activation, times[2], self.memory.kept_for_weights(cut, micro.tokens))
 
     def stage_seconds(self, micro: MicrobatchTokens) -> StageSeconds:
         """One micro-batch, of a layer and of the ends."""
@@ -191,7 +182,7 @@ class AnalyticCost:
         again = layer if self.recompute else 0.0
         backward, head_backward = BACKWARD_OVER_FORWARD * layer + again, BACKWARD_OVER_FORWARD * head
         if kernels := self.kernels:
-            width, tp, bandwidth = self._whole_hidden, self.layout.tp, self.hardware.memory_bandwidth
+            width, tp, bandwidth = self.memory.hidden, self.layout.tp, self.hardware.memory_bandwidth
             backward -= BACKWARD_OVER_FORWARD * self._moved_seconds(tokens)
             backward += tokens * kernels.backward_bytes(self.spec, width, tp, self.element_bytes) / bandwidth
             weights = self.spec.layer_parameters / tp
@@ -215,12 +206,9 @@ class AnalyticCost:
         if self.kernels:
             sums = spec.layer_parameters / tp * self.kernels.gradient_sum_bytes / machine.memory_bandwidth
             product = max(product, sums)
-        read = (
-            gpu_bytes.kept_by_split_layer(spec, tokens, tp, self._whole_hidden, self.element_bytes)
-            / machine.memory_bandwidth
-        )
+        read = self.memory.split_layer_bytes(tokens) / machine.memory_bandwidth
         gathered = 0.0
-        if self._cuts_tokens:
+        if self.memory.cuts_tokens:
             gathered = GATHERS * self._tensor_ranks.gather_seconds(self._message_bytes(tokens))
         return backward - product, max(product + read, LAUNCHES * machine.launch_seconds) + gathered
 
@@ -229,82 +217,16 @@ class AnalyticCost:
 
         Ranks go tensor, pipeline, data: replicas are tp x pp ranks apart. On a CPU Adam is bound by memory too.
         """
-        kernels = self.kernels or (None if self._on_gpu else Kernels())
+        kernels = self.kernels or (Kernels() if self.hardware.device.in_turns else None)
         if not kernels:
             return 0.0
         layout = self.layout
         replicas = RankGroup(self.hardware, layout.dp, stride=layout.tp * layout.pp)
-        exchanged = sum(
-            replicas.gather_seconds(sent) for sent in (self.gradient_bytes(place), self.weights_bytes(place))
-        )
+        sent = self.memory.gradient_bytes(place), self.memory.weights_bytes(place)
+        exchanged = sum(map(replicas.gather_seconds, sent))
         per_parameter = kernels.zero_bytes + kernels.adam_bytes / layout.dp
-        updated = self._parameters(place) * per_parameter / self.hardware.memory_bandwidth
+        updated = self.memory.parameters(place) * per_parameter / self.hardware.memory_bandwidth
         return (updated + exchanged) * self.hardware.step_waiting
-
-    def kept_layer_bytes(self, tokens: float) -> float:
-        """What one layer keeps from its forward to its backward on one rank: its input alone where it is run again."""
-        if self.recompute:
-            return tokens * self._whole_hidden * self.element_bytes
-        return self.layer_activation_bytes(tokens)
-
-    def layer_activation_bytes(self, tokens: float) -> float:
-        """What the backward of one layer needs on one rank.
-
-        On a CPU, kept whole on every tensor rank, but cut under sequence parallelism: of both norms the input in
-        float32, the normed input and the output. Always cut by tp: query, key and value joined, query and key once
-        more after the rotation, the attention's output of each sequence and of all, and gate, its activation, up and
-        their product. The CPU's kernels for float32 keep less: of a norm the input, the output and one number, of
-        attention query, key, value and output once each, and one number a head; not the activation.
-        """
-        spec, norms = self.spec, 2 * self._whole_hidden
-        if self._on_gpu:
-            return gpu_bytes.kept_by_layer(spec, tokens, self.layout.tp, self._whole_hidden, self.element_bytes)
-        if self.hardware.name == "cpu" and self.element_bytes == 4:
-            cut = 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads + 3 * spec.mlp
-            return tokens * 4 * (2 * norms + norms / spec.hidden + cut / self.layout.tp)
-        cut = (4 * spec.heads + 3 * spec.kv_heads) * spec.head_dim + 4 * spec.mlp
-        return tokens * (norms * (4 + 2 * self.element_bytes) + cut / self.layout.tp * self.element_bytes)
-
-    def logits_bytes(self, tokens: float) -> float:
-        """Float32 logits of `tokens` tokens on one rank; of a scalar head one value each."""
-        return tokens * 4 * (1 if self.scalar_head else self.spec.vocab / self.layout.tp)
-
-    def passing_bytes(self, tokens: float, place: int | None = None) -> float:
-        """What passes while one micro-batch runs, beside what is kept: gradients of one layer's activations, where
-        layers are run again one of these, on the last stage logits and their gradient, on GPUs a tile of both. On a
-        GPU's first stage the table's gradient, when its layers keep nothing any more."""
-        last = place in (None, self.layout.pp - 1)
-        if self._on_gpu:
-            spec, shape = self.spec, (self.spec, tokens, self.layout.tp)
-            back = gpu_bytes.passing_in_backward(*shape, self._whole_hidden, self.element_bytes)
-            hidden = tokens * self._whole_hidden * self.element_bytes  # a layer's input is kept already
-            back += self.layer_activation_bytes(tokens) - hidden if self.recompute else 0
-            if place in (None, 0):
-                kept = len(self.layout.stage_layers(spec.layers)[0]) * self.kept_layer_bytes(tokens)
-                table = gpu_bytes.passing_in_embedding(*shape, self.element_bytes)
-                back = max(back, table - kept)
-            loss = last and not self.scalar_head
-            return max(back, gpu_bytes.passing_in_loss(*shape, self.element_bytes) if loss else 0)
-        return self.layer_activation_bytes(tokens) * (2 if self.recompute else 1) + 2 * last * self.logits_bytes(tokens)
-
-    def split_passing_bytes(self, tokens: float) -> tuple[float, float]:
-        """On a GPU, of a split backward: what passes in B less than in a whole one, for it is held until W and counted
-        so, where layers are run again; and in W: inputs that are gathered, of one product and the next."""
-        kept = gpu_bytes.kept_by_split_layer(self.spec, tokens, self.layout.tp, self._whole_hidden, self.element_bytes)
-        return max(0.0, kept - self.kept_layer_bytes(tokens)), 2 * self.gathering_bytes(tokens)
-
-    def receiving_bytes(self, tokens: float, place: int) -> float:
-        """On a GPU, memory that stays: of each stage here the gradients of its output, and as many hidden states as
-        micro-batches are under way, in training's usual order, and one that came early."""
-        if not self._on_gpu:
-            return 0.0
-        stages, last = range(place, self.layout.stages, self.layout.pp), self.layout.stages - 1
-        slots = sum((self.layout.pp - place + 1 if stage > 0 else 0) + (stage < last) for stage in stages)
-        return slots * self.hidden_bytes(tokens)
-
-    def hidden_bytes(self, tokens: float) -> float:
-        """One hidden state between two stages, on one rank."""
-        return tokens * self._whole_hidden * self.element_bytes
 
     def send_seconds(self, tokens: float) -> float:
         """One hidden state to the next stage, each tensor rank to its peer; 0 without a pipeline.
@@ -314,114 +236,4 @@ class AnalyticCost:
         devices, ranks = self.hardware.devices_per_node, self.layout.tp * self.layout.pp
         if self.layout.pp == 1:
             return 0.0
-        return send_seconds(self.hardware, self.hidden_bytes(tokens), across=devices % ranks > 0)
-
-    def gathering_bytes(self, tokens: float) -> float:
-        """On a GPU, memory that stays: Megatron's buffer for hidden states that sequence parallelism has cut."""
-        return tokens * self.spec.hidden * self.element_bytes if self._on_gpu and self._cuts_tokens else 0.0
-
-    def rotation_bytes(self, tokens: float) -> float:
-        """On a GPU, memory that stays: cosines and sines of so many positions in float32."""
-        return tokens * self.spec.head_dim * 4 if self._on_gpu else 0.0
-
-    def prefilling_bytes(self, tokens: float, outputs: float) -> int:
-        """What a step of the engine over so many tokens holds: a layer's activations, then logits of `outputs`."""
-        layer = self.layer_activation_bytes(tokens)
-        if self._on_gpu:
-            layer = gpu_bytes.prefilling_bytes(self.spec, tokens, self.layout.tp, self.element_bytes)
-        return int(max(layer, 2 * self.logits_bytes(outputs)))
-
-    def scoring_bytes(self, tokens: float) -> int:
-        """What a forward over a packed batch holds, with an output for every token."""
-        if not self._on_gpu:
-            return int(max(self.layer_activation_bytes(tokens), 2 * self.logits_bytes(tokens)))
-        spec, rows = self.spec, tokens * self.spec.hidden * self.element_bytes
-        layer = gpu_bytes.scoring_bytes(spec, tokens, self.layout.tp, self.element_bytes)
-        if self.scalar_head:
-            return int(layer)
-        loss = rows + gpu_bytes.passing_in_loss(spec, tokens, self.layout.tp, self.element_bytes, backward=False)
-        return int(max(layer, loss))
-
-    def _kept_end_bytes(self, stage: int, tokens: float) -> float:
-        """What a stage keeps beside its layers: on a CPU logits; on a GPU its output, on the last stage what goes into
-        the final norm, the head, and the loss; less the received input, which `receiving_bytes` counts."""
-        last = stage == self.layout.stages - 1
-        if not self._on_gpu:
-            return tokens * self.spec.vocab * 4 / self.layout.tp if last and not self.scalar_head else 0
-        hidden, whole = self._whole_hidden * self.element_bytes, self.spec.hidden * self.element_bytes
-        head = 4 * self.spec.hidden if self.scalar_head else whole  # the rows that the head multiplies
-        return tokens * ((2 * hidden + head if last else hidden) - (hidden if stage > 0 else 0))
-
-    @property
-    def _cuts_tokens(self) -> bool:
-        return self.sequence_parallel and self.layout.tp > 1
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.hardware.name != "cpu"
-
-    @property
-    def _whole_hidden(self) -> float:
-        """Elements per token of one hidden state between the matrix products, on one rank."""
-        return self.spec.hidden / (self.layout.tp if self.sequence_parallel else 1)
-
-    # ---- bytes of one rank, at a place of a pipeline or on the fullest
-
-    def rank_parameters(self) -> int:
-        """Parameters on the fullest rank."""
-        return max(self.place_parameters())
-
-    def place_parameters(self) -> tuple[int, ...]:
-        """Parameters of a rank at each place of a pipeline; of an interleaved one it holds several stages.
-
-        Norms, and the row of a scalar head, are whole on every tensor rank.
-        """
-        return self._by_place
-
-    @cached_property
-    def _by_place(self) -> tuple[int, ...]:
-        spec, tp, places = self.spec, self.layout.tp, [0] * self.layout.pp
-        for stage, layers in enumerate(self.layout.stage_layers(spec.layers)):
-            whole = len(layers) * spec.norm_parameters
-            if stage == self.layout.stages - 1:
-                whole += spec.hidden * (2 if self.scalar_head else 1)
-            held = len(layers) * spec.layer_parameters + self.end_parameters()[stage]
-            places[stage % self.layout.pp] += -(-(held - whole) // tp) + whole
-        return tuple(places)
-
-    def end_parameters(self) -> tuple[int, ...]:
-        """Parameters of each stage beside its layers: embedding; final norm and output layer, unless tied here."""
-        spec, ends = self.spec, [0] * self.layout.stages
-        ends[0] += spec.embedding_parameters
-        tied_here = spec.tied_embeddings and len(ends) == 1
-        ends[-1] += spec.hidden
-        ends[-1] += spec.hidden if self.scalar_head else (0 if tied_here else spec.embedding_parameters)
-        return tuple(ends)
-
-    def _parameters(self, place: int | None) -> int:
-        return self.rank_parameters() if place is None else self.place_parameters()[place]
-
-    def weights_bytes(self, place: int | None = None) -> int:
-        return self._parameters(place) * self.element_bytes
-
-    def gradient_bytes(self, place: int | None = None) -> int:
-        """Gradients are accumulated in float32."""
-        return self._parameters(place) * 4
-
-    def optimizer_bytes(self, place: int | None = None) -> int:
-        """Adam's two moments in float32, and the main weights, cut over dp (ZeRO-1)."""
-        return -(-self._parameters(place) * 8 // self.layout.dp) + self.main_weights_bytes(place)
-
-    def largest_weight_bytes(self, place: int) -> int:
-        """Bytes of the largest matrix of weights on a rank there."""
-        spec, end = self.spec, place == 0 or place == self.layout.pp - 1 and not self.scalar_head
-        elements = max(2 * spec.mlp * spec.hidden, spec.embedding_parameters if end else 0)
-        return -(-elements // self.layout.tp) * self.element_bytes
-
-    def main_weights_bytes(self, place: int | None = None) -> int:
-        """A float32 copy of lower-precision weights, cut over dp."""
-        return 0 if self.element_bytes == 4 else -(-self._parameters(place) * 4 // self.layout.dp)
-
-    def kv_bytes_per_token(self) -> float:
-        """Keys and values of one token on one rank."""
-        return self.spec.kv_bytes_per_token(self.element_bytes) / self.layout.tp
+        return send_seconds(self.hardware, self.memory.hidden_bytes(tokens), across=devices % ranks > 0)

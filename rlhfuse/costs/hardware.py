@@ -14,7 +14,7 @@ from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import from_json, read_json, to_json
 from rlhfuse.base.launcher import ranks_per_node
 from rlhfuse.config.machines import Machines
-from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.config.spec import CPU, HardwareSpec
 
 _GB = 1e9
 MEASURED, MEASURED_KIND, MEASURED_VERSION = "measured:", "hardware", 1
@@ -191,7 +191,7 @@ def load_hardware(path: str | Path) -> HardwareSpec:
     if not isinstance(raw, dict) or raw.pop("kind", None) != MEASURED_KIND:
         raise InputError(f"{path} is no measured hardware; give a file that scripts/gpu_check.sh --hardware wrote")
     hardware = from_json(HardwareSpec, raw, str(path), MEASURED_VERSION)
-    if hardware.name == "cpu" or "," in hardware.name or not hardware.source:
+    if hardware.device is CPU or "," in hardware.name or not hardware.source:
         raise InputError(
             f"{path}: name={hardware.name!r}, source={hardware.source!r} are not of a GPU that was measured"
         )

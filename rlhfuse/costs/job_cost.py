@@ -46,7 +46,7 @@ class JobCost(CostModel):
         return total
 
     def swap_in_seconds(self) -> float:
-        return sum(scorer.weights_bytes() / scorer.hardware.host_bandwidth for scorer in self.scorers)
+        return sum(scorer.memory.weights_bytes() / scorer.hardware.host_bandwidth for scorer in self.scorers)
 
     def capture_seconds(self) -> float:
         return self.actor.capture_seconds()

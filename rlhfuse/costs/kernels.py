@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfuse.config.spec import ModelSpec
+from rlhfuse.config.spec import HardwareSpec, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -53,3 +53,8 @@ class Kernels:
     def backward_bytes(self, spec: ModelSpec, hidden: float, tp: int, element_bytes: int) -> float:
         queries, keys = spec.heads * spec.head_dim / tp, spec.kv_heads * spec.head_dim / tp
         return element_bytes * (12 * hidden + 6 * queries + 6 * keys + 5 * spec.mlp / tp)
+
+
+def kernels_on(hardware: HardwareSpec, switch_sums: bool) -> Kernels | None:
+    """Those that a run has there; None on CPUs, where rates hold for all of a layer."""
+    return Kernels(switch_sums=switch_sums) if hardware.device.recorded_steps else None

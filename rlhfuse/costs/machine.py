@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.hardware import at_speed
@@ -48,9 +49,22 @@ def host_memory(config: RunConfig, hardware: HardwareSpec) -> tuple[float, str]:
     """Host memory of a machine of the run in bytes, and where the number is from."""
     if config.trainer.host_memory_gb:
         return config.trainer.host_memory_gb * 1e9, "trainer.host_memory_gb"
-    if hardware.name == "cpu":
+    if not hardware.device.own_memory:
         return machine_bytes(), "this machine's"
     return hardware.host_memory_bytes, f"assumed of {hardware.name} nodes"
+
+
+def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int) -> tuple[float, str]:
+    """Bytes that one rank may use, and where the number is from. The ranks of a CPU node, or of a GPU, share them."""
+    if config.trainer.memory_limit_gb:
+        return config.trainer.memory_limit_gb * 1e9, "trainer.memory_limit_gb"
+    if hardware.device.own_memory and not config.trainer.share_gpu:
+        return hardware.memory_bytes, f"of {'the smallest of' if ',' in hardware.name else 'one'} {hardware.name}"
+    ranks = ranks_on_machine(hardware, world_size)
+    whole, owner = hardware.memory_bytes, f"this {hardware.name}'s"
+    if not hardware.device.own_memory:
+        whole, owner = host_memory(config, hardware)
+    return whole / ranks, f"{owner} {readable_bytes(whole)} / {ranks} ranks"
 
 
 def rank_groups(
@@ -103,7 +117,7 @@ class SharedCores:
     @staticmethod
     def of(config: RunConfig, hardware: HardwareSpec, world_size: int) -> SharedCores:
         """Reads the cores of this machine, whatever the plan is for."""
-        if hardware.name != "cpu":
+        if not hardware.device.shared_cores:
             return SharedCores()
         return SharedCores(machine_cores(), ranks_on_machine(hardware, world_size), config.trainer.threads_per_rank)
 

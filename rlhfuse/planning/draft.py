@@ -20,7 +20,7 @@ from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
-from rlhfuse.costs.kernels import Kernels
+from rlhfuse.costs.kernels import kernels_on
 from rlhfuse.costs.machine import SharedCores
 from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
 from rlhfuse.decisions.batch_cut import resolve_batch
@@ -163,10 +163,12 @@ def draft_plan(
             made = made.with_(rollout={"kv_blocks_per_instance": fewer})
 
     sizes = sized(offload=offloading == "true")
-    if offloading == "auto" and hardware.name != "cpu" and not sizes[-1].fits_beside_training(headroom):
+    if offloading == "auto" and hardware.device.own_memory and not sizes[-1].fits_beside_training(headroom):
         sizes = sized(offload=True)
     config, limits, memory = sizes
-    memory = memory.with_early_loading([analytic[f"{role}_inference"].weights_bytes() for role in config.scorers()])
+    memory = memory.with_early_loading(
+        [analytic[f"{role}_inference"].memory.weights_bytes() for role in config.scorers()]
+    )
     limits = replace(limits, early_models=len(memory.early))
     check_host_memory(config, memory, world_size)
 
@@ -311,7 +313,7 @@ def task_costs(
             task.role.scalar_head,
             sequence_parallel=task.training and cuts,
             recompute=task.training and again,
-            kernels=None if hardware.name == "cpu" else Kernels(switch_sums=config.rollout.all_reduce != "nccl"),
+            kernels=kernels_on(hardware, switch_sums=config.rollout.all_reduce != "nccl"),
         )
         for task in tasks
     }

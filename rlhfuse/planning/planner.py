@@ -15,7 +15,7 @@ from rlhfuse.planning.draft import PlanDraft, element_bytes
 from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
-from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary, reduction_on
+from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary
 from rlhfuse.planning.training_orders import other_promises
 from rlhfuse.planning.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
@@ -41,7 +41,7 @@ def parse_plan(draft: PlanDraft, text: str) -> RunPlan:
 
 
 def _run_plan(draft: PlanDraft, schedule: Schedule, report: PlanReport) -> RunPlan:
-    reduce = reduction_on(draft.hardware.name)
+    reduce = draft.hardware.device.reduction
     programs = lower(schedule, draft.ranks, tied=draft.tied, reduce=reduce)
     verify(programs, schedule, draft.ranks, tied=draft.tied, one_queue=reduce == "joint")
     return RunPlan(report, schedule, draft.ranks, programs, draft.costs, draft.costs_name)

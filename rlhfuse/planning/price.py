@@ -122,7 +122,7 @@ def ideal_limits(draft: PlanDraft) -> InstanceLimits:
     asked = draft.asked.rollout.kv_blocks_per_instance
     config = draft.config.with_(rollout={"kv_blocks_per_instance": asked})
     blocks, block_bytes = kv_blocks(config, draft.batch.instances), draft.limits.block_tokens
-    early = len(config.scorers()) if draft.hardware.name != "cpu" else 0
+    early = len(config.scorers()) if draft.hardware.device.own_memory else 0
     capacity = blocks * block_bytes * draft.limits.kv_bytes_per_token
     return replace(draft.limits, kv_capacity_bytes=capacity, early_models=early)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 
+from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import HardwareSpec, ModelSpec
+from rlhfuse.config.spec import GPU, HardwareSpec, ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.decisions.layouts import BatchArithmetic
-from rlhfuse.planning.memory import KEEPING_PART, MemoryBudget, readable_bytes
+from rlhfuse.planning.memory import KEEPING_PART, MemoryBudget
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.simulator.instances import InstanceLimits
 
@@ -67,7 +68,7 @@ def of_costs(config: RunConfig, hardware: HardwareSpec, costs: CostModel, costs_
             f"{', '.join(hardware.measured)} as measured there, the rest assumed; fusion.profile takes what "
             "tools/profile_costs.py measures of these models"
         )
-    unsure = config.trainer.hardware == "auto" and hardware.name != "cpu"
+    unsure = config.trainer.hardware == "auto" and hardware.device is GPU
     assumed = " (trainer.hardware=auto: assumed)" if unsure else ""
     mixed = "," in hardware.name
     rates = f"worst rates of {hardware.name}" if mixed else f"rates of a {hardware.name}"
@@ -126,7 +127,7 @@ def of_memory(memory: MemoryBudget, activations: Sequence[float]) -> str:
     process = f"the process itself, {readable_bytes(memory.process)},"
     if memory.communicators:
         process += f" of them {readable_bytes(memory.communicators)} communicators (assumed),"
-    included = f"host copies and {process}" if memory.hardware.name == "cpu" else process
+    included = f"host copies and {process}" if not memory.hardware.device.own_memory else process
     needed = readable_bytes(memory.needed(fullest))
     return (
         f"the fullest phase, {fullest.phase}, needs {needed} per rank, {included} included, and "
@@ -136,7 +137,7 @@ def of_memory(memory: MemoryBudget, activations: Sequence[float]) -> str:
 
 def of_keeping(memory: MemoryBudget, activations: Sequence[float]) -> tuple[str, ...]:
     """On GPUs, whether what generation needs stays on the device; `memory`: of a run that releases it."""
-    if memory.hardware.name == "cpu":
+    if not memory.hardware.device.own_memory:
         return ()
     held, graphs = readable_bytes(memory.generation.device), memory.generation.graphs
     if memory.keeps_generation(activations):
@@ -166,7 +167,7 @@ def of_offload(config: RunConfig, memory: MemoryBudget, seen_seconds: float) -> 
             f"{until} and come back during the first mini-batch, {offload.seconds:.2g} s each way, of which "
             f"{seen_seconds:.2g} s are not hidden"
         )
-    elif memory.hardware.name != "cpu":
+    elif memory.hardware.device.own_memory:
         yield f"{asked}: the optimizer stays on the device" + (
             ", every phase fits beside it" if asked.endswith("auto") else ""
         )
@@ -175,7 +176,7 @@ def of_offload(config: RunConfig, memory: MemoryBudget, seen_seconds: float) -> 
 def of_early_loading(config: RunConfig, memory: MemoryBudget, costs: CostModel) -> Iterator[str]:
     """On GPUs, which models that score are loaded before generation ends."""
     scorers = config.scorers()
-    if memory.hardware.name == "cpu" or not scorers:
+    if not memory.hardware.device.own_memory or not scorers:
         return
     early, seconds = scorers[: len(memory.early)], costs.swap_in_seconds()
     loading = f"loading {', '.join(scorers)} takes {seconds:.2g} s of an instance"

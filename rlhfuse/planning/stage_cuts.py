@@ -85,10 +85,10 @@ def _tidy(layout: ParallelLayout) -> ParallelLayout:
 
 
 def _fastest(cost: AnalyticCost, seconds: StageSeconds) -> ParallelLayout:
-    """On CPU the even cut unless another is faster: bytes are the machine's, whichever rank has them."""
+    """The even cut unless another is faster, where bytes are the machine's, whichever rank has them."""
     layout, spec = cost.layout, cost.spec
-    found = fastest_cut(spec.layers, layout.pp, seconds, spec.layer_parameters, cost.end_parameters())
-    if cost.hardware.name == "cpu":
+    found = fastest_cut(spec.layers, layout.pp, seconds, spec.layer_parameters, cost.memory.end_parameters())
+    if not cost.hardware.device.own_memory:
         even, best = (max(seconds.of_ranks(cut, layout.pp)) for cut in (layout.even_cut(spec.layers), found))
         return layout if even <= best * (1 + 1e-6) else layout.with_cut(found)
     return layout.with_cut(found)

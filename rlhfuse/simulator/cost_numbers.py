@@ -135,7 +135,7 @@ def _decode(costs: CostModel, most: int) -> DecodeNumbers | None:
             weight_bytes=float(spec.layer_parameters * actor.element_bytes),
             kv_bytes=float(2 * spec.kv_heads * spec.head_dim * actor.element_bytes),
             byte_rate=float(tp * machine.memory_bandwidth),
-            in_turns=actor.in_turns,
+            in_turns=machine.device.in_turns,
         )
     if _is(costs, FittedSteps, "decode_step_seconds"):
         per_sequence, per_token = map(float, costs.decode.slopes)
@@ -187,7 +187,7 @@ def _rooflines(models: Sequence[AnalyticCost], instance_tp: int, output_share: f
 def _roofline(cost: AnalyticCost, output_share: float) -> tuple[float, ...]:
     """Fields of FORWARD from `layers` on."""
     spec, machine, tp, kernels = cost.spec, cost.hardware, cost.layout.tp, cost.kernels
-    whole, group = spec.hidden / (tp if cost.sequence_parallel else 1), RankGroup(machine, tp)
+    whole, group = cost.memory.hidden, RankGroup(machine, tp)
     head = 0 if cost.scalar_head else spec.embedding_parameters
     return (
         spec.layers,
@@ -208,7 +208,7 @@ def _roofline(cost: AnalyticCost, output_share: float) -> tuple[float, ...]:
         output_share,
         2 * head,
         head * cost.element_bytes / (tp * machine.memory_bandwidth),
-        cost.in_turns,
+        machine.device.in_turns,
     )
 
 

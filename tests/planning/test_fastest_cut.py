@@ -82,7 +82,7 @@ def cost(spec: ModelSpec, layout: str, scalar: bool = False, **more) -> Analytic
 def test_how_far_the_slowest_stage_is_above_the_mean(spec, layout, scalar, least, most, recompute):
     made = cost(spec, layout, scalar, recompute=recompute)
     seconds, pp = made.stage_seconds(MicrobatchTokens(8192, 4, 8192)), made.layout.pp
-    found = fastest_cut(spec.layers, pp, seconds, spec.layer_parameters, made.end_parameters())
+    found = fastest_cut(spec.layers, pp, seconds, spec.layer_parameters, made.memory.end_parameters())
     assert sum(found) == spec.layers
     ranks = seconds.of_ranks(found, pp)
     assert least - 1e-9 <= max(ranks) * pp / sum(ranks) - 1 <= most

@@ -11,13 +11,13 @@ from testkit.sim_helpers import linear_cost, long_tail
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
+from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.costs.machine import machine_bytes
+from rlhfuse.costs.machine import machine_bytes, memory_limit
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.decisions.decode_shapes import draft_bytes
 from rlhfuse.planning.draft import draft_plan, fitting_blocks, kv_blocks
-from rlhfuse.planning.memory import memory_limit, readable_bytes
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.reasons import of_learning_rates, output_files
 from rlhfuse.planning.run_plan import PlanReport, RunPlan

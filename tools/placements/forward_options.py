@@ -33,11 +33,10 @@ def generation_options(
     for layout in work.layouts("generation", ranks, hardware.devices_per_node):
         cost = work.cost("generation", layout, hardware)
         drawing = min(rollout.max_sequences_per_instance, rollout.max_batched_tokens)
-        passing = cost.weights_bytes() + cost.prefilling_bytes(rollout.max_batched_tokens, drawing)
+        passing = cost.memory.weights_bytes() + cost.memory.prefilling_bytes(rollout.max_batched_tokens, drawing)
         passing += work.config.fusion.bucket_mib << 20
-        if hardware.name != "cpu":
-            passing += cost.rotation_bytes(cost.spec.context)
-            passing += cost.prefilling_bytes(drawing, drawing) if rollout.cuda_graphs else 0
+        passing += cost.memory.rotation_bytes(cost.spec.context)
+        passing += cost.memory.graph_bytes(drawing) if rollout.cuda_graphs else 0
         caches = [(limits, passing + limits.kv_capacity_bytes / layout.tp) for limits in _caches(work, cost)]
         if min(need for _, need in caches) > room:
             continue
@@ -61,8 +60,8 @@ def scoring_options(
     budget = work.config.rollout.max_batched_tokens
     for layout in work.layouts(task, ranks, hardware.devices_per_node):
         cost = work.cost(task, layout, hardware)
-        need = cost.weights_bytes() + cost.scoring_bytes(budget)
-        need += cost.rotation_bytes(work.longest_microbatch(1).tokens)
+        need = cost.memory.weights_bytes() + cost.memory.scoring_bytes(budget)
+        need += cost.memory.rotation_bytes(work.longest_microbatch(1).tokens)
         if need > room:
             continue
         costs = JobCost(cost, (cost,), output_share=work.output_share)
@@ -107,8 +106,8 @@ def _fetch_seconds(cost: AnalyticCost, world_size: int) -> float:
     """Bringing a model's weights here from another layout (`weight_moves.plan_moves`): where there are several nodes,
     each is sent the model once, shared by its links; then every rank has its part from its node."""
     machine, layout = cost.hardware, cost.layout
-    seconds = cost.weights_bytes() / machine.node_link_bandwidth
+    seconds = cost.memory.weights_bytes() / machine.node_link_bandwidth
     if world_size <= machine.devices_per_node:
         return seconds
     links = min(layout.size, machine.devices_per_node)
-    return seconds + layout.tp * cost.weights_bytes() / links / machine.cross_link_bandwidth
+    return seconds + layout.tp * cost.memory.weights_bytes() / links / machine.cross_link_bandwidth

@@ -57,7 +57,7 @@ class _Training:
 
     def options(self, room: float) -> Iterator[Option]:
         layout, samples = self.cost.layout, self.work.samples_per_minibatch / self.cost.layout.dp  # of a pipeline
-        offloading, on_gpu = self.work.config.trainer.offload_optimizer, self.cost.hardware.name != "cpu"
+        offloading, on_gpu = self.work.config.trainer.offload_optimizer, self.cost.hardware.device.own_memory
         for microbatches in divisors(int(samples)):
             each = samples / microbatches
             cut = self._cut(each)
@@ -105,8 +105,8 @@ class _Cut:
         last = len(layers) - 1
         between = {count: place for place, count in reversed(list(enumerate(layers))[1:last])}
         places = tuple(sorted({0, last, *between.values()}))
-        weights, optimizer = map(cost.weights_bytes, places), map(cost.optimizer_bytes, places)
-        gradients, step = map(cost.gradient_bytes, places), cost.optimizer_step_seconds()
+        weights, optimizer = map(cost.memory.weights_bytes, places), map(cost.memory.optimizer_bytes, places)
+        gradients, step = map(cost.memory.gradient_bytes, places), cost.optimizer_step_seconds()
         return _Cut(cost, layers, places, tuple(weights), tuple(optimizer), tuple(gradients), step)
 
     def minibatch_seconds(self, work: RunWork, microbatches: int) -> float:
@@ -122,13 +122,15 @@ class _Cut:
         """Bytes of each place: buffers that stay; and what 1F1B keeps and what passes, of the longest samples."""
         cost, longest, pp = self.cost, work.longest_microbatch(samples), self.cost.layout.pp
         kept = cost.stage_costs(longest).activation
-        inputs = input_bytes(work.config, samples) // cost.layout.dp if cost.hardware.name != "cpu" else 0
-        stays = cost.gathering_bytes(longest.tokens) + cost.rotation_bytes(work.longest_microbatch(1).tokens)
+        inputs = input_bytes(work.config, cost.hardware, samples) // cost.layout.dp
+        stays = cost.memory.gathering_bytes(longest.tokens) + cost.memory.rotation_bytes(
+            work.longest_microbatch(1).tokens
+        )
         beside, passing = [], []
         for place in self.places:
-            beside.append(stays + cost.receiving_bytes(longest.tokens, place))
+            beside.append(stays + cost.memory.receiving_bytes(longest.tokens, place))
             under_way = min(microbatches, pp - place) * kept[place]
-            passing.append(inputs + under_way + cost.passing_bytes(longest.tokens, place))
+            passing.append(inputs + under_way + cost.memory.passing_bytes(longest.tokens, place))
         return beside, passing
 
 

@@ -24,11 +24,11 @@ from run_report.run_files import RunFiles
 from schedule_drawing import draw_timelines
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.monitor.memory_table import MemoryTable
 from rlhfuse.monitor.phase_times import after_warm_up, idle_shares, phase_times, samples_per_second
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import iteration_figure
-from rlhfuse.planning.memory import readable_bytes
 from rlhfuse.planning.training_problem import TICK_SECONDS
 from rlhfuse.schedule.ir.schedule import Schedule
 

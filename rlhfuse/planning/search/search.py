@@ -17,12 +17,14 @@ from math import inf
 from statistics import fmean
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.costs.machine import memory_limit
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.graph_capture import graph_capture
-from rlhfuse.planning.memory import KEEPING_PART, MemoryRefusal, PhaseMemory, memory_limit, readable_bytes
+from rlhfuse.planning.memory import KEEPING_PART, MemoryRefusal, PhaseMemory
 from rlhfuse.planning.price import (
     GenerationPrice,
     Price,

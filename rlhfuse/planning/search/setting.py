@@ -145,7 +145,7 @@ class Setting:
         last, roles = self.world_size - 1, self.config.scorers()
         tasks = [Task("generation", Role.ACTOR, table.generation, (0, last))]
         tasks += [Task(f"{role}_inference", role, table.inference, (0, last)) for role in roles]
-        copy, *scorers = (cost.weights_bytes() for cost in self._costs(tasks).values())
+        copy, *scorers = (cost.memory.weights_bytes() for cost in self._costs(tasks).values())
         tp = table.generation.tp
         cache, block = limits.kv_capacity_bytes / tp, limits.block_tokens * limits.kv_bytes_per_token / tp
         cut = 0.0 if self.config.rollout.kv_blocks_per_instance else cache / CACHE_PARTS + (1 + SPARE_BLOCKS) * block
