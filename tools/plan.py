@@ -20,14 +20,14 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
-from layout_search.memory_curve import draw_memory_curve
 from layout_search.sizes import render_sizes, sizes_of
-from layout_search.tell import answer_of, overrides
+from layout_search.tell import SearchAnswer, answer_of, draw_memory_curve, overrides
 from placements.placements import Placement, placements
 from placements.run_problem import RunProblem
 from placements.run_work import RunWork
@@ -51,6 +51,7 @@ from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_toke
 from rlhfuse.planning.draft import DraftInputs, draft_plan, read_specs
 from rlhfuse.planning.memory import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.planning.search.resolve import open_setting, resolve_layouts, with_table
 from rlhfuse.planning.search.search import TOP, Ranking
 from rlhfuse.simulator.seconds import compile_kernel_apart
@@ -83,12 +84,7 @@ def main() -> int:
     for note in filter(None, (*layouts.lines, *notes, idle_settings(asked))):
         print(note, file=sys.stderr)
     found = what_if(config, specs, world_size) if args.what_if else ()
-    today = plan.report.seconds.fused - plan.report.seconds.capture  # placements record no graphs either
-    if args.json:
-        others = {"what_if": as_dict(found, today)} if args.what_if else {}
-        print(json.dumps({**plan.report.to_dict(), **others}, indent=1))
-    else:
-        print("\n".join([plan.report.render(), *([as_text(found, today)] if args.what_if else [])]))
+    show(args, plan.report, found, plan.report.seconds.fused - plan.report.seconds.capture)
     return 0
 
 
@@ -177,12 +173,9 @@ def search(
     if args.draw:
         write_bytes(args.draw, draw_memory_curve(answer.priced, answer.curve))
     found = what_if(config, specs, world_size) if args.what_if else ()
-    today = best.seconds - best.price.capture
+    show(args, answer, found, best.seconds - best.price.capture)
     if args.json:
-        others = {"what_if": as_dict(found, today)} if args.what_if else {}
-        print(json.dumps({**answer.to_dict(), **others}, indent=1))
         return 0
-    print("\n".join([answer.render(), *([as_text(found, today)] if args.what_if else [])]))
     where = ["--config", args.best] if args.best else ["--config", args.config, *args.overrides, *overrides(best)]
     words = [*where, *(["--lengths", args.lengths] if args.lengths else []), "--world-size", str(world_size)]
     print(f"plan of the best: {shlex.join(['python', 'tools/plan.py', *words])}")
@@ -190,11 +183,20 @@ def search(
     return 0
 
 
+def show(args: argparse.Namespace, told: PlanReport | SearchAnswer, found: Sequence[Placement], today: float) -> None:
+    """Print a plan or a search, and placements beside `today`, its seconds without graphs: they record none either."""
+    if args.json:
+        others = {"what_if": as_dict(found, today)} if args.what_if else {}
+        print(json.dumps({**told.to_dict(), **others}, indent=1))
+    else:
+        print("\n".join([told.render(), *([as_text(found, today)] if args.what_if else [])]))
+
+
 def what_if(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> tuple[Placement, ...]:
     """While they are priced a terminal sees which."""
     config = resolve_batch(resolve_device(config))
     machines = machines_by_name(config.trainer.hardware, config.trainer.device, world_size)
-    work = RunWork.of(config, specs, DraftInputs.of(config, world_size))
+    work = RunWork(config, specs, DraftInputs.of(config, world_size))
     with Console(stderr=True).status("what if") as status:
         run, roomy = (
             RunProblem.of(of, machines, lambda task: status.update(f"what if: pricing {task}"))
@@ -234,10 +236,7 @@ def compare_sizes(args: argparse.Namespace, config: RunConfig, specs: dict[Role,
     return 0 if any(size.row for size in sizes) else EXIT_BAD_INPUT
 
 
-def run() -> None:
-    """The installed program."""
-    run_program(main)
-
+run = partial(run_program, main)  # the installed program
 
 if __name__ == "__main__":
     run()

@@ -25,7 +25,7 @@ def work_of(draft: PlanDraft) -> RunWork:
     asked = {"rollout": {"kv_blocks_per_instance": draft.asked.rollout.kv_blocks_per_instance}}
     asked["parallel"] = {"sequence_parallel": draft.asked.parallel.sequence_parallel}
     inputs = DraftInputs(draft.hardware, draft.cores, draft.lengths, draft.drawn, None)
-    return RunWork.of(draft.config.with_(**asked), draft.specs, inputs)
+    return RunWork(draft.config.with_(**asked), draft.specs, inputs)
 
 
 def run_problem_of(draft: PlanDraft) -> RunProblem:

@@ -19,10 +19,9 @@ import pytest
 import torch
 from gpu_checks import catalog, generation, isolation, kept, kit, migration, sampling, speed
 from gpu_checks import programs as whole_programs
-from gpu_checks.bench import Bench
+from gpu_checks.bench import Bench, References
 from gpu_checks.isolation import Check
 from gpu_checks.luggage import write_references
-from gpu_checks.references import References
 from gpu_checks.result import CheckFailed, require
 from safetensors.torch import load_file
 from testkit import triton_interpreter  # noqa: F401

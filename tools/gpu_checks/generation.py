@@ -89,9 +89,14 @@ def greedy_prompts() -> list[list[int]]:
 
 
 def greedy(model: Path, device: torch.device, dtype: torch.dtype, options: EngineOptions) -> list[dict[str, Any]]:
-    """Tokens and log-probabilities of every prompt."""
+    """The likeliest tokens of some prompts, and their log-probabilities."""
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-    results = Engine.from_pretrained(model, options, device=device, dtype=dtype).generate(greedy_prompts(), params)
+    return drawn(Engine.from_pretrained(model, options, device=device, dtype=dtype), greedy_prompts(), params)
+
+
+def drawn(engine: Engine, prompts: list[list[int]], params: Any) -> list[dict[str, Any]]:
+    """Tokens and log-probabilities of every prompt."""
+    results = engine.generate(prompts, params)
     return [{"tokens": list(result.tokens), "logprobs": list(result.logprobs)} for result in results]
 
 
@@ -139,14 +144,9 @@ def check_graphs(bench: Bench, kind: str) -> dict:
         )
         for on in (True, False)
     )
-
-    def drawn(engine: Engine) -> list[dict[str, Any]]:
-        results = engine.generate(prompts, params)
-        return [{"tokens": list(result.tokens), "logprobs": list(result.logprobs)} for result in results]
-
-    wanted, again = drawn(eager), []
+    wanted, again = drawn(eager, prompts, params), []
     for _ in range(2):
-        again += drawn(graphs)
+        again += drawn(graphs, prompts, params)
         graphs.pause()
         graphs.resume()
     detail = agreement(2 * wanted, again)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from gpu_checks.bench import DTYPES, Bench
 from gpu_checks.result import TOLERANCE, relative, require
-from gpu_checks.training import LR, OneRank, train_once
+from gpu_checks.training import LR, OneRank, apart, train_once
 
 from rlhfuse.gen.gpu import layer_kernels
 from rlhfuse.models.linear_logprobs import TileLimits, VocabularyShard, linear_logprobs
@@ -180,9 +180,6 @@ def check_transformer_engine(bench: Bench) -> dict:
     with bench.one_rank():
         model = bench.tiny()
         ours, theirs = (train_once(model, bench.device, torch.bfloat16, on) for on in (False, True))
-    errors = {name: relative(theirs["gradients"][name], wanted) for name, wanted in ours["gradients"].items()}
-    worst = max(errors, key=lambda name: errors[name])
-    detail = {"loss": theirs["loss"], "loss_of_ours": ours["loss"], "worst_gradient": worst, "error": errors[worst]}
-    bound = TOLERANCE[torch.bfloat16]
-    close = abs(theirs["loss"] - ours["loss"]) < bound * abs(ours["loss"])
-    return require(close and errors[worst] < 10 * bound, detail)
+    close, worst, error = apart(theirs, ours, torch.bfloat16)
+    detail = {"loss": theirs["loss"], "loss_of_ours": ours["loss"], "worst_gradient": worst, "error": error}
+    return require(close, detail)

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_checks.bench import Bench
+from gpu_checks.bench import Bench, References
 from gpu_checks.figures import Figure, timed, told
-from gpu_checks.references import References
 from gpu_checks.result import require
 
 from rlhfuse.gen.core.draws import DrawBatch

@@ -47,7 +47,7 @@ def generation_options(
                 continue
             tokens = min(limits.kv_capacity_tokens, most)  # more are never used
             if tokens not in known:
-                simulated = gen_infer_seconds(work.drawn.batches, layout.dp, JobCost(cost, ()), limits, [0])[0]
+                simulated = gen_infer_seconds(work.inputs.drawn.batches, layout.dp, JobCost(cost, ()), limits, [0])[0]
                 known[tokens] = max([simulated.generation, *known.values()])
             if need <= room:
                 yield Option(layout, known[tokens], 0.0, need, fetch, f"KV of {limits.kv_capacity_tokens} tokens")
@@ -62,11 +62,11 @@ def scoring_options(
     for layout in work.layouts(task, ranks, hardware.devices_per_node):
         cost = work.cost(task, layout, hardware)
         need = cost.weights_bytes() + cost.scoring_bytes(budget)
-        need += cost.rotation_bytes(work.longest_microbatch(1).tokens)
+        need += cost.rotation_bytes(work.longest_tokens)
         if need > room:
             continue
         costs = JobCost(cost, (cost,), output_share=work.output_share)
-        seconds = fmean(_scored_seconds(batch, layout.dp, costs, budget) for batch in work.drawn.batches)
+        seconds = fmean(_scored_seconds(batch, layout.dp, costs, budget) for batch in work.inputs.drawn.batches)
         loaded, fetch = costs.swap_in_seconds(), 0.0
         if task == f"{Role.CRITIC}_inference":
             loaded, fetch = 0.0, 2 * loaded + _fetch_seconds(cost, world_size)  # rests on the host until then
@@ -85,7 +85,7 @@ def _scored_seconds(batch: SampleLengths, replicas: int, costs: JobCost, budget:
 
 def _caches(work: RunWork, cost: AnalyticCost) -> Iterator[InstanceLimits]:
     """Caches of one instance, from the largest; no smaller one than a sample needs."""
-    config, dp, batches = work.config, cost.layout.dp, work.drawn.batches
+    config, dp, batches = work.config, cost.layout.dp, work.inputs.drawn.batches
     whole, least = kv_blocks(config, dp), kv_blocks(config, config.samples_per_iteration)
     counts = {max(least, -(-whole // part)) for part in CACHES}
     for blocks in sorted({whole} if config.rollout.kv_blocks_per_instance else counts, reverse=True):
@@ -96,7 +96,7 @@ def _caches(work: RunWork, cost: AnalyticCost) -> Iterator[InstanceLimits]:
 def _most_tokens(work: RunWork, instances: int) -> int:
     """That the fullest instance of any batch could hold at once, one more for each sample's next token."""
     most = 0
-    for batch in work.drawn.batches:
+    for batch in work.inputs.drawn.batches:
         held = [prompt + output + 1 for prompt, output in zip(batch.prompt, batch.output)]
         shares = split_samples(len(held), instances)
         most = max(most, *(sum(held[sample] for sample in share) for share in shares))

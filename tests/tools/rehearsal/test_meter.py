@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rehearsal.memory import DEVICE, PINNED, Meter
-from rehearsal.rules import refuse_bad_collective, refuse_bad_operands
+from rehearsal.tensors import refuse_bad_collective, refuse_bad_operands
 
 MM, COPY = torch.ops.aten.mm.default, torch.ops.aten.index_copy.default
 
