@@ -12,13 +12,13 @@ from testkit.sim_helpers import equal, long_tail
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.balance import cut_microbatches, cut_minibatches
+from rlhfuse.planning import drawn_batches
 from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.drawn_batches import DRAWS, DrawnBatches
 from rlhfuse.planning.planned_lengths import assumed_lengths
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.training_problem import equal_microbatch, longest_microbatch, training_problem
 from rlhfuse.schedule.bounds.bounds import latency_bound
-from rlhfuse.simulator import drawn_batches
 from rlhfuse.simulator.lengths import SampleLengths
 
 TAIL = long_tail(400, longest=256)

@@ -8,11 +8,11 @@ from testkit.four_ranks import full, on_slow_cores, run
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.costs import machine
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.collectives import link_bandwidth, ring_gather_seconds
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning import draft as drafts
-from rlhfuse.planning import machine
 from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.memory import TRAINED

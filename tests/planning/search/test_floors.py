@@ -21,10 +21,10 @@ from testkit.search_cases import (
 )
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.costs import machine
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import Speculation
-from rlhfuse.planning import machine
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.price import ideal_limits
 from rlhfuse.planning.search.floors import TrainingFloors, generation_floor, work_bound

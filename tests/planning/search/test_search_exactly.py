@@ -21,7 +21,7 @@ from testkit.sim_helpers import linear_cost
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
-from rlhfuse.planning import machine
+from rlhfuse.costs import machine
 from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.memory import MemoryRefusal, readable_bytes
 from rlhfuse.planning.planner import make_plan
