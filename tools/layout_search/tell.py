@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from math import inf
 from typing import Any
@@ -73,7 +73,7 @@ class SearchAnswer:
             "drafted": found.drafted,
             "wishes": [{**wish.to_dict(), "table": wish.row and row_to_dict(wish.row)} for wish in self.wishes],
             "memory": [{"needed_bytes": row.needed_bytes, "seconds": row.seconds} for row in self.curve],
-            "sensitivity": [swing.to_dict() for swing in self.swings],
+            "sensitivity": [asdict(swing) for swing in self.swings],
             "doubts": list(self.doubts),
         }
 

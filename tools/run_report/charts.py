@@ -5,14 +5,13 @@ Text stays text, and there are no dates and no random names in them: the same ru
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import page_charts
 from matplotlib import rc_context
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from rlhfuse.monitor.phase_times import number, phase_seconds
@@ -113,17 +112,9 @@ def _svg(figure: Figure, axes: Any, title: str, unit: str) -> str:
 
 
 def svg_text(figure: Figure) -> str:
-    """The figure as an <svg> element without a background, whose black is the page's colour of text."""
-    FigureCanvasSVG(figure)
-    out = io.StringIO()
+    """The figure as an <svg> element whose black is the page's colour of text."""
     with rc_context(_STYLE):
-        figure.savefig(out, format="svg", metadata={"Date": None}, transparent=True)
-    return inline(out.getvalue()).replace("#000000", "currentColor")
-
-
-def inline(svg: str) -> str:
-    """The <svg> element alone, without the declarations of a file of its own."""
-    return svg[svg.index("<svg") :]
+        return page_charts.svg_text(figure, ink="#000000")
 
 
 NO_CRITIC = "no critic was trained"

@@ -153,4 +153,5 @@ def _schedule(schedule: Schedule) -> str:
         for one in problem.pipelines
     ]
     problem = replace(problem, pipelines=tuple(pipelines), transfer=unit * problem.transfer)
-    return charts.inline(draw_timelines({"milliseconds": Schedule(problem, schedule.orders)}, "svg").decode())
+    svg = draw_timelines({"milliseconds": Schedule(problem, schedule.orders)}, "svg").decode()
+    return svg[svg.index("<svg") :]  # without the declarations of a file of its own
