@@ -79,8 +79,7 @@ def obeys(name, run_problem, plan):
 
 
 def repeated(problem, plan, iterations):
-    """So many iterations as a graph: a training waits for all scores, a call that needs weights for their training in
-    the iteration before."""
+    """A graph in which a training waits for all scores, a call that needs weights for their training before."""
     graph, scorers = [], [name for name in plan if name.endswith("_inference")]
     for number in range(iterations):
         for name in (name for name in (*ACTOR_LANE, *CRITIC_LANE) if name in plan):
@@ -88,8 +87,8 @@ def repeated(problem, plan, iterations):
             parents = [f"{scorer}.{number}" for scorer in scorers] if name.endswith("_train") else []
             parents += [f"generation.{number}"] if name in scorers else []
             parents += [f"{call.source}.{number - 1}"] if call.source and number else []
-            seconds = problem.call_seconds(call, plan)
-            graph.append(GraphCall(f"{name}.{number}", (mesh.first, mesh.last), seconds, tuple(parents)))
+            ranks, seconds = (mesh.first, mesh.last), problem.call_seconds(call, plan)
+            graph.append(GraphCall(f"{name}.{number}", ranks, seconds, tuple(parents)))
     return graph
 
 
