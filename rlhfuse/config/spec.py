@@ -244,13 +244,15 @@ class HardwareSpec:
     node_link_bandwidth: float  # bytes/s between two devices of one node
     cross_link_bandwidth: float  # bytes/s per device between nodes
     host_bandwidth: float  # bytes/s between host and device memory
-    launch_seconds: float  # floor of one layer's forward: its kernels launched one after the other
+    launch_seconds: float  # floor of one layer's forward: its kernels launched one after the other; on a CPU added
     devices_per_node: int = 8
     decode_layer_seconds: float = 0.0  # of a layer's decode step, beside its work: kernels that start and end
+    pass_seconds: float = 0.0  # of a micro-batch through a stage, each way, or of a scored pack, beside its layers
     call_seconds: float = 0.0  # of every call of a model on its mesh: gathering its batch, asking its workers
     switch_sums: bool = False  # the switch between the devices of a node adds what they send
     collective_seconds: float = 0.0  # start-up of one step of a collective, or a send, within a node
     cross_collective_seconds: float = 0.0  # the same between nodes
+    moved_share: float = 1.0  # of its memory's bandwidth, what kernels between matrix products reach
     gather_share: float = 1.0  # of its links' bandwidth, what reduce-scatters and all-gathers of weights reach
     step_waiting: float = 1.0  # how many times longer an optimizer step takes while other ranks have this one's cores
     process_bytes: int = 0  # of `memory_bytes`, what a rank's process takes beside models: interpreter, libraries

@@ -27,8 +27,8 @@ class AnalyticCost:
 
         max(FLOPs / rate, bytes moved / bandwidth, floor) + two all-reduces of T x hidden elements,
 
-    on a CPU the sum of the first two, with FLOPs = 2 x parameters x T + 4 x heads x head_dim x (query, key) pairs, and
-    bytes = weights + keys and values.
+    on a CPU the sum of the three instead of their maximum, with FLOPs = 2 x parameters x T + 4 x heads x head_dim x
+    (query, key) pairs, and bytes = weights + keys and values.
     A decode step is the same with T = batch, but what its short kernels need to start and end is added. With `kernels`
     so is what other kernels move: between the products, of the logits, and in training of weight gradients.
     """
@@ -40,7 +40,7 @@ class AnalyticCost:
     scalar_head: bool = False
     sequence_parallel: bool = False  # in training
     recompute: bool = False  # in training: each layer runs again before its backward
-    kernels: Kernels | None = None  # None: of other software, or a CPU, where rates hold for all of a layer
+    kernels: Kernels | None = None  # None: of other software, where rates hold for all of a layer
 
     def with_cut(self, cut: tuple[int, ...] | None) -> AnalyticCost:
         """The same with so many layers on each stage."""
@@ -50,16 +50,23 @@ class AnalyticCost:
 
     def prefill_seconds(self, tokens: float, sequences: float = 1) -> float:
         """Forward over prompts; only the last token of each goes through the output layer."""
-        return self._forward(tokens, sequences, outputs=sequences)
+        return self._forward(tokens, sequences, sequences, self.prefill_starts)
+
+    @property
+    def prefill_starts(self) -> float:
+        """Seconds of a layer's launches in a prefill, whose kernels are on a CPU those of a decode step."""
+        return self.hardware.decode_layer_seconds if self.in_turns else self.hardware.launch_seconds
 
     def forward_seconds(self, tokens: float, sequences: float = 1, outputs: float | None = None) -> float:
         """Forward over packed sequences with an output for every token, or for so many."""
-        return self._forward(tokens, sequences, tokens if outputs is None else outputs)
+        outputs, machine = tokens if outputs is None else outputs, self.hardware
+        passed = machine.pass_seconds if tokens > 0 else 0.0
+        return self._forward(tokens, sequences, outputs, machine.launch_seconds) + passed
 
-    def _forward(self, tokens: float, sequences: float, outputs: float) -> float:
+    def _forward(self, tokens: float, sequences: float, outputs: float, starts: float) -> float:
         if tokens <= 0:
             return 0.0
-        return self.spec.layers * self.layer_seconds(tokens, sequences) + self.head_seconds(outputs)
+        return self.spec.layers * self.layer_seconds(tokens, sequences, starts) + self.head_seconds(outputs)
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
         """One token for each of `batch` sequences with `context_tokens` of context in all."""
@@ -77,12 +84,13 @@ class AnalyticCost:
         """Logits on their way to the sampler; a layer's activations of a step stay in the device's cache."""
         return self._logit_seconds(batch, self.kernels.sampler_bytes) if self.kernels else 0.0
 
-    def layer_seconds(self, tokens: float, sequences: float) -> float:
-        """One layer's forward over `tokens` tokens of `sequences` equal sequences."""
+    def layer_seconds(self, tokens: float, sequences: float, starts: float | None = None) -> float:
+        """One layer's forward over `tokens` tokens of `sequences` equal sequences; `starts`: its launches' seconds."""
+        starts = self.hardware.launch_seconds if starts is None else starts
         causal_pairs = tokens * (tokens / max(sequences, 1) + 1) / 2
         roofline = self._roofline_seconds(tokens, causal_pairs, tokens)
         moved = self._moved_seconds(tokens)
-        return max(roofline, self.hardware.launch_seconds) + moved + 2 * self._all_reduce_seconds(tokens)
+        return self._both(roofline, starts) + moved + 2 * self._all_reduce_seconds(tokens)
 
     def decode_layer_seconds(self, batch: float, context_tokens: float) -> float:
         """One layer of a decode step: every new token attends to its own context."""
@@ -108,13 +116,13 @@ class AnalyticCost:
         if not self.kernels:
             return 0.0
         per_token = self.kernels.forward_bytes(self.spec, self._whole_hidden, self.layout.tp, self.element_bytes)
-        return tokens * per_token / self.hardware.memory_bandwidth
+        return tokens * per_token / self.moving_bandwidth
 
     def _logit_seconds(self, tokens: float, logit_bytes: float) -> float:
         """Moving `logit_bytes` for every logit of `tokens` tokens."""
         if self.scalar_head:
             return 0.0
-        return tokens * self.spec.vocab / self.layout.tp * logit_bytes / self.hardware.memory_bandwidth
+        return tokens * self.spec.vocab / self.layout.tp * logit_bytes / self.moving_bandwidth
 
     def _roofline_seconds(self, tokens: float, pairs: float, kv_tokens: float) -> float:
         """One layer over `tokens` tokens: `pairs` (query, key) pairs, keys and values of `kv_tokens` tokens read."""
@@ -125,8 +133,13 @@ class AnalyticCost:
         return self._both(flops / (tp * machine.flops), moved / (tp * machine.memory_bandwidth))
 
     @property
+    def moving_bandwidth(self) -> float:
+        """Bytes/s that kernels between the products reach."""
+        return self.hardware.memory_bandwidth * self.hardware.moved_share
+
+    @property
     def in_turns(self) -> bool:
-        """Whether a device reads and multiplies in turns, as a CPU's core does; on a GPU one hides the other."""
+        """Whether a device launches, reads and multiplies in turns, as a CPU's core does; on a GPU one hides others."""
         return not self._on_gpu
 
     def _both(self, computing: float, moving: float) -> float:
@@ -187,22 +200,27 @@ class AnalyticCost:
     def stage_seconds(self, micro: MicrobatchTokens) -> StageSeconds:
         """One micro-batch, of a layer and of the ends."""
         tokens, sequences, outputs = micro
+        machine, passed = self.hardware, self.hardware.pass_seconds
         layer, head = self.layer_seconds(tokens, sequences), self.head_seconds(outputs)
         again = layer if self.recompute else 0.0
         backward, head_backward = BACKWARD_OVER_FORWARD * layer + again, BACKWARD_OVER_FORWARD * head
+        if self.in_turns:
+            backward -= machine.launch_seconds  # it launches as much as a forward does
         if kernels := self.kernels:
-            width, tp, bandwidth = self._whole_hidden, self.layout.tp, self.hardware.memory_bandwidth
+            width, tp = self._whole_hidden, self.layout.tp
             backward -= BACKWARD_OVER_FORWARD * self._moved_seconds(tokens)
-            backward += tokens * kernels.backward_bytes(self.spec, width, tp, self.element_bytes) / bandwidth
+            back = tokens * kernels.backward_bytes(self.spec, width, tp, self.element_bytes)
+            backward += back / self.moving_bandwidth
             weights = self.spec.layer_parameters / tp
-            product = 2 * weights * tokens / self.hardware.flops  # of the weight gradients, among the others
-            backward += max(0.0, weights * kernels.gradient_sum_bytes / bandwidth - product)
-            head_backward += head + self._logit_seconds(outputs, kernels.tile_backward_bytes)  # logits once more
+            product = 2 * weights * tokens / machine.flops  # of the weight gradients, among the others
+            backward += max(0.0, weights * kernels.gradient_sum_bytes / machine.memory_bandwidth - product)
+            head_backward += head if kernels.logits_again else 0.0
+            head_backward += self._logit_seconds(outputs, kernels.tile_backward_bytes)
             chunks = max(1.0, outputs * self.spec.hidden * 4 / kernels.head_chunk_bytes)
             head_backward += chunks * self._logit_seconds(self.spec.hidden, kernels.head_gradient_sum_bytes)
             head += self._logit_seconds(outputs, kernels.tile_forward_bytes)
-        inner = ((0.0, 0.0),) * (self.layout.stages - 1)
-        return StageSeconds((layer, backward), (*inner, (head, head_backward)), self._split(tokens, backward))
+        inner, last = ((passed, passed),) * (self.layout.stages - 1), (head + passed, head_backward + passed)
+        return StageSeconds((layer, backward), (*inner, last), self._split(tokens, backward))
 
     def _split(self, tokens: float, backward: float) -> tuple[float, float]:
         """B and W of a layer whose whole backward takes so long.
@@ -229,8 +247,7 @@ class AnalyticCost:
 
         Ranks go tensor, pipeline, data: replicas are tp x pp ranks apart. On a CPU Adam is bound by memory too.
         """
-        kernels = self.kernels or (None if self._on_gpu else Kernels())
-        if not kernels:
+        if not (kernels := self.kernels):
             return 0.0
         layout = self.layout
         replicas = RankGroup(self.hardware, layout.dp, stride=layout.tp * layout.pp)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.cost_model import CostModel, RewardCost
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class JobCost(CostModel):
     scorers: tuple[AnalyticCost, ...]
     cross_node: bool = False
     output_share: float = 1.0
+    reward: RewardCost | None = None  # as a run measured it
 
     def __post_init__(self) -> None:
         for scorer in self.scorers:
@@ -50,6 +51,9 @@ class JobCost(CostModel):
 
     def capture_seconds(self) -> float:
         return self.actor.capture_seconds()
+
+    def reward_call(self) -> RewardCost | None:
+        return self.reward
 
     def migration_seconds(self, kv_bytes: float) -> float:
         machine = self.actor.hardware

@@ -16,7 +16,8 @@ from pathlib import Path
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec
-from rlhfuse.costs.hardware import at_speed
+from rlhfuse.costs.hardware import at_speed, slowed
+from rlhfuse.costs.measured import MeasuredRatios, Work
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.ranks import FusedRanks, FusedShape
 from rlhfuse.schedule.rules.builders import pipeline_work
@@ -94,11 +95,15 @@ def communicator_bytes(
 
 @dataclass(frozen=True)
 class SharedCores:
-    """`count` cores of a machine, on which `ranks` ranks compute with `threads` threads each; of GPUs no bound."""
+    """`count` cores of a machine, on which `ranks` ranks compute with `threads` threads each; of GPUs no bound.
+
+    `ratios`: what a run measured of its work there, for rates at which other layouts are priced.
+    """
 
     count: float = math.inf
     ranks: int = 1
     threads: int = 1
+    ratios: MeasuredRatios = MeasuredRatios()
 
     @staticmethod
     def of(config: RunConfig, hardware: HardwareSpec, world_size: int) -> SharedCores:
@@ -115,6 +120,11 @@ class SharedCores:
     @property
     def _alone(self) -> float:
         return min(self.threads, self.count)
+
+    def rates(self, core: HardwareSpec, work: Work) -> HardwareSpec:
+        """Rates of a rank in this work, of those of a core or a GPU."""
+        alone = self.in_turns(core) if work == "training" else self.together(core)
+        return slowed(alone, self.ratios.of(work))
 
     def together(self, core: HardwareSpec) -> HardwareSpec:
         """Rates of a rank while all compute, of those of a core."""

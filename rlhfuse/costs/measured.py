@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from rlhfuse.costs.speculation import DecodeObservation, Speculation, fit_decode
 COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}
 MEDIANS = ("swap_in", "meeting", "release")
 VERSION = 4
+Work = Literal["generation", "inference", "training", "moves"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,27 @@ class RewardObservation:
     calls: int
     at_once: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class MeasuredRatios:
+    """Seconds measured over seconds predicted, 1 where nothing was measured; and a call of the reward function.
+
+    What a run measures holds for its layouts; other ones are priced with the same ratios.
+    """
+
+    generation: float = 1.0  # prefills and decode steps
+    inference: float = 1.0  # packs, by all models that score
+    training: float = 1.0  # schedules and optimizer steps
+    moves: float = 1.0  # of weights
+    reward: RewardCost | None = None
+
+    def of(self, work: Work) -> float:
+        return getattr(self, work)
+
+    def __str__(self) -> str:
+        works = "generation", "inference", "training", "moves"
+        return ", ".join(f"{work} x{getattr(self, work):.2g}" for work in works)
 
 
 class FittedSteps(CostModel):

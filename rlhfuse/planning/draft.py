@@ -22,6 +22,7 @@ from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.machine import SharedCores
+from rlhfuse.costs.measured import Work
 from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import (
@@ -144,7 +145,7 @@ def draft_plan(
             f"costs of fusion.profile={config.fusion.profile}",
         )
     else:
-        costs, costs_name = _job_cost(analytic, world_size, planned), "analytic costs"
+        costs, costs_name = _job_cost(analytic, world_size, planned, cores), "analytic costs"
     tasks = with_cuts(config, tasks, analytic, costs, longest)
     analytic = task_costs(config, specs, tasks, hardware, cores)
     ranks = rank_map(training_layouts(tasks), config.fusion.alternates)
@@ -215,7 +216,7 @@ def element_bytes(config: RunConfig) -> int:
 
 
 def generation_cost(
-    config: RunConfig, specs: Mapping[Role, ModelSpec], instances: int, hardware: HardwareSpec
+    config: RunConfig, specs: Mapping[Role, ModelSpec], instances: int, hardware: HardwareSpec, cores: SharedCores
 ) -> JobCost:
     """The analytic CostModel of `instances` generation instances, whatever the world of the other tasks."""
     scored = [task for task in SCORERS if dict(TASK_ROLES)[task] in config.roles()]
@@ -223,8 +224,7 @@ def generation_cost(
     world_size = instances * layouts["generation"].tp
     tasks = [Task(name, dict(TASK_ROLES)[name], layout, (0, world_size - 1)) for name, layout in layouts.items()]
     longest = SampleLengths((config.data.max_prompt_tokens,), (config.rollout.max_response_tokens,))
-    cores = SharedCores.of(config, hardware, world_size)
-    return _job_cost(task_costs(config, specs, tasks, hardware, cores), world_size, longest)
+    return _job_cost(task_costs(config, specs, tasks, hardware, cores), world_size, longest, cores)
 
 
 def kv_blocks(config: RunConfig, instances: int) -> int:
@@ -306,24 +306,30 @@ def task_costs(
         task.name: AnalyticCost(
             specs[task.role],
             task.layout,
-            cores.in_turns(hardware) if task.training else cores.together(hardware),
+            cores.rates(hardware, _work_of(task)),
             element_bytes(config),
             task.role.scalar_head,
             sequence_parallel=task.training and cuts,
             recompute=task.training and again,
-            kernels=None if hardware.name == "cpu" else Kernels(switch_sums=config.rollout.all_reduce != "nccl"),
+            kernels=Kernels.on(hardware, switch_sums=config.rollout.all_reduce != "nccl"),
         )
         for task in tasks
     }
 
 
-def _job_cost(costs: Mapping[str, AnalyticCost], world_size: int, lengths: SampleLengths) -> JobCost:
+def _work_of(task: Task) -> Work:
+    return "training" if task.training else "generation" if task.name == "generation" else "inference"
+
+
+def _job_cost(
+    costs: Mapping[str, AnalyticCost], world_size: int, lengths: SampleLengths, cores: SharedCores
+) -> JobCost:
     """The analytic CostModel of generation and inference."""
     generation = costs["generation"]
     crosses = world_size > generation.hardware.devices_per_node
     scorers = tuple(costs[name] for name in SCORERS if name in costs)
     responses = sum(lengths.output) / (sum(lengths.prompt) + sum(lengths.output))
-    return JobCost(generation, scorers, crosses, responses)
+    return JobCost(generation, scorers, crosses, responses, cores.ratios.reward)
 
 
 def _threshold_file(config: RunConfig, batch: BatchArithmetic) -> Threshold | None:

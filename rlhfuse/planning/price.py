@@ -104,7 +104,7 @@ def minibatch_seconds(draft: PlanDraft, makespan: float) -> float:
 
 def weight_moves(draft: PlanDraft) -> tuple[LayoutMove, ...]:
     """Moves of all models that train, into the layouts of generation and inference."""
-    machine = draft.cores.together(draft.hardware)
+    machine = draft.cores.rates(draft.hardware, "moves")
     return layout_moves(draft.tasks, draft.ranks, draft.specs, element_bytes(draft.config), machine)
 
 

@@ -49,7 +49,8 @@ FORWARD = np.dtype(  # a forward of one model by the roofline; bytes, FLOPs and 
         ("output_share", np.float64),  # of the tokens
         ("head_flops", np.float64),  # per output
         ("head_floor", np.float64),  # seconds
-        ("in_turns", np.float64),  # 1: the two of a roofline add up
+        ("in_turns", np.float64),  # 1: the two of a roofline and the floor add up
+        ("passed", np.float64),  # seconds beside all layers
     ]
 )
 
@@ -147,7 +148,7 @@ def _decode(costs: CostModel, most: int) -> DecodeNumbers | None:
 
 def _prefill(costs: CostModel) -> ForwardNumbers | None:
     if _is(costs, JobCost, "prefill_seconds") and _are_rooflines([costs.actor]):
-        return _rooflines([costs.actor], costs.actor.layout.tp, 0.0)
+        return _rooflines([(costs.actor, costs.actor.prefill_starts, 0.0)], costs.actor.layout.tp, 0.0)
     if _is(costs, FittedSteps, "prefill_seconds"):
         return _line(costs.prefill)
     return None
@@ -155,7 +156,8 @@ def _prefill(costs: CostModel) -> ForwardNumbers | None:
 
 def _score(costs: CostModel) -> ForwardNumbers | None:
     if _is(costs, JobCost, "score_seconds") and _are_rooflines(costs.scorers):
-        return _rooflines(costs.scorers, costs.actor.layout.tp, costs.output_share)
+        scorers = [(cost, cost.hardware.launch_seconds, cost.hardware.pass_seconds) for cost in costs.scorers]
+        return _rooflines(scorers, costs.actor.layout.tp, costs.output_share)
     if _is(costs, MeasuredCost, "score_seconds"):
         return _line(costs.score)
     if _is(costs, TrialCost, "score_seconds"):
@@ -179,12 +181,15 @@ def _added(cost: AnalyticCost, batch: int) -> tuple[float, float, float]:
     return cost.decode_all_reduce_seconds(batch), cost.head_seconds(batch), cost.sampler_seconds(batch)
 
 
-def _rooflines(models: Sequence[AnalyticCost], instance_tp: int, output_share: float) -> ForwardNumbers:
-    rows = [(model.layout.tp / instance_tp, *_roofline(model, output_share)) for model in models]
+def _rooflines(
+    models: Sequence[tuple[AnalyticCost, float, float]], instance_tp: int, output_share: float
+) -> ForwardNumbers:
+    """`models`: each with the seconds of a layer's launches, and those beside all layers."""
+    rows = [(model.layout.tp / instance_tp, *_roofline(model, output_share, *rest)) for model, *rest in models]
     return ForwardNumbers(np.array(rows, FORWARD))
 
 
-def _roofline(cost: AnalyticCost, output_share: float) -> tuple[float, ...]:
+def _roofline(cost: AnalyticCost, output_share: float, starts: float, passed: float) -> tuple[float, ...]:
     """Fields of FORWARD from `layers` on."""
     spec, machine, tp, kernels = cost.spec, cost.hardware, cost.layout.tp, cost.kernels
     whole, group = spec.hidden / (tp if cost.sequence_parallel else 1), RankGroup(machine, tp)
@@ -197,9 +202,9 @@ def _roofline(cost: AnalyticCost, output_share: float) -> tuple[float, ...]:
         spec.layer_parameters * cost.element_bytes,
         2 * spec.kv_heads * spec.head_dim * cost.element_bytes,
         tp * machine.memory_bandwidth,
-        machine.launch_seconds,
+        starts,
         kernels.forward_bytes(spec, whole, tp, cost.element_bytes) if kernels else 0.0,
-        machine.memory_bandwidth,
+        cost.moving_bandwidth,
         (tp - 1) / tp,
         spec.hidden,
         cost.element_bytes,
@@ -209,6 +214,7 @@ def _roofline(cost: AnalyticCost, output_share: float) -> tuple[float, ...]:
         2 * head,
         head * cost.element_bytes / (tp * machine.memory_bandwidth),
         cost.in_turns,
+        passed,
     )
 
 

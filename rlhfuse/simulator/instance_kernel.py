@@ -111,8 +111,8 @@ def _forward(m, tokens, sequences, outputs):
     roofline = _both(flops / m.flop_rate, moved / m.byte_rate, m.in_turns)
     between = tokens * m.moved_per_token / m.bandwidth
     ring = m.ring_share * (tokens * m.hidden * m.element_bytes) / m.link
-    layer = max(roofline, m.floor) + between + 2 * (2 * ring + m.sum_start)
-    return m.layers * layer + _both(m.head_flops * outputs / m.flop_rate, m.head_floor, m.in_turns)
+    layer = _both(roofline, m.floor, m.in_turns) + between + 2 * (2 * ring + m.sum_start)
+    return m.layers * layer + _both(m.head_flops * outputs / m.flop_rate, m.head_floor, m.in_turns) + m.passed
 
 
 @njit(cache=True, error_model="numpy")

@@ -1,5 +1,7 @@
 """The roofline's limits, its bytes counted by hand, and BS_max."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +14,9 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs import gpu_bytes
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import MicrobatchTokens
-from rlhfuse.costs.hardware import hardware_by_name, known_hardware
+from rlhfuse.costs.hardware import at_speed, hardware_by_name, known_hardware
 from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
+from rlhfuse.costs.kernels import CPU_KERNELS, Kernels
 from rlhfuse.models import linear_logprobs
 
 LLAMA_13B = ModelSpec("llama", 40, 5120, 40, 40, 128, 13824, 32000, 4096)
@@ -168,3 +171,36 @@ def test_forwards_alone_hold_a_layer_and_what_is_around_it():
     assert narrow.prefilling_bytes(1000, 1) == rows * (3 * hidden + (attention + 3 * mlp) / 8)
     scalar = cost("d1t1p1", scalar=True), cost("d1t8p1", scalar=True)
     assert [made.scoring_bytes(1000) for made in scalar] == [rows * (5 * hidden + 3 * mlp), rows * 7 * hidden]
+
+
+def test_a_core_launches_reads_and_multiplies_in_turns():
+    """A forward on a CPU is the sum of its terms, by hand; a backward launches once more, and computes twice."""
+    spec, machine, (tokens, sequences) = (
+        ModelSpec("llama", 4, 128, 4, 2, 32, 512, 768, 512),
+        known_hardware()["cpu"],
+        (64, 2),
+    )
+    made = AnalyticCost(spec, ParallelLayout(1, 1, 2), machine, 4, kernels=Kernels.on(machine, True))
+    pairs, keys = tokens * (tokens / sequences + 1) / 2, 2 * 2 * 32 * 4 * tokens
+    flops = 2 * spec.layer_parameters * tokens + 4 * 128 * pairs
+    products = flops / machine.flops + (4 * spec.layer_parameters + keys) / machine.memory_bandwidth
+    moving = machine.memory_bandwidth * machine.moved_share
+    forward, backward = (4 * tokens * n / moving for n in (10 * 128 + 4 * 192 + 3 * 512, 12 * 128 + 6 * 192 + 5 * 512))
+    head = 2 * 768 * 128 * 8 / machine.flops + 4 * 768 * 128 / machine.memory_bandwidth
+    launches, starts, passed = machine.launch_seconds, machine.decode_layer_seconds, machine.pass_seconds
+    assert made.layer_seconds(tokens, sequences) == pytest.approx(launches + products + forward)
+    assert made.forward_seconds(tokens, sequences, 8) == pytest.approx(
+        4 * (launches + products + forward) + head + passed
+    )
+    assert made.prefill_seconds(tokens, sequences) - made.head_seconds(2) == pytest.approx(
+        4 * (starts + products + forward)
+    )
+    stages = made.stage_seconds(MicrobatchTokens(tokens, sequences, 8))
+    assert stages.layer[1] == pytest.approx(launches + 2 * products + backward)
+    assert stages.ends[0] == (passed, passed), "a stage without an end is passed through too"
+    logits = [768 * 8 * count / moving for count in (CPU_KERNELS.tile_forward_bytes, CPU_KERNELS.tile_backward_bytes)]
+    assert stages.ends[1] == pytest.approx((head + logits[0] + passed, 2 * head + logits[1] + passed))
+    shared = replace(made, hardware=at_speed(machine, 0.5))
+    assert shared.stage_seconds(MicrobatchTokens(tokens, sequences, 8)).layer == pytest.approx(
+        [2 * s for s in stages.layer]
+    )

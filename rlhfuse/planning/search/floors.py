@@ -46,7 +46,7 @@ class TrainingFloors:
         batch, ticks = self.setting.batch(row), 0.0
         for share in row.shape.shares:
             micro = equal_microbatch(self.setting.inputs.drawn, batch, share)
-            key = "work", share.model, share.layout.tp, row.recompute, row.sequence_parallel, micro
+            key = "work", share.model, share.layout.tp, share.layout.stages, row.recompute, row.sequence_parallel, micro
             if key not in self._known:
                 cost = self._cost(row, Role(share.model))
                 seconds = self.setting.training_cost(share.model, cost).stage_seconds(micro)

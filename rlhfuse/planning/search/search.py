@@ -9,6 +9,7 @@ Whichever has the lowest floor takes its next step, so tables come out in the or
 from __future__ import annotations
 
 import heapq
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
@@ -156,8 +157,11 @@ class Ranking:
         """All that any question has priced exactly until now."""
         return tuple(self._rows.values())
 
-    def ranked(self, allowed: Allowed | None = None) -> Iterator[tuple[Row, int]]:
-        """The tables whose rows are `allowed`, the fastest first, each with how many were priced until then."""
+    def ranked(self, allowed: Allowed | None = None, until: float = inf) -> Iterator[tuple[Row, int]]:
+        """The tables whose rows are `allowed`, the fastest first, each with how many were priced until then.
+
+        Ends unfinished at `until`, in `time.monotonic`, which no search that decides sets.
+        """
         queue = [
             ((training + generation) * (1 - ROUNDING), 0, t, g)
             for t, training in enumerate(self._training_floors)
@@ -167,7 +171,7 @@ class Ranking:
         ]
         heapq.heapify(queue)
         steps = self._by_work, self._by_moves, self._by_draft, self._by_room, self._by_split, self._by_price
-        while queue:
+        while queue and (until == inf or time.monotonic() < until):
             _, step, t, g = heapq.heappop(queue)
             if step == len(steps):
                 yield self._rows[t, g], len(self._rows)

@@ -132,7 +132,7 @@ class Setting:
         config = replace(table, actor_train=table.generation, critic_train=critic).of(self.config)
         if self.inputs.measured is not None:
             return run_costs(self.inputs.measured, config, self.specs)
-        return generation_cost(config, self.specs, table.generation.dp, self.inputs.hardware)
+        return generation_cost(config, self.specs, table.generation.dp, self.inputs.hardware, self.inputs.cores)
 
     def limits(self, table: Table, costs: CostModel) -> InstanceLimits:
         """With room for all samples of an instance."""
@@ -160,7 +160,7 @@ class Setting:
         tasks += [Task(f"{role}_inference", role, inference, every) for role in self.config.scorers()]
         tasks += [Task(f"{role}_train", role, layout, every) for role, layout in trained.items()]
         ranks = rank_map(training_layouts(tuple(tasks)), self.config.fusion.alternates)
-        machine = self.inputs.cores.together(self.inputs.hardware)
+        machine = self.inputs.cores.rates(self.inputs.hardware, "moves")
         moves = layout_moves(tuple(tasks), ranks, self.specs, element_bytes(self.config), machine)
         return sum(move.seconds for move in moves)
 
