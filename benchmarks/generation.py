@@ -1,7 +1,7 @@
 """Speed of the generation engine beside vLLM and transformers on one CPU machine, taken in turns.
 
     benchmarks/setup_peers.sh vllm .venv-vllm                makes vLLM's environment, apart from this one
-    python benchmarks/generation.py --vllm-python .venv-vllm/bin/python --plot speed.png
+    python benchmarks/generation.py --vllm-python .venv-vllm/bin/python
 
 The same random Llama, threads, prompts, forced lengths and sampling (temperature 1, whole vocabulary) for all; each
 engine is a process of its own, stopped while another is measured, in the best of the configurations that a short trial
@@ -11,37 +11,34 @@ compares. Prompts are new in each round, so no prefix cache answers for a model.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from generation_engines import SPARE
+from generation_fleet import LIMITS, OWN, Fleet, Model
 from harness import (
     TRACE,
     Figure,
     Measurement,
-    Panel,
     counting,
+    named,
     options,
-    peer_python,
-    plot,
     take_turns,
     trace_lengths,
 )
-from processes import Worker, environment
+from random_models import write_llama
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.spec import ModelSpec
 
-OWN, LIMITS = "rlhfuse", "limits"  # the second is no engine: what the machine allows
 HEAD_DIM = 64
-SPARE = 200  # tokens that the first sequence may draw while others of `decode` are still in their prompts
 # 4.5M and 100M parameters
 SMALL = dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2)
 SMALL |= dict(intermediate_size=688, vocab_size=512)
@@ -50,7 +47,6 @@ LARGE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_
 LARGE |= dict(intermediate_size=2048, vocab_size=16384)
 GOALS = {("A", "vllm"): 1.2, ("A", "transformers"): 1.7, ("B", "vllm"): 1.5, ("B", "transformers"): 5.0}
 GOALS |= {("A.vocabulary", "vllm"): 1.7, ("A.greedy", "vllm"): 1.7, ("B", "vllm_ngrams"): 2.2}
-OUTSIDE_GOAL = 0.25  # of a decode step outside the forward pass, at the sequences of A
 SPECULATION = {  # vLLM's own, without a draft model
     "speculative_config": dict(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=2)
 }
@@ -58,7 +54,6 @@ GUESSING = "vllm_ngrams"  # vLLM with it, in its best configuration for any sequ
 LIMIT_GOAL = 0.6  # of the machine's limit reached by one sequence of the large model
 
 LONG_ROUNDS = 3  # of B at most: static batches of long sequences take minutes
-DEAR_TOKENS = 2**14  # in the prompts of a point of F: then one round, which warms up for itself
 
 Asked = Callable[[int], dict[str, Any]]  # the request of a round
 
@@ -72,168 +67,14 @@ class Sizes:
     response_tokens: int = 128
     requests: int = 256  # of the long-tailed lengths
     context: int = 1024
-    small_batches: tuple[int, ...] = (1, 2, 4, 8)
-    decode_steps: int = 32  # timed, at each point of E and F
+    decode_steps: int = 32  # timed, at each point of E
     limit_batches: tuple[int, ...] = (1, 16, 64)
     limit_context: int = 128
-    contexts: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)
-    context_batch: int = 8
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    batch_context: int = 64
     bandwidth_bytes: int = 2**31
     gemm_size: int = 2048
 
 
-QUICK = Sizes(16, 16, 16, 32, 96, (1, 2), 8, (1, 4), 32, (32, 128), 2, (1, 8), 16, 2**26, 512)
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """One way to run an engine."""
-
-    name: str
-    arguments: dict[str, Any]  # as the engine's class in generation_engines.py takes them
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Model:
-    """A checkpoint in Hugging Face layout, and how much of it is to run at once."""
-
-    folder: Path
-    spec: ModelSpec
-    max_sequences: int
-    cache_tokens: int  # in all sequences together
-
-
-def candidates(peer: str, python: str, threads: int) -> list[Configuration]:
-    """The configurations that are tried for an engine; the first is a good one without trial."""
-    if peer == OWN:
-        sizes = (16, 32)
-        return [Configuration(f"blocks of {n}", {"block_tokens": n, "max_batched_tokens": 2048}) for n in sizes]
-    if peer == "transformers":
-        static = {"attn_implementation": "sdpa", "cache_implementation": "static"}
-        return [
-            Configuration("sdpa, dynamic cache", {"attn_implementation": "sdpa"}),
-            Configuration("eager attention, dynamic cache", {"attn_implementation": "eager"}),
-            Configuration("sdpa, static cache", static),
-            Configuration("sdpa, static cache, compiled", {**static, "compile": True}),
-        ]
-    if peer == LIMITS:
-        return [Configuration("torch", {})]
-    eager, within = {"enforce_eager": True}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    modes = {
-        "eager": eager,
-        "eager, no prefix cache": {**eager, "enable_prefix_caching": False},
-        "eager, blocks of 32 tokens": {**eager, "block_size": 32},
-        "torch.compile": {"enforce_eager": False},
-    }
-    found = [Configuration(name, arguments, within) for name, arguments in modes.items()]
-    intel_openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
-    if intel_openmp.exists():
-        preload = {"LD_PRELOAD": str(intel_openmp)}
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
-        apart = {"VLLM_CPU_OMP_THREADS_BIND": cores, **preload}
-        names = ("eager", "torch.compile")
-        found += [Configuration(f"{name}, Intel OpenMP", modes[name], {**within, **preload}) for name in names]
-        found.append(Configuration(f"eager, engine process bound to cores {cores}, Intel OpenMP", eager, apart))
-    return found
-
-
-class Fleet:
-    """The engines of one run, by name; a process is started when it is first asked for."""
-
-    def __init__(self, pythons: dict[str, str], threads: int, rounds: int, folder: Path) -> None:
-        self.pythons, self.threads, self.rounds = pythons, threads, rounds
-        self.engines = [peer for peer in pythons if peer != LIMITS]
-        self.chosen: dict[str, dict[str, Configuration]] = {}  # peer -> "many", "few", "any" sequences
-        self.versions: dict[str, str] = {}
-        self._folder = folder
-        self._workers: dict[tuple[str, str, Path], Worker] = {}
-
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all processes; the next that is asked for starts anew."""
-        while self._workers:
-            self._workers.popitem()[1].close()
-
-    def ask(self, peer: str, model: Model, kind: str, do: str, **request: Any) -> dict[str, Any]:
-        """One request to a peer in its best configuration for "many", "few" or "any" sequences."""
-        configuration = self.chosen[peer][kind]
-        key = (peer, configuration.name, model.folder)
-        if key not in self._workers:
-            self._workers[key] = self._start(peer, model, configuration)
-        worker = self._workers[key]
-        worker.go_on()
-        answer = worker.ask(do, **request)
-        worker.put_aside()
-        return answer
-
-    def _start(self, peer: str, model: Model, configuration: Configuration) -> Worker:
-        """Raises RuntimeError where the engine does not start, or with other threads."""
-        cache_bytes = model.cache_tokens * model.spec.kv_bytes_per_token(4)
-        more = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(cache_bytes / 2**30))}
-        worker = Worker(
-            f"generation_engines:{peer.capitalize()}",
-            self._folder / f"{peer}.log",
-            environment(self.threads, {**more, **configuration.environment}),
-            self.pythons[peer],
-            model=str(model.folder),
-            context=model.spec.context,
-            max_sequences=model.max_sequences,
-            cache_tokens=model.cache_tokens,
-            configuration=configuration.arguments,
-        )
-        try:
-            worker.ready()
-            self.versions[peer], threads = worker.ask("facts")
-            if threads != self.threads:
-                raise RuntimeError(f"{peer} ({configuration.name}) runs {threads} threads")
-        except BaseException:
-            worker.close()
-            raise
-        worker.put_aside()
-        return worker
-
-    def choose(
-        self, model: Model, trial: Callable[[str, int], dict[str, Any]] | None, say: Callable
-    ) -> list[list[str]]:
-        """Set each engine's best configuration for many sequences, for few, and for any (both seconds multiplied).
-
-        `trial(kind, round)` is the request for "many" and for "few"; None takes each engine's first configuration.
-        Returns a row of each that was tried; one that does not run is left out and says why.
-        """
-        rows = []
-        for peer, python in self.pythons.items():
-            found = candidates(peer, python, self.threads)
-            self.chosen[peer] = dict.fromkeys(("many", "few", "any"), found[0])
-            if trial is None or peer == LIMITS:
-                continue
-            seconds: dict[str, tuple[float, float]] = {}
-            for configuration in found:
-                self.chosen[peer] = dict.fromkeys(("many", "few", "any"), configuration)
-                try:
-                    seconds[configuration.name] = tuple(
-                        min([self.ask(peer, model, kind, **trial(kind, i))["seconds"] for i in range(4)][1:])
-                        for kind in ("many", "few")
-                    )
-                    cells = [f"{value:.3f} s" for value in seconds[configuration.name]]
-                except RuntimeError as error:
-                    cells = ["failed", str(error).strip().splitlines()[-1][:60]]
-                self.close()
-                rows.append([peer, configuration.name, *cells])
-                say(", ".join(rows[-1]))
-            ran = [configuration for configuration in found if configuration.name in seconds]
-            if not ran:
-                raise RuntimeError(f"no configuration of {peer} runs: {rows[-1][-1]}")
-            keys = {"many": lambda one: one[0], "few": lambda one: one[1], "any": lambda one: one[0] * one[1]}
-            self.chosen[peer] = {kind: min(ran, key=lambda one: key(seconds[one.name])) for kind, key in keys.items()}
-        return rows
+QUICK = Sizes(16, 16, 16, 32, 96, 8, (1, 4), 32, 2**26, 512)
 
 
 @dataclass(frozen=True)
@@ -243,10 +84,9 @@ class Bench:
     fleet: Fleet
     sizes: Sizes
     seed: int
-    models: dict[str, Model]  # small, words, large, long
+    models: dict[str, Model]  # small, words, large
     lengths: list[int]  # long-tailed, of B
     measurement: Measurement
-    plot: str | None
 
     def prompts(self, count: int, tokens: int, number: int) -> list[list[int]]:
         draw = random.Random(f"{self.seed} {count} {tokens} {number}")
@@ -332,35 +172,6 @@ def long_tail(bench: Bench) -> None:
     bench.measurement.table("b", "B: long-tailed lengths", ["tokens/s of", *bench.heads(seconds)], [[name, *row]])
 
 
-def small_batches(bench: Bench) -> None:
-    """C: milliseconds per token of each sequence when few run"""
-    rows, tokens = [], bench.sizes.response_tokens
-    for batch in bench.sizes.small_batches:
-        lengths = [tokens] * batch
-        seconds = bench.turns("small", "few", lambda i: bench.generate(lengths, i), bench.fleet.rounds)
-        rows.append([str(batch), *bench.compare(f"C.batch{batch}", seconds, 1e3 / tokens, "ms")])
-    bench.measurement.table("c", "C: milliseconds of a step", ["batch", *bench.heads()], rows)
-
-
-def overhead(bench: Bench) -> None:
-    """D: the share of a decode step outside the model's forward pass"""
-    model, sizes, rows = bench.models["small"], bench.sizes, []
-    for batch, kind in ((sizes.sequences, "many"), (1, "few")):
-
-        def share(number: int) -> dict[str, Any]:
-            request = {**bench.decode(batch, sizes.prompt_tokens, number), "do": "share"}
-            return bench.fleet.ask(OWN, model, kind, **request)
-
-        answers = take_turns({OWN: share}, bench.fleet.rounds, warm_up=True)[OWN]
-        outside = Figure.of([answer["share_outside"] for answer in answers])
-        outside = outside.at_most(OUTSIDE_GOAL) if batch == sizes.sequences else outside
-        bench.measurement.figure(f"d.batch{batch}.outside", outside)
-        step, forward = (statistics.median(one[key] for one in answers) for key in ("step_seconds", "forward_seconds"))
-        rows.append([str(batch), f"{1e3 * step:.2f} ms", f"{1e3 * forward:.2f} ms", f"{outside.value:.1%}"])
-    head = ("batch", "step", "forward pass", "outside it")
-    bench.measurement.table("d", "D: a decode step of this engine", head, rows)
-
-
 def machine_limit(bench: Bench) -> None:
     """E: decode steps of a 100M-parameter model against max(bytes / memory bandwidth, operations / GEMM rate)"""
     model, sizes, rows = bench.models["large"], bench.sizes, []
@@ -386,32 +197,7 @@ def machine_limit(bench: Bench) -> None:
     bench.measurement.table("e", "E: milliseconds of a step beside the machine's limit", head, rows)
 
 
-def curves(bench: Bench) -> None:
-    """F: milliseconds of a decode step as the context grows and as the batch grows"""
-    sizes, panels = bench.sizes, []
-    points = {
-        "context": [(sizes.context_batch, context) for context in sizes.contexts],
-        "batch": [(batch, sizes.batch_context) for batch in sizes.batches],
-    }
-    for axis, pairs in points.items():
-        rows, lines = [], {peer: [] for peer in bench.fleet.engines}
-        for batch, context in pairs:
-            dear, x = batch * context > DEAR_TOKENS, context if axis == "context" else batch
-            request = lambda i: bench.decode(batch, context, i)  # noqa: E731
-            rounds = 1 if dear else min(3, bench.fleet.rounds)
-            steps = bench.turns("long", "any", request, rounds, warm_up=not dear)
-            rows.append([str(x), *bench.compare(f"F.{axis}{x}", steps, 1e3, "ms")])
-            for peer, each in steps.items():
-                lines[peer].append((x, 1e3 * statistics.median(each)))
-        fixed = f"batch {sizes.context_batch}" if axis == "context" else f"context {sizes.batch_context}"
-        title = f"F: milliseconds of a step over the {axis} ({fixed})"
-        bench.measurement.table(f"f.{axis}", title, [axis, *bench.heads()], rows)
-        panels.append(Panel(f"{axis} ({fixed})", "milliseconds of a decode step", lines))
-    if bench.plot:
-        plot(bench.plot, panels)
-
-
-CASES = {"A": throughput, "B": long_tail, "C": small_batches, "D": overhead, "E": machine_limit, "F": curves}
+CASES = {"A": throughput, "B": long_tail, "E": machine_limit}
 
 
 def main() -> None:
@@ -421,8 +207,10 @@ def main() -> None:
     pythons = {OWN: sys.executable}
     if arguments.vllm_python is None:
         measurement.say("vllm is left out: no --vllm-python; benchmarks/setup_peers.sh makes its environment")
+    elif not Path(arguments.vllm_python).exists():
+        raise InputError(f"--vllm-python {arguments.vllm_python} is not there; run benchmarks/setup_peers.sh vllm")
     else:
-        pythons["vllm"] = peer_python("--vllm-python", arguments.vllm_python, "vllm")
+        pythons["vllm"] = arguments.vllm_python
     pythons |= {"transformers": sys.executable, LIMITS: sys.executable}
     lengths: list[int] = []
     if "B" in cases and arguments.trace is None and not TRACE.exists():
@@ -439,12 +227,12 @@ def main() -> None:
             policy = Path(arguments.policy).resolve()
             models["policy"] = replace(models["small"], folder=policy, spec=ModelSpec.from_config(policy))
         with Fleet(pythons, arguments.threads, rounds, Path(name)) as fleet:
-            bench = Bench(fleet, sizes, arguments.seed, models, lengths, measurement, arguments.plot)
+            bench = Bench(fleet, sizes, arguments.seed, models, lengths, measurement)
             tried = fleet.choose(models["small"], None if arguments.quick else bench.trial, measurement.say)
             measurement.table("trial", "Configurations", ("engine", "configuration", "many", "few"), tried)
             for case in cases:
                 measurement.say(CASES[case].__doc__ or case)
-                if case in "EF":
+                if case == "E":
                     fleet.close()  # another model: the processes of the last one need their memory no more
                 CASES[case](bench)
             chosen = {peer: {kind: one.name for kind, one in kinds.items()} for peer, kinds in fleet.chosen.items()}
@@ -454,44 +242,27 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = options(__doc__, rounds=5)
-    parser.add_argument("--cases", default=",".join(CASES), help="such as A,C")
+    parser.add_argument("--cases", default=",".join(CASES), help="[%(default)s]")
     parser.add_argument("--vllm-python", metavar="FILE", help="Python of vLLM's environment; none leaves vLLM out")
     parser.add_argument("--threads", type=counting, default=os.cpu_count(), help="of each engine")
     parser.add_argument("--trace", metavar="FILE", help=f"requests' lengths, for B [{TRACE.name}]")
     parser.add_argument("--policy", metavar="FOLDER", help="a trained model for B, as speculation.py keeps [random]")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the curves of F")
     arguments = parser.parse_args()
-    names = {word.strip().upper() for word in arguments.cases.split(",")}
-    if unknown := sorted(names - set(CASES)):
-        raise InputError(f"--cases {arguments.cases}: {unknown[0]!r} is not a case; give some of {','.join(CASES)}")
-    if arguments.plot and "F" not in names:
-        raise InputError(f"--plot {arguments.plot} draws case F, which --cases {arguments.cases} leaves out; add F")
-    arguments.cases = sorted(names)
+    arguments.cases = named("--cases", arguments.cases.upper(), {name: name for name in CASES})
     return arguments
 
 
 def write_models(folder: Path, sizes: Sizes, quick: bool, seed: int) -> dict[str, Model]:
-    """Random checkpoints in Hugging Face layout: small for A-D, large for E, and small with a long context for F."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    room = sizes.decode_steps + SPARE
-    limit, longest = sizes.limit_context + room, max(sizes.contexts) + room
-    long_tokens = max(sizes.context_batch * longest, max(sizes.batches) * (sizes.batch_context + room))
-    most = max(sizes.limit_batches)
+    """Random checkpoints in Hugging Face layout: small for A and B, large for E."""
+    limit, most = sizes.limit_context + sizes.decode_steps + SPARE, max(sizes.limit_batches)
     models = {}
-    for name, shape, context, max_sequences, cache_tokens in (
-        ("small", SMALL, sizes.context, sizes.sequences, sizes.sequences * sizes.context),
-        ("words", SMALL | WORDS, sizes.context, sizes.sequences, sizes.sequences * sizes.context),
-        ("large", SMALL if quick else LARGE, limit, most, most * limit),
-        ("long", SMALL, longest, max(*sizes.batches, sizes.context_batch), long_tokens),
+    for name, shape, context, max_sequences in (
+        ("small", SMALL, sizes.context, sizes.sequences),
+        ("words", SMALL | WORDS, sizes.context, sizes.sequences),
+        ("large", SMALL if quick else LARGE, limit, most),
     ):
-        torch.manual_seed(seed)
-        config = LlamaConfig(**shape, head_dim=HEAD_DIM, max_position_embeddings=context)
-        LlamaForCausalLM(config).save_pretrained(folder / name)
-        models[name] = Model(folder / name, ModelSpec.from_config(folder / name), max_sequences, cache_tokens)
+        made = write_llama(folder / name, seed, **shape, head_dim=HEAD_DIM, max_position_embeddings=context)
+        models[name] = Model(made, ModelSpec.from_config(made), max_sequences, max_sequences * context)
     return models
 
 

@@ -174,28 +174,6 @@ class Rlhfuse(Measured):
     def decode(self, prompts: Prompts, steps: int, seed: int) -> dict[str, Any]:
         return {"seconds": statistics.median(self._decoding(prompts, steps, seed))}
 
-    def share(self, prompts: Prompts, steps: int, seed: int) -> dict[str, Any]:
-        """Measures the decode steps of all prompts: seconds of a step, and of the forward pass inside it."""
-        model, passes = self._engine.runner._forward, []
-        plain = model.forward
-
-        def timed(*arguments: Any) -> Any:
-            start = time.perf_counter()
-            logits = plain(*arguments)
-            passes.append(time.perf_counter() - start)
-            return logits
-
-        model.forward = timed
-        try:
-            times = self._decoding(prompts, steps, seed)
-        finally:
-            model.forward = plain
-        return {
-            "step_seconds": statistics.median(times),
-            "forward_seconds": statistics.median(passes[-steps:]),
-            "share_outside": 1 - sum(passes[-steps:]) / sum(times),
-        }
-
     def _decoding(self, prompts: Prompts, steps: int, seed: int) -> list[float]:
         """Seconds of `steps` steps in which all prompts decode."""
         engine = self._engine

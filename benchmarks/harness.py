@@ -1,4 +1,4 @@
-"""What the benchmark programs share: options, sides that take turns, figures, tables, pictures, one results file.
+"""What the benchmark programs share: options, sides that take turns, figures, tables, one results file.
 
 A figure is a value with its unit and, where it comes of several rounds, the least and the most of a round. The file
 holds figures and tables by name, with command, commit, machine and load: pages of the documentation are filled from
@@ -8,7 +8,6 @@ it by tools/generate_docs.py.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import os
@@ -27,8 +26,9 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+import rlhfuse.tools  # noqa: F401  # puts the modules of tools on the path
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.files import write_bytes, write_text
+from rlhfuse.base.files import write_text
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,17 +88,6 @@ def take_turns(sides: Mapping[str, Callable[[int], T]], rounds: int, warm_up: bo
     return answers
 
 
-def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[int], float]:
-    """Seconds of `work`, as a side that takes turns."""
-
-    def side(_: int) -> float:
-        start = clock()
-        work()
-        return clock() - start
-
-    return side
-
-
 class Measurement:
     """Figures and tables of one benchmark program; prints them as they come and writes them at the end."""
 
@@ -125,6 +114,10 @@ class Measurement:
         figure = value if isinstance(value, Figure) else Figure(float(value), unit)
         self._figures[name] = replace(figure, goal=None, reached=None) if self.quick else figure
         return figure
+
+    def part(self, name: str) -> Part:
+        """The figures of one case, whose names begin with `name`."""
+        return Part(self, name)
 
     def facts(self, **facts: Any) -> None:
         """Keep what a reader needs beside the figures: settings, versions, raw values; JSON values."""
@@ -174,6 +167,21 @@ class Measurement:
             write_text(self.out, result_text(result))
             self.say(f"written: {self.out}")
         return result
+
+
+@dataclass(frozen=True)
+class Part:
+    """Figures of one case of a measurement: "speedup" of the case "a" is "a.speedup"."""
+
+    measurement: Measurement
+    name: str
+
+    def figure(self, name: str, value: Figure | float, unit: str = "") -> Figure:
+        return self.measurement.figure(f"{self.name}.{name}", value, unit)
+
+    def value(self, name: str, value: Figure | float, unit: str = "") -> float:
+        """Keep a figure; its value."""
+        return self.figure(name, value, unit).value
 
 
 def result_text(result: Mapping[str, Any]) -> str:
@@ -239,42 +247,6 @@ def trace_lengths(source: str | Path, count: int, longest_prompt: int, longest_o
         return tuple(max(1, math.ceil(value * longest / max(values))) for value in values)
 
     return SampleLengths(scaled(drawn.prompt, longest_prompt), scaled(drawn.output, longest_output))
-
-
-def peer_python(option: str, file: str, peer: str) -> str:
-    """The Python of a peer's environment. Raises InputError where it is not there."""
-    if not Path(file).exists():
-        raise InputError(f"{option} {file} is not there; run benchmarks/setup_peers.sh {peer}")
-    return file
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Lines over two logarithmic axes."""
-
-    x: str
-    y: str
-    lines: Mapping[str, Sequence[tuple[float, float]]]
-
-
-def plot(path: str | Path, panels: Sequence[Panel]) -> None:
-    """Write a PNG with the panels side by side."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Picture
-
-    picture = Picture(figsize=(5.5 * len(panels), 4.5), layout="constrained")
-    FigureCanvasAgg(picture)
-    for number, panel in enumerate(panels):
-        axes = picture.add_subplot(1, len(panels), number + 1, xscale="log", yscale="log")
-        for label, points in panel.lines.items():
-            axes.plot(*zip(*points), marker="o", label=label)
-        axes.set_xlabel(panel.x)
-        axes.set_ylabel(panel.y)
-        axes.grid(True, which="both", alpha=0.3)
-        axes.legend()
-    data = io.BytesIO()
-    picture.savefig(data, format="png", dpi=150)
-    write_bytes(path, data.getvalue())
 
 
 def machine() -> dict[str, Any]:

@@ -25,10 +25,10 @@ from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import BytesObservation, MeasuredCost, TokensObservation
 from rlhfuse.costs.speculation import DecodeObservation
 from rlhfuse.decisions.migration import MigrationPlan
-from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import GenInferTimeline, fusion_limits, simulate_gen_infer
+from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import sweep_threshold
+from rlhfuse.simulator.timeline import GenInferTimeline, simulate_gen_infer
 
 INSTANCES = 2
 ROLES = ("actor", "reference", "critic", "reward")
@@ -235,6 +235,7 @@ class Case:
 
     def __init__(self, sizes: Sizes, lengths: SampleLengths, ranks: Ranks, measurement: Measurement) -> None:
         self.sizes, self.lengths, self.ranks, self.measurement = sizes, lengths, ranks, measurement
+        self.figures = measurement.part(sizes.name.replace(":", "to"))
         arguments = measurement.arguments
         self.rounds, self.final_rounds, self.percents = arguments.rounds, FINAL_ROUNDS, PERCENTS
         if arguments.quick:
@@ -263,7 +264,9 @@ class Case:
             raise RuntimeError(f"{self.sizes.name}: runs at different R_t left different bits")
         self._sweep_table(points, chosen)
         seconds = {r: [run.seconds for run in final[str(r)]] for r in pairs}
-        return self._speed_row(points, chosen, seconds), self._choice_row(points, chosen, best, seconds, final)
+        return self._speed_row(points, chosen, seconds), self._choice_row(
+            points, chosen, best, seconds, final[str(chosen)]
+        )
 
     def _price(self, runs: Sequence[Run]) -> None:
         self.costs, self.free = fit_costs(runs), fit_costs(runs, free_moves=True)
@@ -286,35 +289,29 @@ class Case:
         )
         return Point(threshold, *timelines, runs)
 
-    def _figure(self, name: str, value: Figure | float, unit: str = "") -> Figure:
-        return self.measurement.figure(f"{self.sizes.name.replace(':', 'to')}.{name}", value, unit)
-
     def _sweep_table(self, points: Mapping[int, Point], chosen: int) -> None:
         rows = []
         for r, point in points.items():
             predicted, early = point.predicted, statistics.median(run.ranks[0]["early"] for run in point.runs)
             seconds = [f"{value:.2f} s" for value in (point.seconds, predicted.total_seconds)]
-            generation = [point.generation_seconds, predicted.generation_seconds]
-            ends = [*(f"{value:.2f} s" for value in generation), f"{early:.0f} of {self.sizes.samples}"]
-            rows.append([f"{r}{' (chosen)' if r == chosen else ''}", *seconds, f"{point.error:+.1%}", *ends])
+            generation = [f"{value:.2f} s" for value in (point.generation_seconds, predicted.generation_seconds)]
+            name = f"{r} (chosen)" if r == chosen else f"{r}"
+            rows.append([name, *seconds, f"{point.error:+.1%}", *generation, f"{early:.0f} of {self.sizes.samples}"])
         head = ("R_t", "measured", "predicted", "error", "generation", "predicted", "scored before its end")
-        name = self.sizes.name
-        self.measurement.table(f"{name.replace(':', 'to')}.sweep", f"{name}: every R_t", head, rows)
+        self.measurement.table(f"{self.figures.name}.sweep", f"{self.sizes.name}: every R_t", head, rows)
 
     def _speed_row(self, points: Mapping[int, Point], chosen: int, seconds: Mapping[int, Sequence[float]]) -> list[str]:
-        serial, fused = points[0], points[chosen]
-        speedup = self._figure("speedup", Figure.ratio(seconds[0], seconds[chosen]).at_least(SPEEDUP_GOAL))
-        predicted = self._figure("speedup_predicted", serial.predicted.total_seconds / fused.predicted.total_seconds)
-        generation = serial.generation_seconds
-        share = self._figure("inference_over_generation", serial.seconds / generation - 1).value
+        serial, fused, value = points[0], points[chosen], self.figures.value
+        speedup = self.figures.figure("speedup", Figure.ratio(seconds[0], seconds[chosen]).at_least(SPEEDUP_GOAL))
+        predicted = value("speedup_predicted", serial.predicted.total_seconds / fused.predicted.total_seconds)
+        share = value("inference_over_generation", serial.seconds / serial.generation_seconds - 1)
         work = sum(span.end - span.start for span in serial.ideal.spans if span.kind == "score")
         best = min(point.ideal_seconds(work) for point in points.values())
-        ideal = self._figure("ideal", serial.ideal_seconds(work) / best).value
-        lengths = self.lengths.percentiles()
-        medians = [self._figure(name, Figure.of(seconds[r], "s")) for name, r in (("serial", 0), ("fused", chosen))]
+        ideal, lengths = value("ideal", serial.ideal_seconds(work) / best), self.lengths.percentiles()
+        medians = [value(name, Figure.of(seconds[r], "s")) for name, r in (("serial", 0), ("fused", chosen))]
         cells = [str(self.sizes.samples), f"{lengths['p50']}, {lengths['max']}", f"{share:.2f}"]
-        ends = [speedup.text(), *(f"{value:.2f}" for value in (predicted.value, ideal, 1 + share))]
-        return [self.sizes.name, *cells, *(f"{median.value:.2f} s" for median in medians), *ends]
+        cells += [*(f"{median:.2f} s" for median in medians), speedup.text()]
+        return [self.sizes.name, *cells, *(f"{one:.2f}" for one in (predicted, ideal, 1 + share))]
 
     def _choice_row(
         self,
@@ -322,34 +319,30 @@ class Case:
         chosen: int,
         best: int,
         seconds: Mapping[int, Sequence[float]],
-        final: Mapping[str, Sequence[Run]],
+        runs: Sequence[Run],
     ) -> list[str]:
-        """The fastest of so many is fast by luck too: the later pairs say how far the choice lies behind it."""
-        behind = Figure.of([a / b - 1 for a, b in zip(seconds[chosen], seconds[best])])
-        behind = self._figure("chosen_over_best", behind.at_most(CHOICE_GOAL))
-        swept = self._figure("chosen_over_best_of_sweep", points[chosen].seconds / points[best].seconds - 1)
-        errors = Figure.of([abs(point.error) for point in points.values()])
-        mean = statistics.mean(abs(point.error) for point in points.values())
-        error = self._figure("mean_error", replace(errors, value=mean).at_most(ERROR_GOAL))
-        generation = [abs(p.predicted.generation_seconds / p.generation_seconds - 1) for p in points.values()]
-        self._figure("generation_error", replace(Figure.of(generation), value=statistics.mean(generation)))
-        runs = final[str(chosen)]
-        agreement = [run.ranks[0]["agreement_seconds"] / run.generation_seconds for run in runs]
-        migration = [run.migration_seconds / run.seconds for run in runs]
+        """The fastest of so many is fast by luck too: the later `runs` say how far the choice lies behind it."""
+        value = self.figures.value
+        behind = Figure.of([a / b - 1 for a, b in zip(seconds[chosen], seconds[best])]).at_most(CHOICE_GOAL)
+        swept = points[chosen].seconds / points[best].seconds - 1
+        errors = [abs(point.error) for point in points.values()]
+        error = replace(Figure.of(errors), value=statistics.mean(errors)).at_most(ERROR_GOAL)
+        agreement = Figure.of([run.ranks[0]["agreement_seconds"] / run.generation_seconds for run in runs])
+        migration = Figure.of([run.migration_seconds / run.seconds for run in runs])
         shares = [
-            self._figure("agreement", Figure.of(agreement).at_most(AGREEMENT_GOAL)),
-            self._figure("migration", Figure.of(migration).at_most(MIGRATION_GOAL)),
+            value("chosen_over_best", behind),
+            value("chosen_over_best_of_sweep", swept),
+            value("mean_error", error),
         ]
-        pause = self._figure("pause", Figure.of([1e3 * run.pause_seconds for run in runs], "ms"))
-        moved = [
-            self._figure(name, Figure.of([run.ranks[0][name] for run in runs], "bytes"))
-            for name in ("migrated_bytes", "needed_bytes")
+        costs = [
+            value("agreement", agreement.at_most(AGREEMENT_GOAL)),
+            value("migration", migration.at_most(MIGRATION_GOAL)),
         ]
-        ratio = self.costs.decode_step_seconds(8, 8 * 32) / self.costs.decode_step_seconds(1, 32)
-        self._figure("step_of_8_over_1", ratio)
-        cells = [str(chosen), str(best), *(f"{figure.value:.1%}" for figure in (behind, swept, error))]
-        ends = [f"{pause.value:.0f} ms", *(f"{figure.value / 1e6:.2f} MB" for figure in moved)]
-        return [self.sizes.name, *cells, *(f"{figure.value:.2%}" for figure in shares), *ends]
+        pause = value("pause", Figure.of([1e3 * run.pause_seconds for run in runs], "ms"))
+        names = ("migrated_bytes", "needed_bytes")
+        moved = [value(name, Figure.of([run.ranks[0][name] for run in runs], "bytes")) for name in names]
+        cells = [str(chosen), str(best), *(f"{one:.1%}" for one in shares), *(f"{one:.2%}" for one in costs)]
+        return [self.sizes.name, *cells, f"{pause:.0f} ms", *(f"{one / 1e6:.2f} MB" for one in moved)]
 
 
 if __name__ == "__main__":

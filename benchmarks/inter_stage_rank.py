@@ -6,7 +6,6 @@ values and rewards: `digest`.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from inter_stage import BLOCK_TOKENS, INSTANCES, ROLES, Sizes
 from processes import TIMEOUT_SECONDS
-from random_models import barrier, join_ranks, random_llama
+from random_models import ModelRank, together
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.decisions.migration import FusionLimits
@@ -26,11 +25,9 @@ from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.engine import Engine, EngineOptions
-from rlhfuse.gen.speculation.drafter import Drafter
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage
-from rlhfuse.parallel.device import choose_device
-from rlhfuse.parallel.groups import GroupMaker, plain_grid
+from rlhfuse.parallel.groups import plain_grid
 from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.simulator.lengths import SampleLengths
@@ -39,13 +36,12 @@ LAYOUT = ParallelLayout(INSTANCES, 1, 1)
 FIRST_TOKEN = 3  # those below may mean something to a model
 
 
-class FusionRank:
+class FusionRank(ModelRank):
     """The models of one size on this rank."""
 
     def __init__(self, rank: int, sizes: dict[str, Any], seed: int) -> None:
-        join_ranks(rank, INSTANCES)
-        self.rank, self.sizes, self.seed = rank, Sizes(**sizes), seed
-        self.device, self.maker = choose_device("cpu", 0, 1), GroupMaker(TIMEOUT_SECONDS)
+        super().__init__(rank, INSTANCES)
+        self.sizes, self.seed, self.grid = Sizes(**sizes), seed, plain_grid(LAYOUT)
         modules = {role: self._model(role) for role in ROLES if role != "actor" or not self.sizes.policy}
         spec, rows = self.sizes.spec("actor"), self.sizes.draft_rows
         options = EngineOptions(self.sizes.blocks, BLOCK_TOKENS, self.sizes.samples, 2048, draft_rows=rows)
@@ -61,7 +57,7 @@ class FusionRank:
             temperature=1.0,
             device=self.device.torch_device,
         )
-        alone = self._groups("generation").tp
+        alone = self.groups("generation", self.grid).tp
         sides = tuple((number,) for number in range(INSTANCES))
         self.inter_stage = InterStage(
             rank=rank,
@@ -76,19 +72,15 @@ class FusionRank:
         )
         self.iteration, self.history = 0, []
 
-    def _groups(self, name: str) -> Any:
-        return self.maker.for_model(name, plain_grid(LAYOUT), self.rank)
-
     def _model(self, role: str) -> torch.nn.Module:
         head, seed = role in ("critic", "reward"), self.seed + ROLES.index(role)
-        spec, grid = self.sizes.spec(role), plain_grid(LAYOUT)
-        return random_llama(role, spec, grid, self.maker, self.rank, self.device, head, seed).requires_grad_(False)
+        return self.llama(role, self.sizes.spec(role), self.grid, head, seed).requires_grad_(False)
 
     def _frozen(self, role: str, model: torch.nn.Module) -> FrozenModel:
         weights = OffloadedWeights(model, self.device)
         weights.offload()
         stage = PipelineStage(model, first=True, last=True, scalar_head=role != "reference")
-        return FrozenModel(stage, weights, self._groups(role).tp)
+        return FrozenModel(stage, weights, self.groups(role, self.grid).tp)
 
     def load(self, lengths: SampleLengths, seed: int) -> None:
         """Take a batch: prompts of these lengths, random or begun by the policy; outputs forced to theirs."""
@@ -118,17 +110,12 @@ class FusionRank:
     def run(self, threshold: int, limits: FusionLimits) -> dict[str, Any]:
         """Generate and score the batch, from a barrier on; the sums are over all ranks, equal on each."""
         self.engine.resume()
-        if self.engine.drafter:  # each run is a first one: it must not remember what it is going to write
-            self.engine.drafter = Drafter(self.engine.spec.vocab, self.sizes.draft_rows, self.engine.runner.step_price)
+        if self.engine.loop.drafter:  # each run is a first one: it must not remember what it is going to write
+            self.engine.loop.drafter = self.engine.new_drafter()
             self.engine.learn(self.history)
         self.iteration += 1
-        gc.collect()
-        gc.disable()
-        try:
-            barrier()
+        with together():
             report = self.inter_stage.run(self.iteration, self.requests, threshold, limits)
-        finally:
-            gc.enable()
         return {
             "total_seconds": report.total_seconds,
             "generation_seconds": report.generation_seconds,

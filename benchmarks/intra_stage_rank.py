@@ -6,7 +6,6 @@ bits in the gradient buffers. Times are of `time.perf_counter`, which all proces
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +28,7 @@ from intra_stage_sides import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_1f1b import megatron_1f1b, with_pipeline_group
-from processes import TIMEOUT_SECONDS
-from random_models import barrier, join_ranks, random_llama
+from random_models import ModelRank, barrier, together
 from torch import Tensor
 
 from rlhfuse.config.settings import OptimizerConfig
@@ -39,8 +37,7 @@ from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.step_report import StepReport
 from rlhfuse.models.heads import LanguageOutput
 from rlhfuse.models.stage import LossFunction, PackedTokens, PipelineStage, TrainingStage
-from rlhfuse.parallel.device import choose_device
-from rlhfuse.parallel.groups import GroupMaker, ModelGrid
+from rlhfuse.parallel.groups import ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.run.rank_models import neighbour_pairs
 from rlhfuse.schedule.program.program import Program
@@ -60,14 +57,12 @@ class Part:
     groups: ProcessGroupCollection
 
 
-class TrainingRank:
+class TrainingRank(ModelRank):
     """The models of one size on this rank."""
 
     def __init__(self, rank: int, sizes: dict[str, Any], seed: int) -> None:
-        join_ranks(rank, RANKS)
-        self.rank, self.seed, self.sizes = rank, seed, Sizes(**sizes)
-        self.device = choose_device("cpu", 0, 1)
-        self.maker = GroupMaker(TIMEOUT_SECONDS)
+        super().__init__(rank, RANKS)
+        self.seed, self.sizes = seed, Sizes(**sizes)
         self.parts = {model: self._part(model) for model in MODELS}
         pairs = [pair for part in self.parts.values() for pair in neighbour_pairs(part.grid)]
         self.channels = Channels(rank, self.maker.channels("pipeline", pairs), self.device.torch_device)
@@ -77,15 +72,15 @@ class TrainingRank:
         grid, head = ModelGrid(rank_layout().pipelines(model)), model == "critic"
         number = grid.position(self.rank)[1]
         seed = self.seed + 100 * MODELS.index(model) + number
-        built = random_llama(model, self.sizes.spec(model), grid, self.maker, self.rank, self.device, head, seed)
-        groups = with_pipeline_group(self.maker.for_model(model, grid, self.rank), self.maker, model, grid, self.rank)
+        built = self.llama(model, self.sizes.spec(model), grid, head, seed)
+        groups = with_pipeline_group(self.groups(model, grid), self.maker, model, grid, self.rank)
         optimizer = ModelOptimizer({number: built}, OptimizerConfig(), groups, self.device)
         ends = PipelineStage(optimizer.module, first=number == 0, last=number == grid.pp - 1, scalar_head=head)
         return Part(grid, number, TrainingStage(ends), optimizer, groups)
 
     def load(self, microbatches: int, programs: Mapping[str, tuple[tuple[str, ...], ...]]) -> None:
         """Take a case: `programs[side][phase][rank]` is the text of what a rank runs, phases parted by a barrier."""
-        batches = draw_batch(self.sizes, microbatches, self.seed)
+        self.batches = batches = draw_batch(self.sizes, microbatches, self.seed)
         actor_loss = policy_loss(self.sizes.vocab, batches)
         losses = {"actor": actor_loss, "critic": value_loss(batches)}
         rows = tuple(map(len, batches))
@@ -109,7 +104,7 @@ class TrainingRank:
 
         def phase() -> None:
             part.stage.split_backward(False)
-            megatron_1f1b(part.stage.stage, work.batches, work.loss, part.groups, self.device)
+            megatron_1f1b(part.stage.stage, self.batches, work.loss, part.groups, self.device)
 
         return phase
 
@@ -117,11 +112,8 @@ class TrainingRank:
         """Train one mini-batch as `side` does, from a barrier on; of Megatron's own loop only the whole is known."""
         for part in self.parts.values():
             part.optimizer.zero_grad()
-        gc.collect()
-        gc.disable()
         reports: list[StepReport] = []
-        try:
-            barrier()
+        with together():
             start = time.perf_counter()
             for number, phase in enumerate(self.sides[side]):
                 if number:
@@ -129,27 +121,12 @@ class TrainingRank:
                 if report := phase():
                     reports.append(report)
             end = time.perf_counter()
-        finally:
-            gc.enable()
+        times = [one for report in reports for one in report.times.values()]
         return {
             "start": start,
             "end": end,
-            "actions": [
-                (str(a.action), (a.action.pipeline, a.action.stage, str(a.action.kind)), a.start_seconds, a.end_seconds)
-                for report in reports
-                for a in report.spans
-            ],
-            "spent": [
-                {
-                    "kind": str(kind),
-                    "count": times.count,
-                    "transport": times.transport_seconds,  # in the calls that start sends and receives
-                    "waiting": times.waiting_seconds,  # for inputs and reductions
-                    "overhead": times.overhead_seconds,  # in the executor itself
-                }
-                for report in reports
-                for kind, times in report.times.items()
-            ],
+            "overhead": sum(one.overhead_seconds for one in times),  # of the executor itself
+            "instructions": sum(one.count for one in times),
             "peak_live": max((report.peak_live for report in reports), default=0),
         }
 
@@ -170,7 +147,7 @@ class TrainingRank:
         order = [(model, mb) for model in MODELS for mb in (0, 1)]
         found: dict[tuple[str, int, str], list[float]] = {}
         generator = torch.Generator().manual_seed(self.seed)
-        shape = (len(self.work["actor"].batches[0]), 1, self.sizes.hidden)
+        shape = (len(self.batches[0]), 1, self.sizes.hidden)
         for cycle in range(WARM_CYCLES + cycles):
             kept = found if cycle >= WARM_CYCLES else {}
             for part in self.parts.values():
@@ -195,7 +172,7 @@ class TrainingRank:
         stage, work = self.parts[model].stage, self.work[model]
         start = time.perf_counter()
         if what == FORWARD:
-            stage.forward(mb, work.batches[mb], None if stage.stage.first else tensor, work.loss)
+            stage.forward(mb, self.batches[mb], None if stage.stage.first else tensor, work.loss)
         elif what == WEIGHT:
             stage.backward_weight(mb)
         else:

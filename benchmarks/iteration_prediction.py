@@ -5,14 +5,18 @@
 Trains a run like examples/quickstart.yaml with both fusions, then tools/show_forecast.py predicts every iteration from
 the iterations before it. Lengths are the iteration's own in the first prediction, so that it shows the error of the
 costs alone, and those of the iterations before in the second. The first ones, which compile kernels, are left out.
+A second table has the seconds that a plan gives the same lengths before anything was measured, by analytic costs.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from harness import Figure, Measurement, counting, options
 from processes import ROOT, run, train
@@ -39,7 +43,7 @@ def main() -> None:
         changes += [f"reward.function={file}:wait", "reward.signature=trl"] if arguments.reward else []
         metrics = train(ROOT / "examples" / "quickstart.yaml", out, changes)[SKIPPED:]
         run([sys.executable, ROOT / "tools" / "show_forecast.py", out, "--skip", str(SKIPPED)])
-        found = json.loads((out / "forecast.json").read_text())
+        found, before = json.loads((out / "forecast.json").read_text()), planned(out)
     count, rows = len(found["iterations"]), []
     for row in found["phases"]:
         error, has_goal = Figure(row["error"]), arguments.reward and row["phase"] == "step"
@@ -53,8 +57,25 @@ def main() -> None:
     rows.append(["mean over the phases", "", "", f"{mean.value:.1%}", "", f"{blind.value:.1%}"])
     head = ("phase", "measured", "predicted", "off by", "lengths unknown", "off by")
     measurement.table("phases", f"Seconds of an iteration, mean of {count}", head, rows)
+    rows = []
+    for phase, (keys, seconds) in before.items():
+        clock = fmean(sum(row[f"timing_s/{key}"] for key in keys) for row in metrics)
+        ratio = measurement.figure(f"planned.{phase}", seconds / clock)
+        rows.append([phase, f"{clock:.3f} s", f"{seconds:.3f} s", f"{ratio.value:.2f}"])
+    measurement.table("planned", "Before anything was measured", ("phase", "measured", "planned", "ratio"), rows)
     measurement.facts(iterations=count)
     measurement.finish()
+
+
+def planned(out: Path) -> Mapping[str, tuple[Sequence[str], float]]:
+    """Phases of metrics, and the seconds of an iteration that a plan gives them for the lengths of the run in `out`."""
+    plan = [sys.executable, ROOT / "tools" / "plan.py", "--json", "--world-size", "2", "--config", out / "config.yaml"]
+    text = subprocess.run([*plan, f"parallel.lengths={out}"], cwd=ROOT, capture_output=True, text=True, check=True)
+    seconds = json.loads(text.stdout)["seconds"]
+    parts = {"generation and inference": (("gen", "infer"), seconds["gen_infer_fused"])}
+    parts |= {"training": (("train",), seconds["training_fused"])}
+    every = seconds["weight_moves"] + sum(part for _, part in parts.values())
+    return parts | {"iteration": (("step",), every)}
 
 
 def settings(iterations: int, quick: bool, seed: int) -> list[str]:

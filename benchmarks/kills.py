@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -25,6 +26,7 @@ from harness import Figure, Measurement, counting, options
 from processes import END_SECONDS, ROOT, run, torchrun
 
 from rlhfuse.base.errors import run_program
+from rlhfuse.config.load import load_config
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.run.checkpoint.checkpoint import checkpoints_in
 from rlhfuse.run.compare import EXPORTS, compare_exports, compare_metrics
@@ -94,7 +96,7 @@ def attempt(folder: Path, changes: list[str], kill: Kill | None = None) -> int:
     """Start the run, which ends by itself or by `kill`; how many of its processes are left some time later."""
     doing = folder.with_suffix(".doing")
     doing.write_bytes(b"loading modules".ljust(WIDTH))
-    words = [*torchrun(2), __file__, "--config", ROOT / "examples" / "quickstart.yaml", f"trainer.output_dir={folder}"]
+    words = [*torchrun(2), __file__, ROOT / "examples" / "quickstart.yaml", f"trainer.output_dir={folder}"]
     try:
         run([*words, *changes], timeout=900, watch=kill or (lambda _: None), more={DOING: str(doing)})
     except RuntimeError:
@@ -176,9 +178,10 @@ def main() -> None:
 
 
 def rank() -> None:
-    """One rank of the run: tools/train_ppo.py, where rank 0 writes what it does into a file."""
+    """One rank of the run, as the training program is one, where rank 0 writes what it does into a file."""
     from rlhfuse.monitor.watchdog import Watchdog
-    from tools import train_ppo
+    from rlhfuse.parallel.first_error import prints_error
+    from rlhfuse.run.launch import train
 
     progress, file, began = Watchdog.progress, os.open(os.environ[DOING], os.O_WRONLY), ""
 
@@ -191,7 +194,8 @@ def rank() -> None:
 
     if os.environ["RANK"] == "0":
         Watchdog.progress = told
-    train_ppo.run()
+    config, *changes = sys.argv[1:]
+    run_program(lambda: train(load_config(config, changes), Path(config).stem), tear_down=False, prints=prints_error)
 
 
 if __name__ == "__main__":

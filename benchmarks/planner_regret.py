@@ -32,14 +32,14 @@ from scipy.stats import spearmanr
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.json_values import read_json
-from rlhfuse.config.load import load_config
+from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.tokenizer import load_tokenizer
-from rlhfuse.planning.draft import read_specs
 from rlhfuse.planning.price import Price
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
+from rlhfuse.planning.settle import Facts, settle_but_layouts
 from rlhfuse.planning.training.drawn_batches import DRAWS
 from rlhfuse.simulator.lengths import load_lengths
 
@@ -110,14 +110,16 @@ class Measured:
                 self.seconds.setdefault((phase, *part_of(table, phase)), []).append((batch, row[name]))
 
     def of(self, table: Table) -> Phased:
-        """Means over batches, of each the median of all iterations that had it."""
-        found = {}
-        for phase in PHASES:
-            batches: dict[int, list[float]] = {}
-            for batch, seconds in self.seconds[(phase, *part_of(table, phase))]:
-                batches.setdefault(batch, []).append(seconds)
-            found[phase] = statistics.fmean(map(statistics.median, batches.values()))
-        return found
+        """Seconds of its phases."""
+        return {phase: mean_of(self.seconds[(phase, *part_of(table, phase))]) for phase in PHASES}
+
+
+def mean_of(seconds: Sequence[tuple[int, float]]) -> float:
+    """The mean over batches, of each the median of all iterations that had it."""
+    batches: dict[int, list[float]] = {}
+    for batch, one in seconds:
+        batches.setdefault(batch, []).append(one)
+    return statistics.fmean(map(statistics.median, batches.values()))
 
 
 def part_of(table: Table, phase: str) -> tuple:
@@ -146,7 +148,9 @@ def main() -> None:
     cases = named("--settings", arguments.settings, QUICK_CASES if arguments.quick else CASES)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_models(folder, QUICK_SHAPE if arguments.quick else SHAPE)
+        shape = QUICK_SHAPE if arguments.quick else SHAPE
+        write_llama(folder / "actor", 1, False, TOKENIZER, **shape)
+        write_llama(folder / "reward", 2, True, TOKENIZER, **shape)
         configs = {case: write_config(folder, case, arguments) for case in cases}
         if measured:
             compare_again(measurement, configs, measured)
@@ -191,11 +195,6 @@ def parse_arguments() -> Any:
     if arguments.quick:
         arguments.rounds, arguments.profile_seconds = 1, 5.0
     return arguments
-
-
-def write_models(folder: Path, shape: Mapping[str, int]) -> None:
-    write_llama(folder / "actor", 1, TOKENIZER, False, **shape)
-    write_llama(folder / "reward", 2, TOKENIZER, True, **shape)
 
 
 def write_config(folder: Path, case: Case, arguments: Any) -> Path:
@@ -253,6 +252,7 @@ class Comparison:
     def __init__(self, measurement: Measurement, case: Case, config: Path, costs: Mapping[str, Sequence[str]]) -> None:
         """`costs`: arguments of a run by the kind of costs that it is priced by, analytic ones among them."""
         self._measurement, self._case, self._file = measurement, case, config
+        self._figures = measurement.part(case.name)
         arguments = measurement.arguments
         self._microbatches = MICROBATCHES[:1] if arguments.quick else MICROBATCHES
         self._rounds, self._jobs = arguments.rounds, 0
@@ -265,7 +265,7 @@ class Comparison:
     def _priced(self, overrides: Sequence[str]) -> dict[Table, Phased]:
         """Every table's price by phase, the fastest first."""
         config = load_config(str(self._file), overrides)
-        ranking = Ranking(Setting.of(config, read_specs(config), RANKS, self._lengths))
+        ranking = Ranking(Setting.of(settle_but_layouts(config, Facts(read_specs(config), RANKS)), self._lengths))
         found = {}
         for row, _ in ranking.ranked(
             lambda training, _: (
@@ -303,11 +303,9 @@ class Comparison:
         seconds = {table: measured[table.text] for table in self._tables}
         totals = {table: sum(seconds[table].values()) for table in self._tables}
         order = sorted(self._tables, key=totals.__getitem__)
-        name, best = self._case.name, totals[order[0]]
-        self._measurement.figure(f"{name}.tables", len(order))
-        self._measurement.figure(f"{name}.best", best, "s")
-        spread = Figure(totals[order[-1]] / best, "x").at_least(SPREAD_GOAL)
-        self._measurement.figure(f"{name}.worst_over_best", spread)
+        best = self._figures.value("best", totals[order[0]], "s")
+        self._figures.value("tables", len(order))
+        self._figures.value("worst_over_best", Figure(totals[order[-1]] / best, "x").at_least(SPREAD_GOAL))
         for kind, prices in self._prices.items():
             self._compare(kind, prices, seconds, totals)
         return {table: totals[table] for table in order}
@@ -343,21 +341,22 @@ class Comparison:
         self, kind: str, prices: Mapping[Table, Phased], seconds: Mapping[Table, Phased], totals: Mapping[Table, float]
     ) -> None:
         """Prices of one kind of costs beside what was measured."""
-        name, figure = f"{self._case.name}.{kind}", self._measurement.figure
+        name = f"{self._case.name}.{kind}"
+        figure = self._measurement.part(name).value
         predicted = {table: sum(phases.values()) for table, phases in prices.items()}
         chosen = next(iter(prices))
         loss = totals[chosen] / min(totals.values())
-        figure(f"{name}.chosen_over_best", Figure(loss, "x").at_most(REGRET_GOALS[kind]))
+        figure("chosen_over_best", Figure(loss, "x").at_most(REGRET_GOALS[kind]))
         errors = [abs(predicted[table] / totals[table] - 1) for table in totals]
-        figure(f"{name}.mean_error", Figure(statistics.fmean(errors)).at_most(ERROR_GOAL))
+        figure("mean_error", Figure(statistics.fmean(errors)).at_most(ERROR_GOAL))
         ranks = float(spearmanr([predicted[table] for table in totals], list(totals.values())).statistic)
-        figure(f"{name}.rank_correlation", Figure(ranks).at_least(CORRELATION_GOAL))
+        figure("rank_correlation", Figure(ranks).at_least(CORRELATION_GOAL))
         rows = []
         for phase in PHASES:
             parts = {part_of(table, phase): (seconds[table][phase], prices[table][phase]) for table in totals}
             took, price = (sum(column) for column in zip(*parts.values()))
             off = sum(abs(theirs - ours) for ours, theirs in parts.values())
-            error = figure(f"{name}.{phase.replace(' ', '_')}.error", off / max(took, 1e-9)).value
+            error = figure(f"{phase.replace(' ', '_')}.error", off / max(took, 1e-9))
             count = len(parts)
             rows.append([phase, str(count), f"{took / count:.3f}", f"{price / count:.3f}", f"{error:.1%}"])
             for part, (ours, theirs) in sorted(parts.items(), key=lambda item: str(item[0])):
@@ -374,10 +373,7 @@ class Comparison:
         sides = {table.text: partial(self._job, ranks, table) for table in tables}
         whole = {}
         for text, rounds in take_turns(sides, self._rounds).items():
-            batches: dict[int, list[float]] = {}
-            for batch, row in (one for metrics in rounds for one in metrics):
-                batches.setdefault(batch, []).append(row["timing_s/step"])
-            whole[text] = statistics.fmean(map(statistics.median, batches.values()))
+            whole[text] = mean_of([(batch, row["timing_s/step"]) for metrics in rounds for batch, row in metrics])
         best, rows = min(whole.values()), []
         for table in tables:
             names = " ".join(kind for kind, one in chosen.items() if one == table)
@@ -385,7 +381,7 @@ class Comparison:
             cells = f"{totals[table]:.3f}", f"{whole[table.text]:.3f}", *prices
             rows.append([table.text, f"{order.index(table) + 1}", names, *cells])
         for kind, table in chosen.items():
-            self._measurement.figure(f"{self._case.name}.{kind}.whole_over_best", whole[table.text] / best, "x")
+            self._figures.value(f"{kind}.whole_over_best", whole[table.text] / best, "x")
         head = ("table", "place", "chosen by", "sum of phases s", "whole s", *self._prices)
         title = f"The best tables of {self._case.name} and the chosen, run as a whole"
         self._measurement.table(f"{self._case.name}.best", title, head, rows)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import random_models  # noqa: F401  # silences what importing Megatron says
 import torch
@@ -23,27 +24,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from rlhfuse.config.load import load_config
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.fusion.inter.generation import Request
-from rlhfuse.gen.compile_kernels import compile_kernels
-from rlhfuse.monitor.heartbeat import Limits
-from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.device import allow_many_files, choose_device
-from rlhfuse.run.launch import agree_on_plan
+from rlhfuse.run.launch import run_job
 from rlhfuse.run.preflight import check_inputs
-from rlhfuse.run.run_directory import run_directory
 from rlhfuse.run.trainer import Trainer
 
 RANKS = 2
-
-
-class FixedLengths(Trainer):
-    """Sample i of iteration j has batches[j][i] tokens of response."""
-
-    batches: Sequence[Sequence[int]]
-
-    def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
-        requests = super()._requests(iteration, prompts)
-        lengths = zip(requests, self.batches[iteration], strict=True)
-        return [replace(one, params=replace(one.params, max_tokens=tokens)) for one, tokens in lengths]
 
 
 class JobRank:
@@ -55,13 +41,12 @@ class JobRank:
         allow_many_files()
         self._rank, self._jobs = rank, 0
         self._store = self._connect(serve=rank == 0)
-        if rank == 0:
-            apart(partial(compile_kernels, torch.float32))  # and keeps them for the other
-        self._store.set(f"compiled{rank}", "")
-        self._store.wait([f"compiled{one}" for one in range(RANKS)])
 
     def run(self, config: Path, overrides: Sequence[str], batches: Sequence[Sequence[int]]) -> None:
-        """A job to its end; what it measures is in its run directory. Raises RuntimeError where it fails."""
+        """A job to its end; what it measures is in its run directory. Raises RuntimeError where it fails.
+
+        Sample i of iteration j has batches[j][i] tokens of response.
+        """
         self._jobs += 1
         apart(partial(self._job, config, overrides, batches))
 
@@ -72,22 +57,18 @@ class JobRank:
         return public(*address, RANKS, serve, timeout)
 
     def _job(self, config: Path, overrides: Sequence[str], batches: Sequence[Sequence[int]]) -> None:
-        made = load_config(str(config), list(overrides))
-        inputs = check_inputs(made, RANKS)
-        trainer = inputs.config.trainer
-        device = choose_device("cpu", self._rank, 1)
-        torch.manual_seed(trainer.seed)
+        inputs = check_inputs(load_config(str(config), list(overrides)), RANKS)
+        device, plain = choose_device("cpu", self._rank, 1), Trainer._requests
+        torch.manual_seed(inputs.config.trainer.seed)
         store = PrefixStore(f"job{self._jobs}", self._connect(serve=False))
         dist.init_process_group("gloo", store=store, rank=self._rank, world_size=RANKS)
-        watched = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack it
-        limits = Limits(trainer.watchdog_seconds, trainer.hang_seconds)
-        with Watchdog(watched, self._rank, RANKS, limits) as watchdog:
-            with run_directory(inputs, "regret", self._rank) as directory:
-                plan = agree_on_plan(inputs, directory.path, self._rank, device)
-                job = FixedLengths(inputs, plan, self._rank, device, store, watchdog, directory)
-                job.batches = batches
-                job.fit()
-                dist.barrier()
+
+        def requests(trainer: Trainer, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
+            lengths = zip(plain(trainer, iteration, prompts), batches[iteration], strict=True)
+            return [replace(one, params=replace(one.params, max_tokens=tokens)) for one, tokens in lengths]
+
+        with patch.object(Trainer, "_requests", requests):
+            run_job(inputs, "regret", self._rank, device)
 
 
 def apart(work: Callable[[], None]) -> None:

@@ -21,17 +21,14 @@ from typing import Any
 import numpy as np
 import yaml
 from harness import Figure, Measurement, named, options, take_turns
+from paper.llamas import SHAPES
 from processes import environment
 
 from rlhfuse.base.errors import run_program
-from rlhfuse.simulator.seconds import compile_kernel_apart
+from rlhfuse.base.kernel_cache import compile_apart
+from rlhfuse.simulator.simulation import kernel_group
 
 SEARCH = Path(__file__).with_name("planner_speed_search.py")
-SHAPES = {  # layers, hidden, heads, kv heads, mlp
-    "7B": (32, 4096, 32, 32, 11008),
-    "34B": (48, 8192, 64, 8, 22016),
-    "70B": (80, 8192, 64, 8, 28672),
-}
 PROMPT, RESPONSE, MEDIAN, SPREAD = 256, 1024, 200, 0.8  # tokens; SPREAD: of the logarithm
 DRAWN = 4000  # past samples
 
@@ -84,7 +81,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, arguments.seed)
-        compile_kernel_apart()
+        compile_apart([kernel_group()])
         sides = {str(size.ranks): lambda _, size=size: search(size, folder) for size in sizes}
         found = take_turns(sides, arguments.rounds, warm_up=True)
     for size in sizes:
@@ -110,20 +107,18 @@ def search(size: Size, folder: Path) -> tuple[str, float]:
 
 def row(measurement: Measurement, size: Size, found: dict[str, Any], seconds: Figure) -> list[str]:
     """Keep the figures of a size; its line of the table."""
-    best, bound = found["rows"][0], found["bound"]
-    values = {"tables": found["tables"], "drafted": found["drafted"], "priced": found["priced"]}
-    for name, value in values.items():
-        measurement.figure(f"{size.ranks}.{name}", value)
-    measurement.figure(f"{size.ranks}.best", best[1], "s")
-    spent = measurement.figure(f"{size.ranks}.cpu_seconds", seconds.at_most(size.goal))
-    counts = [f"{value:,}" for value in values.values()]
+    best, bound, figures = found["rows"][0], found["bound"], measurement.part(str(size.ranks))
+    counts = [f"{figures.value(name, found[name]):,.0f}" for name in ("tables", "drafted", "priced")]
+    figures.value("best", best[1], "s")
+    spent = figures.figure("cpu_seconds", seconds.at_most(size.goal))
     ends = [f"{best[1]:.4g}", f">= {bound:.4g}", spent.text(".1f"), best[0]]
     return [f"{size.ranks}", f"{size.actor}/{size.critic}", f"{size.samples}", *counts, *ends]
 
 
 def write_inputs(folder: Path, seed: int) -> None:
     """config.json of every shape, and past lengths."""
-    for name, (layers, hidden, heads, kv_heads, mlp) in SHAPES.items():
+    for name in ("7B", "34B", "70B"):
+        layers, hidden, heads, kv_heads, mlp = SHAPES[name]
         shape = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
         shape |= {"num_key_value_heads": kv_heads, "intermediate_size": mlp, "vocab_size": 32000}
         shape |= {"model_type": "llama", "max_position_embeddings": 16384, "eos_token_id": 2}

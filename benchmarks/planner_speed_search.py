@@ -9,18 +9,18 @@ import json
 import sys
 
 from rlhfuse.base.errors import run_program
-from rlhfuse.config.load import load_config
-from rlhfuse.planning.draft import read_specs
-from rlhfuse.planning.search.resolve import resolve_layouts
+from rlhfuse.config.load import load_config, read_specs
+from rlhfuse.planning.search.search import TOP, Ranking
+from rlhfuse.planning.search.setting import Setting
+from rlhfuse.planning.settle import Facts, settle_but_layouts
 
 
 def main() -> None:
     config = load_config(sys.argv[1])
-    made = resolve_layouts(config, read_specs(config), int(sys.argv[2]))
-    found = made.found
-    assert found is not None, "layouts of the configuration are auto"
+    run = settle_but_layouts(config, Facts(read_specs(config), int(sys.argv[2])))
+    found = Ranking(Setting.of(run)).found(TOP)
     rows = [[row.table.text, row.seconds, dict(row.price.parts)] for row in found.rows]
-    texts = [*made.lines[:1], *str(found).splitlines()]
+    texts = str(found).splitlines()
     tables = found.training_rows * found.generation_rows
     counts = {"tables": tables, "drafted": found.drafted, "priced": found.priced, "bound": found.bound}
     print(json.dumps({**counts, "refused": found.refused, "rows": rows, "lines": texts}, indent=1))

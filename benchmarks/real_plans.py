@@ -4,31 +4,29 @@
 
 Searched: aligned meshes from half a machine up and every layout of powers of two, for each of the six calls. Held as
 published: the number of passes of each call, which the fit made proportional to seconds of generation, so that a
-search would exploit it. Memory and the space are those of real/space.py. No row was published that trains with tp 1 or
+search would exploit it. Memory and the space are those of paper/space.py. No row was published that trains with tp 1 or
 generates with tp 1 or 4: a plan that does so is outside of what the constants were fitted to.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from harness import Figure, Measurement, counting, options
+from paper.real import BATCH, END_TO_END, RealRow, end_to_end_seconds, of_table, real_rows
+from paper.space import MACHINE_RANKS, mesh_problem
 from placements.mesh import Mesh, aligned_meshes
-from placements.problem import Choice, MeshPlan, MeshProblem, Option
+from placements.problem import Choice, MeshPlan, MeshProblem
 from placements.search import best_plan
 from placements.walk import greedy_plan, walk
-from real.space import CallWork, mesh_problem
-from real.tables import BATCH, END_TO_END, RealRow, real_rows
-from real_tables import end_to_end_seconds, fit_calibration
+from real_tables import fit_calibration
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.hardware import REAL_H100, Calibration, data_sheets
 
-MACHINE_RANKS = 8
-LEAST_MESH = MACHINE_RANKS // 2
 CASES = {"T4": "T5", "T2": "T3"}  # the table of REAL's plan: that of its heuristic
 
 
@@ -39,130 +37,135 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.steps, arguments.seeds = 200, 1
-    measurement = Measurement("real_plans", arguments, timed=False)
-    rows = real_rows()
-    held_out = {table: fit_calibration(without(rows, table), f"without {table}") for table in BATCH}
-    summary, plans, regrets, walks = [], [], [], []
-    for table, heuristic in CASES.items():
-        judged = judge(measurement, table, heuristic, rows)
-        summary.append(judged[0])
-        plans += judged[1]
-        for left_out, calibration in held_out.items():
-            regrets.append([table, left_out, *regret(measurement, table, rows, left_out, calibration)])
-        walks.append([table, *random_walks(measurement, table, rows, arguments.steps, arguments.seeds)])
+    measurement, rows = Measurement("real_plans", arguments, timed=False), real_rows()
+    without = {table: [row for row in rows if row.table != table] for table in BATCH}
+    held_out = {table: fit_calibration(some, f"without {table}") for table, some in without.items()}
+    judges = [Judge(measurement, table, rows) for table in CASES]
     head = ("REAL's plan", "printed", "predicted", "heuristic", "predicted", "ratio printed", "predicted", "off by")
-    measurement.table("ratios", "The heuristic over REAL's searched plan, seconds of an iteration", head, summary)
+    ratios = [judge.ratio_cells() for judge in judges]
+    measurement.table("ratios", "The heuristic over REAL's searched plan, seconds of an iteration", head, ratios)
     head = ("table", "call", "REAL's plan", "predicted s", "fastest plan", "predicted s", "outside of published")
+    plans = [cells for judge in judges for cells in judge.plan_cells()]
     measurement.table("plans", "REAL's plans and the fastest, by call", head, plans)
     head = ("table", "fitted without", "seconds of its plan", "of the best", "regret")
+    regrets = [judge.regret_cells(table, held_out[table]) for judge in judges for table in held_out]
     measurement.table("regrets", "Plans chosen with other constants, priced with the shipped ones", head, regrets)
     head = ("table", "steps", "walks", "that fit", "over the best", "seconds", "on all meshes, from the best")
+    walks = [judge.walk_cells(arguments.steps, arguments.seeds) for judge in judges]
     measurement.table("walks", "ReaLHF's random walk from its greedy start, which does not fit itself", head, walks)
     measurement.figure("regret", Figure(max(float(row[-1].rstrip("%")) / 100 for row in regrets)).at_most(0.02))
     measurement.finish()
 
 
-def judge(
-    measurement: Measurement, table: str, heuristic: str, rows: Sequence[RealRow]
-) -> tuple[list[str], list[list[str]]]:
-    """A line about REAL's plan and its heuristic, and lines of calls: published beside the fastest."""
-    begun = time.process_time()
-    problem = problem_of(table, rows, REAL_H100)
-    priced = time.process_time()
-    found = best_plan(problem)
-    measurement.figure(
-        f"{table}.options",
-        sum(len(one) for call in problem.calls.values() for mesh, one in call.options.items() if mesh.first == 0),
-    )
-    measurement.figure(f"{table}.price_seconds", priced - begun, "s")
-    measurement.figure(f"{table}.search_seconds", Figure(time.process_time() - priced, "s").at_most(5))
-    measurement.figure(f"{table}.placements", found.placements)
-    measurement.figure(f"{table}.priced", found.priced)
-    measurement.figure(f"{table}.best", found.seconds, "s")
-    published = published_plan(problem, table, rows)
-    if not problem.fits(published):
-        need = problem.need_bytes(published) / 1e9
-        raise InputError(f"{table}: the published plan needs {need:.1f} GB of a rank; the memory rule cannot be theirs")
-    seconds = {name: end_to_end_seconds(of_table(rows, name), REAL_H100) for name in (table, heuristic)}
-    printed = END_TO_END[heuristic] / END_TO_END[table]
-    ratio = measurement.figure(f"{table}.heuristic_over_searched", seconds[heuristic] / seconds[table], "x").value
-    measurement.figure(f"{table}.heuristic_over_searched.off", Figure(abs(ratio / printed - 1)).at_most(0.05))
-    over = problem.seconds(published) / found.seconds
-    measurement.figure(f"{table}.published_over_best", Figure(over, "x").at_most(1.35))
-    measurement.figure(f"{table}.heuristic_over_best", Figure(seconds[heuristic] / found.seconds, "x").at_least(1.5))
-    inside = best_plan(with_published_degrees(problem, rows))
-    measurement.figure(
-        f"{table}.published_over_best_of_published_degrees", problem.seconds(published) / inside.seconds, "x"
-    )
-    apart = [("CriticTrain", "ActorTrain"), ("RewInf", "RefInf")]
-    disjoint = all(not found.plan[one].mesh.overlaps(found.plan[other].mesh) for one, other in apart)
-    theirs = all(not published[one].mesh.overlaps(published[other].mesh) for one, other in apart)
-    measurement.figure(f"{table}.apart_as_published", Figure(float(disjoint == theirs)).at_least(1))
-    line = [table, f"{END_TO_END[table]}", f"{seconds[table]:.1f}", f"{END_TO_END[heuristic]}"]
-    line += [f"{seconds[heuristic]:.1f}", f"{printed:.3f}", f"{ratio:.3f}", f"{ratio / printed - 1:+.1%}"]
-    cells = []
-    for name, call in problem.calls.items():
-        one, other = published[name], found.plan[name]
-        parts = [f"{problem.call_seconds(call, plan):.1f}" for plan in (published, found.plan)]
-        cells.append([table, name, on_machines(one), parts[0], on_machines(other), parts[1], beyond(name, other, rows)])
-    whole = [f"{problem.seconds(published):.1f}", "", f"{found.seconds:.1f}", ""]
-    return line, [*cells, [table, "iteration", "", *whole]]
+class Judge:
+    """One of REAL's plans beside the fastest: figures, and lines of the tables."""
+
+    def __init__(self, measurement: Measurement, table: str, rows: Sequence[RealRow]) -> None:
+        """Searches. Raises InputError where the published plan does not fit."""
+        self._figures, self._table, self._rows = measurement.part(table), table, rows
+        self._figure = self._figures.value
+        begun = time.process_time()
+        self._problem = problem_of(table, rows, REAL_H100)
+        priced = time.process_time()
+        self._found = best_plan(self._problem)
+        searched = time.process_time()
+        calls = self._problem.calls.values()
+        each = [len(some) for call in calls for mesh, some in call.options.items() if mesh.first == 0]
+        self._figure("options", sum(each))
+        self._figure("price_seconds", priced - begun, "s")
+        self._figure("search_seconds", Figure(searched - priced, "s").at_most(5))
+        self._figure("placements", self._found.placements)
+        self._figure("priced", self._found.priced)
+        self._figure("best", self._found.seconds, "s")
+        self._published = published_plan(self._problem, table, rows)
+        if not self._problem.fits(self._published):
+            need = self._problem.need_bytes(self._published) / 1e9
+            raise InputError(f"{table}: the published plan needs {need:.1f} GB; the memory rule cannot be theirs")
+
+    def ratio_cells(self) -> list[str]:
+        """REAL's plan and its heuristic, printed and predicted."""
+        table, best = self._table, self._found.seconds
+        heuristic = CASES[table]
+        seconds = {name: end_to_end_seconds(of_table(self._rows, name), REAL_H100) for name in (table, heuristic)}
+        printed, published = END_TO_END[heuristic] / END_TO_END[table], self._problem.seconds(self._published)
+        ratio = self._figure("heuristic_over_searched", seconds[heuristic] / seconds[table], "x")
+        self._figure("heuristic_over_searched.off", Figure(abs(ratio / printed - 1)).at_most(0.05))
+        self._figure("published_over_best", Figure(published / best, "x").at_most(1.35))
+        self._figure("heuristic_over_best", Figure(seconds[heuristic] / best, "x").at_least(1.5))
+        inside = best_plan(with_published_degrees(self._problem, self._rows)).seconds
+        self._figure("published_over_best_of_published_degrees", published / inside, "x")
+        disjoint, theirs = trains_apart(self._found.plan), trains_apart(self._published)
+        self._figure("apart_as_published", Figure(float(disjoint == theirs)).at_least(1))
+        pairs = [cell for name in (table, heuristic) for cell in (f"{END_TO_END[name]}", f"{seconds[name]:.1f}")]
+        return [table, *pairs, f"{printed:.3f}", f"{ratio:.3f}", f"{ratio / printed - 1:+.1%}"]
+
+    def plan_cells(self) -> list[list[str]]:
+        """Every call: published beside the fastest."""
+        cells = []
+        for name, call in self._problem.calls.items():
+            one, other = self._published[name], self._found.plan[name]
+            took, best = (self._problem.call_seconds(call, plan) for plan in (self._published, self._found.plan))
+            tp = other.option.layout.tp
+            outside = "" if tp in published_degrees(name, self._rows) else f"tp {tp}"
+            cells.append(
+                [self._table, name, on_machines(one), f"{took:.1f}", on_machines(other), f"{best:.1f}", outside]
+            )
+        seconds = f"{self._problem.seconds(self._published):.1f}", "", f"{self._found.seconds:.1f}", ""
+        return [*cells, [self._table, "iteration", "", *seconds]]
+
+    def regret_cells(self, left_out: str, calibration: Calibration) -> list[str]:
+        """What the plan chosen with `calibration` takes by the shipped constants, the best plan, and what is lost."""
+        chosen = best_plan(problem_of(self._table, self._rows, calibration)).plan
+        repriced = {name: choice_of(self._problem, name, one.mesh, one.option.layout) for name, one in chosen.items()}
+        seconds, best = self._problem.seconds(repriced), self._found.seconds
+        lost = self._figure(f"regret_without_{left_out}", seconds / best - 1)
+        return [self._table, left_out, f"{seconds:.1f}", f"{best:.1f}", f"{lost:.2%}"]
+
+    def walk_cells(self, steps: int, seeds: int) -> list[str]:
+        """ReaLHF's search from its greedy start over the same meshes; and from the best plan over all meshes."""
+        problem, best = self._problem, self._found
+        meshes = aligned_meshes(problem.ranks, problem.least).meshes()
+        start, begun = greedy_plan(problem, meshes), time.process_time()
+        self._figure("greedy_fits", problem.fits(start))
+        walks = [walk(problem, start, meshes, steps, seed + 1) for seed in range(seeds)]
+        seconds = self._figure("walk_seconds", (time.process_time() - begun) / seeds, "s")
+        fitting = [one.seconds / best.seconds for one in walks if one.fits]
+        self._figure("walks_that_fit", len(fitting), f"of {seeds}")
+        over = self._figures.figure("walk_over_best", Figure.of(fitting, "x")) if fitting else None
+        anywhere = list(next(iter(problem.calls.values())).options)
+        free = self._figure(
+            "unaligned_over_best", walk(problem, best.plan, anywhere, steps, 1).seconds / best.seconds, "x"
+        )
+        ends = over.text() if over else "-", f"{seconds:.2f}", f"{free:.3f}"
+        return [self._table, f"{steps}", f"{seeds}", f"{len(fitting)}", *ends]
 
 
-def regret(
-    measurement: Measurement, table: str, rows: Sequence[RealRow], left_out: str, calibration: Calibration
-) -> tuple[str, str, str]:
-    """What the plan chosen with `calibration` takes by the shipped constants, the best plan, and what is lost."""
-    chosen = best_plan(problem_of(table, rows, calibration)).plan
-    problem = problem_of(table, rows, REAL_H100)
-    seconds, best = problem.seconds(repriced(problem, chosen)), best_plan(problem).seconds
-    measurement.figure(f"{table}.regret_without_{left_out}", seconds / best - 1)
-    return f"{seconds:.1f}", f"{best:.1f}", f"{seconds / best - 1:.2%}"
-
-
-def random_walks(measurement: Measurement, table: str, rows: Sequence[RealRow], steps: int, seeds: int) -> list[str]:
-    """ReaLHF's search from its greedy start over the same meshes; and from the best plan over all meshes."""
-    problem = problem_of(table, rows, REAL_H100)
-    meshes, found = aligned_meshes(problem.ranks, problem.least).meshes(), best_plan(problem)
-    start, begun = greedy_plan(problem, meshes), time.process_time()
-    measurement.figure(f"{table}.greedy_fits", problem.fits(start))
-    walks = [walk(problem, start, meshes, steps, seed + 1) for seed in range(seeds)]
-    seconds = measurement.figure(f"{table}.walk_seconds", (time.process_time() - begun) / seeds, "s").value
-    fitting = [one.seconds / found.seconds for one in walks if one.fits]
-    measurement.figure(f"{table}.walks_that_fit", len(fitting), f"of {seeds}")
-    over = measurement.figure(f"{table}.walk_over_best", Figure.of(fitting, "x")).text() if fitting else "-"
-    anywhere = list(next(iter(problem.calls.values())).options)
-    free = walk(problem, found.plan, anywhere, steps, 1).seconds / found.seconds
-    measurement.figure(f"{table}.unaligned_over_best", free, "x")
-    return [f"{steps}", f"{seeds}", f"{len(fitting)}", over, f"{seconds:.2f}", f"{free:.3f}"]
-
-
-def problem_of(table: str, rows: Iterable[RealRow], calibration: Calibration) -> MeshProblem:
+def problem_of(table: str, rows: Sequence[RealRow], calibration: Calibration) -> MeshProblem:
     """The six calls of a table on its machines."""
-    own = {row.call: row for row in of_table(rows, table) if not row.eager}
+    own = {row.work.name: row for row in of_table(rows, table) if not row.eager}
     ranks = MACHINE_RANKS * max(row.nodes[1] for row in own.values())
-    sizes = sorted({mesh.size for mesh in aligned_meshes(ranks, LEAST_MESH).meshes()})
-    works = {name: CallWork.of(row) for name, row in own.items()}
-    return mesh_problem(works, ranks, sizes, calibration.reached(data_sheets()["h100"]))
+    machine = calibration.reached(data_sheets()["h100"])
+    return mesh_problem({name: row.work for name, row in own.items()}, ranks, machine)
 
 
-def published_plan(problem: MeshProblem, table: str, rows: Iterable[RealRow]) -> MeshPlan:
+def published_plan(problem: MeshProblem, table: str, rows: Sequence[RealRow]) -> MeshPlan:
     """REAL's plan as one of the problem."""
     plan = {}
     for row in of_table(rows, table):
         if not row.eager:
             mesh = Mesh(MACHINE_RANKS * (row.nodes[0] - 1), row.layout.size)
-            plan[row.call] = Choice(mesh, option_of(problem, row.call, mesh, row.layout))
+            plan[row.work.name] = choice_of(problem, row.work.name, mesh, row.layout)
     return plan
 
 
-def repriced(problem: MeshProblem, plan: MeshPlan) -> MeshPlan:
-    """The same meshes and layouts as priced by another problem."""
-    return {name: Choice(one.mesh, option_of(problem, name, one.mesh, one.option.layout)) for name, one in plan.items()}
+def choice_of(problem: MeshProblem, name: str, mesh: Mesh, layout: ParallelLayout) -> Choice:
+    return Choice(mesh, next(one for one in problem.calls[name].options[mesh] if one.layout == layout))
 
 
-def option_of(problem: MeshProblem, name: str, mesh: Mesh, layout: ParallelLayout) -> Option:
-    return next(one for one in problem.calls[name].options[mesh] if one.layout == layout)
+def trains_apart(plan: MeshPlan) -> bool:
+    """Whether actor and critic train on disjoint machines, and reward and reference score so."""
+    pairs = ("CriticTrain", "ActorTrain"), ("RewInf", "RefInf")
+    return all(not plan[one].mesh.overlaps(plan[other].mesh) for one, other in pairs)
 
 
 def with_published_degrees(problem: MeshProblem, rows: Sequence[RealRow]) -> MeshProblem:
@@ -178,14 +181,9 @@ def with_published_degrees(problem: MeshProblem, rows: Sequence[RealRow]) -> Mes
     return replace(problem, phases=tuple(phases))
 
 
-def published_degrees(name: str, rows: Iterable[RealRow]) -> set[int]:
+def published_degrees(name: str, rows: Sequence[RealRow]) -> set[int]:
     """Tensor degrees of rows that do such work: generate, infer or train."""
-    return {row.layout.tp for row in rows if row.call[-3:] == name[-3:]}
-
-
-def beyond(name: str, choice: Choice, rows: Sequence[RealRow]) -> str:
-    tp = choice.option.layout.tp
-    return "" if tp in published_degrees(name, rows) else f"tp {tp}"
+    return {row.layout.tp for row in rows if row.work.name[-3:] == name[-3:]}
 
 
 def on_machines(choice: Choice) -> str:
@@ -195,14 +193,6 @@ def on_machines(choice: Choice) -> str:
         return f"{layout}{mesh}"
     first, last = mesh.first // MACHINE_RANKS + 1, mesh.last // MACHINE_RANKS + 1
     return f"{layout} on {first}" + (f"-{last}" if last > first else "")
-
-
-def of_table(rows: Iterable[RealRow], table: str) -> list[RealRow]:
-    return [row for row in rows if row.table == table]
-
-
-def without(rows: Iterable[RealRow], table: str) -> list[RealRow]:
-    return [row for row in rows if row.table != table]
 
 
 if __name__ == "__main__":

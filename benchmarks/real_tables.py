@@ -10,23 +10,14 @@ Errors of the fit are those of logarithms, so that a call of five seconds counts
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 from harness import Figure, Measurement, options
-from placements.call_graph import GraphCall, graph_seconds
-from real.calls import ModelCall
-from real.space import INFERENCES, CallWork
-from real.tables import (
-    BATCH,
-    EAGER_END_TO_END,
-    END_TO_END,
-    RealRow,
-    real_rows,
-)
+from paper.real import BATCH, EAGER_END_TO_END, END_TO_END, RealRow, end_to_end_seconds, of_table, real_rows
 
 from rlhfuse.base.errors import run_program
-from rlhfuse.costs.hardware import ASSUMED, REAL_H100, Calibration, data_sheets
+from rlhfuse.costs.hardware import ASSUMED, REAL_H100, Calibration
 from rlhfuse.costs.kernels import Kernels
 
 HUBER = 0.1  # errors above grow linearly only, so that a row that no constants explain does not bend the others
@@ -49,24 +40,6 @@ START = replace(
     collective_seconds=0.0,  # the floors hold these
     cross_collective_seconds=0.0,
 )
-PARENTS = {
-    "ActorGen": (),
-    **dict.fromkeys(INFERENCES, ("ActorGen",)),
-    **dict.fromkeys(("CriticTrain", "ActorTrain"), INFERENCES),
-}
-
-
-@dataclass(frozen=True)
-class RowError:
-    """A published row beside its prediction."""
-
-    row: RealRow
-    predicted: float
-
-    @property
-    def error(self) -> float:
-        """Relative: 0.1 is 10% too slow."""
-        return self.predicted / self.row.seconds - 1
 
 
 def main() -> None:
@@ -75,93 +48,67 @@ def main() -> None:
     arguments = parser.parse_args()
     measurement, rows = Measurement("real_tables", arguments, timed=False), real_rows()
     calibration = fit_calibration(rows, REAL_H100.name) if arguments.refit else REAL_H100
-    errors = compare(rows, calibration)
+    found = errors(rows, calibration)
+    cells = [row_cells(row, row.predicted_seconds(calibration)) for row in rows]
     head = ("table", "call", "layout", "#mbs", "published s", "predicted s", "error")
-    measurement.table("rows", "Calls (* derived from what End2End grows by)", head, [cells(one) for one in errors])
-    measurement.figure("mean_error", Figure(mean_error(errors)).at_most(0.10))
-    measurement.figure("worst_error", Figure(max(abs(one.error) for one in errors)).at_most(0.35))
-    measurement.figure("assumed.mean_error", mean_error(compare(rows, ASSUMED)))
-    planned = compare(rows, ASSUMED, Kernels())
-    measurement.figure("planned.mean_error", Figure(mean_error(planned)).at_most(0.15))
+    measurement.table("rows", "Calls (* derived from what End2End grows by)", head, cells)
+    measurement.figure("mean_error", Figure(mean(found)).at_most(0.10))
+    measurement.figure("worst_error", Figure(max(found)).at_most(0.35))
+    measurement.figure("assumed.mean_error", mean(errors(rows, ASSUMED)))
+    measurement.figure("planned.mean_error", Figure(mean(errors(rows, ASSUMED, Kernels()))).at_most(0.15))
     for kind in ("Gen", "Inf", "Train"):
-        own = [one for one in planned if one.row.call.endswith(kind) and not one.row.eager]
-        measurement.figure(f"planned.{kind}.mean_error", mean_error(own))
-    parts = []
-    for table in BATCH:
-        own, others = [row for row in rows if row.table == table], [row for row in rows if row.table != table]
-        fitted = measurement.figure(f"{table}.mean_error", mean_error(compare(own, calibration))).value
-        held = compare(own, fit_calibration(others, f"without {table}"))
-        held_out = measurement.figure(f"{table}.held_out", mean_error(held)).value
-        ends = []
-        for eager, published in ((False, END_TO_END[table]), (True, EAGER_END_TO_END[table])):
-            error = end_to_end_seconds(own, calibration, eager) / published - 1
-            measurement.figure(f"{table}.{'eager' if eager else 'graphs'}.end_to_end_error", error)
-            ends.append(f"{error:+.1%} of {published} s")
-        parts.append([table, f"{fitted:.1%}", f"{held_out:.1%}", f"{max(abs(one.error) for one in held):.1%}", *ends])
+        own = [row for row in rows if row.work.name.endswith(kind) and not row.eager]
+        measurement.figure(f"planned.{kind}.mean_error", mean(errors(own, ASSUMED, Kernels())))
     head = ("table", "mean error", "fitted to the others", "its worst row", "end to end", "without graphs")
-    measurement.table("tables", "Tables", head, parts)
-    terms = [
-        [key, *(f"{mean_error(compare(rows, one)):.1%}" for one in taken_from_the_fit(key, calibration))]
-        for key in (*FITTED, "decode_layer_seconds eager_decode_layer_seconds call_seconds")
-    ]
+    measurement.table("tables", "Tables", head, [table_cells(measurement, rows, one, calibration) for one in BATCH])
+    terms = []
+    for keys in (*FITTED, "decode_layer_seconds eager_decode_layer_seconds call_seconds"):
+        assumed, fitted = taken(ASSUMED, calibration, keys), taken(calibration, ASSUMED, keys)
+        terms.append([keys, *(f"{mean(errors(rows, one)):.1%}" for one in (assumed, fitted))])
     head = ("constant", "taken from the fit, others assumed", "assumed, others from the fit")
     measurement.table("terms", "Mean error of all rows: which constants of the fit matter", head, terms)
     measurement.facts(constants=asdict(calibration))
     measurement.finish()
 
 
-def taken_from_the_fit(keys: str, fitted: Calibration) -> tuple[Calibration, Calibration]:
-    """The assumed constants with `keys` of the fit, and the fit with `keys` as assumed."""
-    names = keys.split()
-    return (
-        replace(ASSUMED, **{key: getattr(fitted, key) for key in names}),
-        replace(fitted, **{key: getattr(ASSUMED, key) for key in names}),
-    )
+def row_cells(row: RealRow, predicted: float) -> list[str]:
+    name = row.work.name + (" without graphs" if row.eager else "")
+    seconds = f"{row.seconds:.1f}{'*' if row.derived else ''}", f"{predicted:.1f}"
+    error = f"{predicted / row.seconds - 1:+.1%}"
+    return [row.table, name, str(row.layout), str(row.work.microbatches), *seconds, error]
 
 
-def cells(one: RowError) -> list[str]:
-    row = one.row
-    call, derived = row.call + (" without graphs" if row.eager else ""), "*" if row.derived else ""
-    seconds = f"{row.seconds:.1f}{derived}", f"{one.predicted:.1f}"
-    return [row.table, call, str(row.layout), str(row.microbatches), *seconds, f"{one.error:+.1%}"]
+def table_cells(measurement: Measurement, rows: Sequence[RealRow], table: str, calibration: Calibration) -> list[str]:
+    """A table's errors, of constants fitted to the other three too, and its whole iterations; keeps figures."""
+    own, others = of_table(rows, table), [row for row in rows if row.table != table]
+    fitted = measurement.figure(f"{table}.mean_error", mean(errors(own, calibration))).value
+    held = errors(own, fit_calibration(others, f"without {table}"))
+    held_out = measurement.figure(f"{table}.held_out", mean(held)).value
+    ends = []
+    for name, published in (("graphs", END_TO_END[table]), ("eager", EAGER_END_TO_END[table])):
+        error = end_to_end_seconds(own, calibration, name == "eager") / published - 1
+        measurement.figure(f"{table}.{name}.end_to_end_error", error)
+        ends.append(f"{error:+.1%} of {published} s")
+    return [table, f"{fitted:.1%}", f"{held_out:.1%}", f"{max(held):.1%}", *ends]
 
 
-def model_call(row: RealRow, calibration: Calibration, kernels: Kernels | None = None) -> ModelCall:
-    """The row's model in its layout on H100s."""
-    machine = calibration.reached(data_sheets()["h100"], captured_graphs=not row.eager)
-    return CallWork.of(row).on(row.layout, machine, kernels)
+def taken(calibration: Calibration, other: Calibration, keys: str) -> Calibration:
+    """The calibration with `keys` as the other has them."""
+    return replace(calibration, **{key: getattr(other, key) for key in keys.split()})
 
 
-def predicted_seconds(row: RealRow, calibration: Calibration, kernels: Kernels | None = None) -> float:
-    """What the cost model says about a row's call."""
-    return CallWork.of(row).seconds(model_call(row, calibration, kernels))
+def errors(rows: Sequence[RealRow], calibration: Calibration, kernels: Kernels | None = None) -> list[float]:
+    """How far each row's prediction is from what was published: 0.1 is 10% off."""
+    return [abs(row.predicted_seconds(calibration, kernels) / row.seconds - 1) for row in rows]
 
 
-def compare(rows: Iterable[RealRow], calibration: Calibration, kernels: Kernels | None = None) -> tuple[RowError, ...]:
-    return tuple(RowError(row, predicted_seconds(row, calibration, kernels)) for row in rows)
-
-
-def mean_error(errors: Sequence[RowError]) -> float:
-    return sum(abs(one.error) for one in errors) / len(errors)
-
-
-def end_to_end_seconds(rows: Sequence[RealRow], calibration: Calibration, eager: bool = False) -> float:
-    """One iteration of a table, its calls placed by Algorithm 1, weights moved where a model changes its layout."""
-    chosen = {row.call: row for row in rows if row.call != "ActorGen" or row.eager == eager}
-    moves = {}
-    for name, training in (("ActorGen", "ActorTrain"), ("CriticInf", "CriticTrain")):
-        same = chosen[name].layout == chosen[training].layout
-        moves[name] = 0.0 if same else model_call(chosen[name], calibration).weights_seconds()
-    calls = [
-        GraphCall(name, row.nodes, predicted_seconds(row, calibration) + moves.get(name, 0.0), PARENTS[name])
-        for name, row in ((name, chosen[name]) for name in PARENTS)
-    ]
-    return graph_seconds(calls)
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def fit_loss(rows: Sequence[RealRow], calibration: Calibration) -> float:
     """What the fit minimises."""
-    return sum(huber(math.log(one.predicted / one.row.seconds)) for one in compare(rows, calibration))
+    return sum(huber(math.log(row.predicted_seconds(calibration) / row.seconds)) for row in rows)
 
 
 def fit_calibration(rows: Sequence[RealRow], name: str, start: Calibration = START, rounds: int = 100) -> Calibration:

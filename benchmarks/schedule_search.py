@@ -1,7 +1,7 @@
 """The schedule search on the settings of the paper's Table 3, over the size of the instance, and over many seeds.
 
     python benchmarks/schedule_search.py table --ranks 2 --seconds 60        speed-ups, memory, time to the bound
-    python benchmarks/schedule_search.py growth --ranks 2 --plot growth.png  from 192 operations to 65,536
+    python benchmarks/schedule_search.py growth --ranks 2                    from 192 operations to 65,536
     python benchmarks/schedule_search.py seeds --ranks 2 --seconds 20        ten seeds each, to the published memory
     python benchmarks/schedule_search.py curve --ranks 2 --seconds 10        memory over latency, split and whole
 
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import Figure, Measurement, Panel, counting, options, plot
+from harness import Figure, Measurement, counting, options
 from paper.table3 import LARGER, PRINTED, SETTINGS, TRACED, Setting, one_f_one_b_plus_makespan
 from processes import mpirun, run
 
@@ -98,7 +98,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=counting, help="seeds 1, 2, ... for each setting [1; seeds: 10]")
     parser.add_argument("--rows", help="table, seeds, curve: rows of Table 3, such as 1,2,12 [all]")
     parser.add_argument("--sizes", default=SIZES, help="growth: NODESxMICROBATCHES, several with commas")
-    parser.add_argument("--plot", metavar="FILE.png", help="growth: draw the cost of a move over the size")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seconds, arguments.sizes, arguments.rows = 0.5, "4x4,8x6", arguments.rows or "1,4"
@@ -238,12 +237,6 @@ def growth(measurement: Measurement) -> None:
     head = ("instance", "operations", "set-up s", "us/tried", "us/accepted", "makespan", "greedy", "bound", "memory")
     measurement.table("growth", "Growth of the search", (*head, "RSS GB"), rows)
     measurement.facts(rows=facts)
-    if measurement.arguments.plot:
-        lines = {
-            f"{key} move": [(fact["operations"], fact[key]) for fact in facts if fact[key]]
-            for key in ("tried", "accepted")
-        }
-        plot(measurement.arguments.plot, [Panel("operations", "microseconds of one rank", lines)])
 
 
 # memory over latency ----------------------------------------------------------------------------------------------

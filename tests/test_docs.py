@@ -15,7 +15,8 @@ from rlhfuse.base.errors import InputError
 DOCS = ROOT / "docs"
 GENERATED = ("reference/configuration.md", *(f"results/{file.name}" for file in DOCS.glob("results/*.md")))
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
-CODE = sorted(file for folder in ("rlhfuse", "tools", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py"))
+FOLDERS = "rlhfuse", "tools", "benchmarks", "examples", "tests"
+CODE = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 MADE_UP = {"FILE.py", "tools/NAME.py", "my_reward.py"}  # a reader's own file in a docstring
 
 

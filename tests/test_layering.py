@@ -11,15 +11,16 @@ from testkit.paths import ROOT
 LAYERS = {
     "base": 0,
     **dict.fromkeys(("config", "data", "monitor", "schedule"), 1),
-    **dict.fromkeys(("decisions", "costs", "ppo"), 2),
-    **dict.fromkeys(("simulator", "parallel"), 3),
-    **dict.fromkeys(("planning", "models"), 4),
-    "gen": 5,
+    **dict.fromkeys(("decisions", "ppo"), 2),
+    **dict.fromkeys(("costs", "parallel"), 3),
+    **dict.fromkeys(("simulator", "models"), 4),
+    **dict.fromkeys(("planning", "gen"), 5),
     "fusion": 6,
     "run": 7,
 }
 # Within a room: what a subpackage may import of it beside itself. Modules beside subpackages import them all.
 WITHIN = {
+    "costs": {"forms": ("collectives", "fits")},
     "fusion": {"intra": (), "inter": ()},
     "gen": {
         "core": (),
@@ -28,11 +29,10 @@ WITHIN = {
         "speculation": ("core", "cpu"),
         "migration": ("core", "engine"),
     },
-    "models": {"cpu": (), "gpu": ()},
+    "models": {"cpu": (), "layers": ("cpu",), "attention": ("cpu", "layers"), "logprobs": ()},
     "planning": {
-        "search": tuple(  # none of a plan
-            "draft efficiency graph_capture memory price split_choice stage_cuts training_problem".split()
-        ),
+        "training": ("memory",),
+        "search": tuple("draft efficiency graph_capture memory price settled_run training".split()),  # none of a plan
     },
     "run": {"checkpoint": ("run_directory",)},
     "schedule": {
@@ -47,10 +47,19 @@ WITHIN = {
 RESTRICTED = {
     "mpi4py": ("rlhfuse/schedule/search/mpi.py",),
     "transformers": ("rlhfuse/models/tokenizer.py", "tools/"),
-    "flash_attn": ("rlhfuse/models/attention.py",),
-    "flashinfer": ("rlhfuse/models/gpu/flashinfer_attention.py",),
-    "transformer_engine": ("rlhfuse/models/transformer_engine.py",),
-    "triton": ("rlhfuse/models/gpu/", "rlhfuse/gen/gpu/", "tools/rehearsal/launches.py", "tools/gpu_checks/"),
+    "flash_attn": ("rlhfuse/models/attention/packed/flash_attention.py",),
+    "flashinfer": ("rlhfuse/models/attention/paged/flashinfer.py",),
+    "transformer_engine": ("rlhfuse/models/layers/transformer_engine.py",),
+    "triton": (
+        "rlhfuse/models/attention/paged/triton_kernels.py",
+        "rlhfuse/models/layers/decode_layer_triton.py",
+        "rlhfuse/models/layers/rotation_triton.py",
+        "rlhfuse/models/layers/swiglu_triton.py",
+        "rlhfuse/models/logprobs/tile_sums_triton.py",
+        "rlhfuse/gen/gpu/",
+        "tools/rehearsal/launches.py",
+        "tools/gpu_checks/",
+    ),
     "wandb": ("rlhfuse/monitor/loggers.py",),
     "megatron": ("rlhfuse/parallel/", "rlhfuse/models/"),
 }

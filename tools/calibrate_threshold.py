@@ -14,27 +14,28 @@ auto are searched first, as the run would.
 from __future__ import annotations
 
 import argparse
-import os
+import io
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
 from rlhfuse.base.errors import InputError, run_program
-from rlhfuse.base.files import write_json
+from rlhfuse.base.files import write_bytes, write_json
 from rlhfuse.base.json_values import to_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import searched_keys
-from rlhfuse.config.load import load_config
+from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.machine import Host
 from rlhfuse.costs.measured import TrialCost
 from rlhfuse.decisions.layouts import planned_world_size
-from rlhfuse.planning.draft import PlanDraft, draft_plan, priced_limits, read_specs
+from rlhfuse.planning.draft import PlanDraft, draft_plan, priced_limits
 from rlhfuse.planning.settle import Facts, settle
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
@@ -194,15 +195,11 @@ def _plot(threshold: Threshold, path: str) -> None:
     axes.plot([threshold.ratio], [threshold.fused_seconds], "*", color="black", markersize=12, label=mark)
     axes.set(xlabel="R_t / batch", ylabel="seconds", ylim=(0, None), title=f"{mark} on {threshold.instances} instances")
     axes.legend()
-    beside = f"{path}.tmp"
-    figure.savefig(beside, format=Path(path).suffix[1:])
-    os.replace(beside, path)
+    figure.savefig(picture := io.BytesIO(), format=Path(path).suffix[1:])
+    write_bytes(path, picture.getvalue())
 
 
-def run() -> None:
-    """The installed program."""
-    run_program(main)
-
+run = partial(run_program, main)  # the installed program
 
 if __name__ == "__main__":
     run()

@@ -9,10 +9,9 @@ bit. Exit code 0: equal, 1: different, 2: bad input.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from text_table import aligned
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.run.compare import IGNORED, Comparison, compare_runs
@@ -25,41 +24,30 @@ def main() -> int:
     parser.add_argument("--show", type=int, default=5, metavar="N", help="differences shown of each kind (default 5)")
     arguments = parser.parse_args()
     comparisons = compare_runs(arguments.run_a, arguments.run_b)
-    console = Console(highlight=False)
-    console.print(summary_table(comparisons))
+    print("\n".join(summary(comparisons)))
     for comparison in comparisons:
         if comparison.differences:
-            console.print(difference_table(comparison, arguments.show))
+            print("\n".join(differences(comparison, arguments.show)))
     if len(comparisons) == 1:
-        console.print("no export/ in either run: only metrics were compared")
-    console.print(f"not compared: {', '.join(f'{prefix}*' for prefix in IGNORED)}")
+        print("no export/ in either run: only metrics were compared")
+    print(f"not compared: {', '.join(f'{prefix}*' for prefix in IGNORED)}")
     equal = not any(comparison.differences for comparison in comparisons)
-    console.print("equal" if equal else "different")
+    print("equal" if equal else "different")
     return 0 if equal else 1
 
 
-def summary_table(comparisons: list[Comparison]) -> Table:
-    table = Table("compared", "entries", "different", "largest |a - b|")
-    for comparison in comparisons:
-        table.add_row(
-            comparison.what, str(comparison.entries), str(len(comparison.differences)), repr(comparison.largest)
-        )
-    return table
+def summary(comparisons: list[Comparison]) -> list[str]:
+    rows = [(one.what, str(one.entries), str(len(one.differences)), repr(one.largest)) for one in comparisons]
+    return aligned([("compared", "entries", "different", "largest |a - b|"), *rows], left=(0,))
 
 
-def difference_table(comparison: Comparison, show: int) -> Table:
-    count = len(comparison.differences)
-    table = Table("where", "a", "b", "|a - b|", title=f"{comparison.what}: first {min(show, count)} of {count}")
-    for difference in comparison.differences[:show]:
-        size = "" if difference.size is None else repr(difference.size)
-        table.add_row(escape(difference.where), escape(difference.a), escape(difference.b), size)
-    return table
+def differences(comparison: Comparison, show: int) -> list[str]:
+    count, shown = len(comparison.differences), comparison.differences[:show]
+    rows = [(one.where, one.a, one.b, "" if one.size is None else repr(one.size)) for one in shown]
+    return [f"{comparison.what}: first {len(shown)} of {count}", *aligned([("where", "a", "b", "|a - b|"), *rows])]
 
 
-def run() -> None:
-    """The installed program."""
-    run_program(main)
-
+run = partial(run_program, main)  # the installed program
 
 if __name__ == "__main__":
     run()

@@ -67,8 +67,7 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
         if stats.prefill_tokens:
             prefill.append(TokensObservation(stats.prefill_tokens, stats.batch, stats.seconds))
         elif stats.batch:
-            guesses = stats.drafted_tokens, stats.accepted_tokens
-            decode.append(DecodeObservation(stats.batch, stats.context_tokens, stats.seconds, *guesses))
+            decode.append(stats.decode_observation())
         results |= {positions[result.sample_id]: result for result in ended}
         if ended:
             progress(f"{len(results)} of {prompts} samples finished")

@@ -35,7 +35,7 @@ def lines(panels: Mapping[str, Mapping[str, Points]], x: str, y: str, marks: Map
                 axes.axvline(value, color=INK, linestyle=":", linewidth=1, label=label)
             axes.set_ylim(bottom=0)
             _dress(axes, title, x, y if number == 0 else "")
-        return _svg(picture)
+        return svg_text(picture)
 
 
 def scatter(groups: Mapping[str, Points], x: str, y: str) -> str:
@@ -48,7 +48,7 @@ def scatter(groups: Mapping[str, Points], x: str, y: str) -> str:
         for colour, (label, points) in zip(COLOURS, groups.items()):
             axes.scatter(*zip(*points), color=colour, label=label, s=18)
         _dress(axes, "", x, y)
-        return _svg(picture)
+        return svg_text(picture)
 
 
 def stacked_pairs(groups: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]], y: str) -> str:
@@ -68,7 +68,7 @@ def stacked_pairs(groups: Mapping[str, tuple[Mapping[str, float], Mapping[str, f
             axes.bar(0, 0, color=colour, label=part)
         axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
         _dress(axes, "", "", y)
-        return _svg(picture)
+        return svg_text(picture)
 
 
 def _dress(axes: Axes, title: str, x: str, y: str) -> None:
@@ -80,9 +80,10 @@ def _dress(axes: Axes, title: str, x: str, y: str) -> None:
     axes.legend(frameon=False, fontsize=7)
 
 
-def _svg(picture: Figure) -> str:
+def svg_text(picture: Figure, ink: str = INK) -> str:
+    """The <svg> element alone, without a date and a background, whose `ink` is the colour of the page's text."""
     FigureCanvasSVG(picture)
     out = io.StringIO()
     picture.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()
-    return text[text.index("<svg") :].replace(INK, "currentColor")
+    return text[text.index("<svg") :].replace(ink, "currentColor")

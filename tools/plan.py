@@ -20,13 +20,14 @@ import shlex
 import sys
 import time
 import warnings
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
-from layout_search.memory_curve import draw_memory_curve
 from layout_search.sizes import render_sizes, sizes_of
-from layout_search.tell import answer_of, overrides
+from layout_search.tell import SearchAnswer, answer_of, draw_memory_curve, overrides
 from placements.placements import Placement, placements
 from placements.run_problem import RunProblem
 from placements.run_work import RunWork
@@ -36,7 +37,7 @@ from rich.console import Console
 from rlhfuse.base.cuda_environment import has_gpu
 from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
 from rlhfuse.base.files import write_bytes, write_json, write_text
-from rlhfuse.config.load import dump_config, load_config
+from rlhfuse.config.load import dump_config, load_config, read_specs
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
@@ -44,14 +45,14 @@ from rlhfuse.costs.hardware import machines_by_name
 from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
-from rlhfuse.planning.draft import DraftInputs, draft_plan, read_specs
+from rlhfuse.planning.draft import DraftInputs, draft_plan
 from rlhfuse.planning.memory import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.planning.search.search import TOP, Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.settle import Facts, settle, settle_but_layouts, with_table
 from rlhfuse.planning.settled_run import SettledRun
-from rlhfuse.simulator.seconds import compile_kernel_apart
 
 SEARCH_OPTIONS = ("top", "best", "draw", "thorough", "world_sizes")
 SEARCHED = ("parallel=auto", "fusion.actor_microbatches=auto", "trainer.recompute=auto")
@@ -65,7 +66,6 @@ def main() -> int:
     facts, notes = found_here(loaded, world_size)
     config = loaded.with_(parallel={"lengths": args.lengths}) if args.lengths else loaded
     if args.search:
-        compile_kernel_apart(lambda line: print(line, file=sys.stderr, flush=True))
         return compare_sizes(args, config, facts) if args.world_sizes else search(args, config, facts)
     try:
         run = settle(config, facts)
@@ -77,12 +77,7 @@ def main() -> int:
     for note in filter(None, (*run.lines, *notes, run.without_effect)):
         print(note, file=sys.stderr)
     found = what_if(settle_but_layouts(config, facts)) if args.what_if else ()
-    today = plan.report.seconds.fused - plan.report.seconds.capture  # placements record no graphs either
-    if args.json:
-        others = {"what_if": as_dict(found, today)} if args.what_if else {}
-        print(json.dumps({**plan.report.to_dict(), **others}, indent=1))
-    else:
-        print("\n".join([plan.report.render(), *([as_text(found, today)] if args.what_if else [])]))
+    show(args, plan.report, found, plan.report.seconds.fused - plan.report.seconds.capture)
     return 0
 
 
@@ -170,12 +165,9 @@ def search(args: argparse.Namespace, config: RunConfig, facts: Facts) -> int:
     if args.draw:
         write_bytes(args.draw, draw_memory_curve(answer.priced, answer.curve))
     found = what_if(run) if args.what_if else ()
-    today = best.seconds - best.price.capture
+    show(args, answer, found, best.seconds - best.price.capture)
     if args.json:
-        others = {"what_if": as_dict(found, today)} if args.what_if else {}
-        print(json.dumps({**answer.to_dict(), **others}, indent=1))
         return 0
-    print("\n".join([answer.render(), *([as_text(found, today)] if args.what_if else [])]))
     where = ["--config", args.best] if args.best else ["--config", args.config, *args.overrides, *overrides(best)]
     words = [*where, *(["--lengths", args.lengths] if args.lengths else []), "--world-size", str(facts.world_size)]
     print(f"plan of the best: {shlex.join(['python', 'tools/plan.py', *words])}")
@@ -183,10 +175,19 @@ def search(args: argparse.Namespace, config: RunConfig, facts: Facts) -> int:
     return 0
 
 
+def show(args: argparse.Namespace, told: PlanReport | SearchAnswer, found: Sequence[Placement], today: float) -> None:
+    """Print a plan or a search, and placements beside `today`, its seconds without graphs: they record none either."""
+    if args.json:
+        others = {"what_if": as_dict(found, today)} if args.what_if else {}
+        print(json.dumps({**told.to_dict(), **others}, indent=1))
+    else:
+        print("\n".join([told.render(), *([as_text(found, today)] if args.what_if else [])]))
+
+
 def what_if(run: SettledRun) -> tuple[Placement, ...]:
     """While they are priced a terminal sees which."""
     machines = machines_by_name(run.config.trainer.hardware, run.config.trainer.device, run.world_size)
-    work = RunWork.of(run, DraftInputs.of(run))
+    work = RunWork(run, DraftInputs.of(run))
     with Console(stderr=True).status("what if") as status:
         whole, roomy = (
             RunProblem.of(of, machines, lambda task: status.update(f"what if: pricing {task}"))
@@ -220,10 +221,7 @@ def compare_sizes(args: argparse.Namespace, config: RunConfig, facts: Facts) -> 
     return 0 if any(size.row for size in sizes) else EXIT_BAD_INPUT
 
 
-def run() -> None:
-    """The installed program."""
-    run_program(main)
-
+run = partial(run_program, main)  # the installed program
 
 if __name__ == "__main__":
     run()

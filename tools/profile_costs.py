@@ -32,12 +32,11 @@ from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import refuse_auto, searched_keys
-from rlhfuse.config.load import load_config
+from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.parallel.first_error import prints_error
-from rlhfuse.planning.draft import read_specs
 from rlhfuse.planning.settle import Facts, settle
 
 

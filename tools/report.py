@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 from run_report.report import render_report
@@ -35,10 +36,7 @@ def main() -> int:
     return 0
 
 
-def run() -> None:
-    """The installed program."""
-    run_program(main)
-
+run = partial(run_program, main)  # the installed program
 
 if __name__ == "__main__":
     run()

@@ -19,6 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -252,10 +253,7 @@ def on_rank_zero(comm: Any, read: Callable[[], Any]) -> Any:
     return value
 
 
-def run() -> None:
-    """The installed program."""
-    run_program(main)
-
+run = partial(run_program, main)  # the installed program
 
 if __name__ == "__main__":
     run()

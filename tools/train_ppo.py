@@ -15,6 +15,7 @@ import os
 import shlex
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
@@ -63,10 +64,7 @@ def main() -> int:
     return train(config, Path(args.config or "run").stem)
 
 
-def run() -> None:
-    """The installed program."""
-    run_program(main, tear_down=False, prints=prints_error)
-
+run = partial(run_program, main, tear_down=False, prints=prints_error)  # the installed program
 
 if __name__ == "__main__":
     run()

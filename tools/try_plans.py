@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table as Shown
+from text_table import aligned
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
@@ -134,16 +133,13 @@ def by_phase(parts: Mapping[str, float], lines: Sequence[str]) -> tuple[dict[str
 def show(tried: Sequence[Tried]) -> None:
     """The tables in the order of the search; the fastest measured is marked."""
     best = min(tried, key=lambda one: one.seconds[1])
-    shown = Shown(title="Seconds of an iteration, measured (predicted)")
-    for column in ("table", *PHASES, "iteration", "off by", "layouts"):
-        shown.add_column(column, justify="left" if column == "layouts" else "right")
+    lines = [("table", *PHASES, "iteration", "off by", "layouts")]
     for number, one in enumerate(tried, start=1):
         predicted, measured = one.seconds
         phases = [f"{one.measured[phase]:.3g} ({one.predicted[phase]:.3g})" for phase in PHASES]
-        mark = " fastest" if one is best else ""
         ends = f"{measured:.3g} ({predicted:.3g})", f"{predicted / measured - 1:+.0%}"
-        shown.add_row(f"{number}{mark}", *phases, *ends, " ".join(one.overrides))
-    Console(width=None if sys.stdout.isatty() else 200).print(shown)
+        lines.append((f"{number}{' fastest' if one is best else ''}", *phases, *ends, " ".join(one.overrides)))
+    print("\n".join(["seconds of an iteration, measured (predicted)", *aligned(lines, left=(len(lines[0]) - 1,))]))
 
 
 if __name__ == "__main__":

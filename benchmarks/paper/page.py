@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment
+from page_figures import HEAD
+from page_figures import claim_row as claim_cells
 
-TEMPLATE = Path(__file__).with_name("page.html")
+FOLDER = Path(__file__).parent
+Results = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -33,16 +37,13 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Section:
-    """One figure or table of a paper. `basis`: what ours are: computed with the page, or of a measurement's date."""
+class Content:
+    """What was found for a figure or table of a paper."""
 
-    key: str
-    title: str
-    basis: str
-    text: Sequence[str] = ()  # assumptions and what may not be claimed
     rows: Sequence[Row] = ()
     tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = ()  # title, columns, rows
     pictures: Sequence[Picture] = ()
+    searched: float = 0.0  # seconds
 
 
 def value_row(what: str, source: str, printed: float, ours: float, form: str = ".2f", unit: str = "") -> Row:
@@ -50,14 +51,9 @@ def value_row(what: str, source: str, printed: float, ours: float, form: str = "
     return Row(what, source, f"{printed:{form}}{unit}", f"{ours:{form}}{unit}", f"{ours / printed - 1:+.1%}")
 
 
-def range_row(
-    what: str, source: str, printed: tuple[float, float], ours: Sequence[float], form: str = ".2f", digits: int = 1
-) -> Row:
-    """A printed range, and how many of ours lie in it to the digits that it is printed with."""
-    low, high = printed
-    inside = sum(low <= round(one, digits) <= high for one in ours)
-    found = f"{min(ours):{form}}-{max(ours):{form}}"
-    return Row(what, source, f"{low:.{digits}f}-{high:.{digits}f}", found, f"{inside} of {len(ours)} inside")
+def inside(values: Sequence[float], printed: tuple[float, float]) -> int:
+    """How many values lie in a printed range, to the digit that it is printed with."""
+    return sum(printed[0] <= round(one, 1) <= printed[1] for one in values)
 
 
 def claim_row(what: str, source: str, printed: str, ours: str, holds: bool) -> Row:
@@ -65,15 +61,45 @@ def claim_row(what: str, source: str, printed: str, ours: str, holds: bool) -> R
     return Row(what, source, printed, ours, "holds" if holds else "does not hold")
 
 
-def of_results(results: Mapping[str, Mapping[str, Any]], name: str) -> str:
-    """The basis of rows that are taken from a results file."""
-    one = results[name]
-    dirty = " with changes" if one["dirty"] else ""
-    return f"benchmarks/results/{name}.json of {one['date']}, commit {one['commit']}{dirty}: {one['command']}"
+def measured(result: Mapping[str, Any]) -> Content:
+    """The claims of a results file and its tables, as on its page."""
+    claims = [claim_cells({"": result}, "", claim) for claim in result["claims"]]
+    tables = [(one["title"], one["columns"], one["rows"]) for one in result["tables"].values()]
+    return Content(tables=[("Claims", HEAD, claims), *tables])
 
 
-def page(title: str, facts: str, sections: Sequence[Section], missing: Sequence[tuple[str, str, str]]) -> str:
-    """The HTML; `missing`: what, where, why not."""
+def words() -> dict[str, Any]:
+    """What page.yaml says of every section, and what is missing."""
+    return yaml.safe_load((FOLDER / "page.yaml").read_text())
+
+
+def contents_of(results: Results, found: Mapping[str, Callable[[Results], Content]]) -> dict[str, Content]:
+    """Every section of page.yaml as it is `found`, or else as its results file has it."""
+    sections = words()["sections"]
+    return {
+        key: found[key](results) if key in found else measured(results[told["results"]])
+        for key, told in sections.items()
+    }
+
+
+def page(facts: str, results: Results, contents: Mapping[str, Content]) -> str:
+    """The HTML."""
+    said, sections = words(), []
+    for key, content in contents.items():
+        told = said["sections"][key]
+        basis = "computed with this page"
+        if "results" in told:
+            basis = f"{basis_of(results[told['results']])}{told.get('and', '')}"
+        elif content.searched:
+            basis = f"searched with this page for {content.searched:.1f} s on one core"
+        sections.append({**told, "key": key, "basis": basis, "content": content})
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(title=title, facts=facts, sections=sections, missing=missing)
+    template = environment.from_string((FOLDER / "page.html").read_text(encoding="utf-8"))
+    return template.render(title=said["title"], facts=facts, sections=sections, missing=said["missing"])
+
+
+def basis_of(result: Mapping[str, Any]) -> str:
+    """The basis of rows that are taken from a results file."""
+    dirty = " with changes" if result["dirty"] else ""
+    name = f"benchmarks/results/{result['benchmark']}.json"
+    return f"{name} of {result['date']}, commit {result['commit']}{dirty}: {result['command']}"

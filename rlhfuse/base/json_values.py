@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, Validat
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import CHECK, read_text
 
+LARGEST = 2**31 - 1  # of whole numbers without a limit of their own: torch and Megatron count in int32 in places
 DEEPEST = 100  # lists and objects within each other
 MOST_DIGITS = 40  # of a whole number
 

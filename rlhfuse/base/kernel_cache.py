@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -22,20 +23,22 @@ class KernelGroup:
     kernels: tuple[Any, ...]  # the last that it compiles of each folder
     module: str
     arguments: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()  # a file of each other folder from which functions are compiled along
 
     @property
     def words(self) -> list[str]:
         return [sys.executable, "-m", self.module, *self.arguments]
 
 
-def is_cached(kernel: Any) -> bool:
+def is_cached(kernel: Any, sources: Sequence[str] = ()) -> bool:
     """Whether a process compiled this numba function before, for whatever types, and the machine still has it.
 
-    What was compiled before a file of its folder changed is thrown away: numba looks at a kernel's own file alone, not
-    at those of the kernels that it calls.
+    What was compiled before a file of its folder, or of one of `sources`, changed is thrown away: numba looks at a
+    kernel's own file alone, not at those of the kernels that it calls.
     """
-    folder, sources = Path(kernel.stats.cache_path), Path(kernel.py_func.__code__.co_filename).parent
-    changed = max(file.stat().st_mtime for file in sources.glob("*.py"))
+    folder = Path(kernel.stats.cache_path)
+    folders = (Path(file).parent for file in (kernel.py_func.__code__.co_filename, *sources))
+    changed = max(file.stat().st_mtime for sources in folders for file in sources.glob("*.py"))
     for index in folder.glob("*.nbi"):
         with suppress(FileNotFoundError):  # another rank's process does the same
             if index.stat().st_mtime < changed:
@@ -49,9 +52,21 @@ def compile_apart(groups: Sequence[KernelGroup], progress: Callable[[str], None]
     `progress` is told each line that they print: see `tell_what_is_compiled`. Raises CalledProcessError where one
     fails, after it has said why.
     """
-    missing = [group for group in groups if not all([is_cached(kernel) for kernel in group.kernels])]
-    if not missing:
+    if not _missing(groups):
         return
+    folder = Path(os.path.commonpath([kernel.stats.cache_path for group in groups for kernel in group.kernels]))
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "compiling.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other ranks of this machine want the same: they wait, and find it
+        if missing := _missing(groups):
+            _compile_all(missing, progress)
+
+
+def _missing(groups: Sequence[KernelGroup]) -> list[KernelGroup]:
+    return [group for group in groups if not all([is_cached(kernel, group.sources) for kernel in group.kernels])]
+
+
+def _compile_all(missing: Sequence[KernelGroup], progress: Callable[[str], None]) -> None:
     start, compiled, one_at_a_time = time.perf_counter(), [], threading.Lock()
 
     def tell(kernel: str) -> None:

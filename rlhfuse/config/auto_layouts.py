@@ -1,14 +1,17 @@
 """Which settings the search of layouts decides: layouts that are auto, and what is auto beside them.
 
-planning/search/resolve.py puts values in their place before anything reads a layout; programs that do not ask it
+planning/settle.py puts values in their place before anything reads a layout; programs that do not ask it
 refuse them here.
 """
 
 from __future__ import annotations
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.settings import RunConfig
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.settings import ParallelConfig, RunConfig
 from rlhfuse.config.values import AUTO
+
+SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 
 
 def layout_rows(config: RunConfig) -> tuple[str, ...]:
@@ -39,3 +42,40 @@ def refuse_auto(config: RunConfig, why: str) -> None:
     if keys := searched_keys(config):
         fix = "or give values, such as those in the config.yaml of a run"
         raise InputError(f"{keys[0]}=auto: {why}; {fix}")
+
+
+def inference_layout(config: RunConfig) -> str:
+    """Layout of the models that score, AUTO where it is to be chosen. Raises InputError where rows are different."""
+    rows = {f"parallel.{role}_inference": getattr(config.parallel, f"{role}_inference") for role in config.scorers()}
+    given = {str(ParallelLayout.parse(text)): text for text in rows.values() if text != AUTO}
+    if len(given) > 1:
+        told = ", ".join(f"{name}={text}" for name, text in rows.items())
+        raise InputError(f"{told}: different layouts of these are not yet runnable; set parallel.inference alone")
+    return next(iter(given.values()), AUTO if rows else config.parallel.generation)
+
+
+def with_one_inference(config: RunConfig) -> RunConfig:
+    """All models that score have one layout: what a row says holds for those that are auto."""
+    inference, rows = inference_layout(config), (f"{role}_inference" for role in config.scorers())
+    return config.with_(parallel={"inference": inference, **dict.fromkeys(rows, inference)})
+
+
+def completed(config: RunConfig) -> RunConfig:
+    """Rows that follow others, and those of models that the run has not, which are as where nothing was said."""
+    parallel, rows = config.parallel, layout_rows(config)
+    scored = [getattr(parallel, row) for row in (*SCORERS, "generation") if row in rows]
+    inference = next(layout for layout in (parallel.inference, *scored) if layout != AUTO)
+    made = {"critic_train": ParallelConfig().critic_train, **dict.fromkeys(("inference", *SCORERS), inference)}
+    open_ = {row: layout for row, layout in made.items() if getattr(parallel, row) == AUTO}
+    return config.with_(parallel=open_) if open_ else config
+
+
+def decided(asked: RunConfig, made: RunConfig) -> str:
+    """What was decided, as words; models that score have one layout."""
+    values = {key: value for key, value, _ in made.leaves()}
+    found: dict[str, object] = {}
+    for key in searched_keys(asked):
+        name, value = key.rpartition(".")[2], values[key]
+        if value != AUTO:
+            found["inference" if name in SCORERS else name] = str(value).lower() if isinstance(value, bool) else value
+    return " ".join(f"{name}={value}" for name, value in found.items())

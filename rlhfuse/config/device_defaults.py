@@ -10,22 +10,18 @@ from rlhfuse.config.settings import RunConfig, TrainerConfig
 from rlhfuse.config.values import AUTO
 
 BLOCK_TOKENS = 16  # flashinfer's smallest, and enough for a Triton tile's row of loads: little is wasted at ends
-DRAFT_ROWS = 16  # tokens of a panel, which the CPU kernels compute whole
-FLASH_ATTN_BLOCK_TOKENS = 256  # its smallest
 
 
 def resolve_device(config: RunConfig) -> RunConfig:
-    """`config` with values for trainer.dtype, rollout.block_tokens and rollout.draft_rows where they are auto."""
+    """`config` with values for what is auto of trainer.dtype and rollout.block_tokens; on GPUs without guesses."""
     trainer, rollout = config.trainer, config.rollout
     gpu = is_for_gpus(trainer)
     dtype, block = trainer.dtype, rollout.block_tokens
     if dtype == AUTO:
         dtype = "bfloat16" if gpu else "float32"
     if block == AUTO:
-        block = FLASH_ATTN_BLOCK_TOKENS if gpu and rollout.attention == "flash_attn" else BLOCK_TOKENS
-    rows = rollout.draft_rows
-    if rows == AUTO:
-        rows = 0 if gpu else DRAFT_ROWS
+        block = BLOCK_TOKENS
+    rows = 0 if gpu and rollout.draft_rows == AUTO else rollout.draft_rows  # on CPU the engine measures and decides
     return config.with_(trainer={"dtype": dtype}, rollout={"block_tokens": block, "draft_rows": rows})
 
 

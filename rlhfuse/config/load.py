@@ -22,11 +22,12 @@ from yaml import CollectionEndEvent, CollectionStartEvent, SafeLoader, YAMLError
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import read_text
-from rlhfuse.base.json_values import DEEPEST
+from rlhfuse.base.json_values import DEEPEST, LARGEST
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import RunConfig, Settings
-from rlhfuse.config.values import AUTO, LARGEST, LARGEST_REAL, takes_auto
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.config.values import AUTO, LARGEST_REAL, takes_auto
 
 PACKAGE = Path(__file__).resolve().parents[1]
 EXAMPLES = (PACKAGE, PACKAGE.parent)  # where examples/ lies when installed, and in a checkout
@@ -222,3 +223,8 @@ def _limits(field: FieldInfo, fault: str) -> str:
     if high not in (LARGEST, LARGEST_REAL):
         return f"in {'(' if 'gt' in bounds else '['}{low:n}, {high:n}{')' if 'lt' in bounds else ']'}"
     return f"at most {high:n}" if fault.startswith("less") else f"{'above' if 'gt' in bounds else 'at least'} {low:n}"
+
+
+def read_specs(config: RunConfig) -> dict[Role, ModelSpec]:
+    """The model spec of each role, from its folder's config.json. Raises InputError naming file and field."""
+    return {role: ModelSpec.from_config(getattr(config, role).path) for role in config.roles()}

@@ -163,7 +163,7 @@ class RolloutConfig(Settings):
     temperature: Float = key(1.0, "of sampling; 0.001 to 1000; log-probabilities are taken after it", ge=1e-3, le=1e3)
     top_k: Count = key(0, "0 = off")
     top_p: Float = key(1.0, "least probability mass that sampling keeps; 1 = off", gt=0, le=1)
-    block_tokens: PositiveOrAuto = key(AUTO, "tokens in one KV block; auto: 16, on GPUs 256 for attention=flash_attn")
+    block_tokens: PositiveOrAuto = key(AUTO, "tokens in one KV block; auto: 16")
     kv_blocks_per_instance: Count = key(
         0, "0 = room for every sample of the instance at full length, as far as memory holds it"
     )
@@ -172,9 +172,9 @@ class RolloutConfig(Settings):
     draft_rows: CountOrAuto = key(
         AUTO,
         "rows of a decode step that guesses of the next tokens may fill up: tokens and bits stay, steps become fewer "
-        "(docs/explanation/engine.md); 0 = off; auto: 16 on CPU, 0 on GPUs",
+        "(docs/explanation/engine.md); 0 = off; auto: on CPU 16 where that is measured to be faster, 0 on GPUs",
     )
-    attention: Literal["auto", "flashinfer", "triton", "flash_attn", "torch"] = key(
+    attention: Literal["auto", "flashinfer", "triton", "torch"] = key(
         "auto", "whose kernels read the KV cache on GPUs; auto = the first of these that can, told at start"
     )
     all_reduce: Literal["auto", "nccl", "switch"] = key(

@@ -12,15 +12,14 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.json_values import JsonModel, parse_json, read_json
+from rlhfuse.base.json_values import LARGEST, JsonModel, parse_json, read_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 
-LARGEST = 2**31 - 1  # of whole numbers without a limit of their own: torch and Megatron count in int32 in places
 MOST_LAYERS = 10_000  # of a model
 Size = Annotated[int, Field(ge=1, le=LARGEST)]
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3"}
@@ -232,6 +231,28 @@ def _rope_scaling(raw: dict, where: str) -> RopeScaling | None:
 
 
 @dataclass(frozen=True)
+class DeviceKind:
+    """What CPUs and GPUs do differently, as far as a plan counts it."""
+
+    own_memory: bool  # apart from the host's, whose copies and batches then take none of it
+    in_turns: bool  # a core reads and multiplies one after the other; on a GPU one hides the other
+    shared_cores: bool  # ranks compute on the cores of their machine
+    recorded_steps: bool  # decode steps are recorded: what starts up in one is in its floor
+    # How programs reduce gradients, see `lower`. On a GPU what waits for another rank occupies the device, whichever
+    # communicator it is in, and may hold up whatever comes after it: programs must run with one queue per rank.
+    reduction: Literal["early", "joint"]
+
+    @staticmethod
+    def of(hardware: str) -> DeviceKind:
+        """Kind of the devices of hardware that is called so; of a list of several, GPUs."""
+        return CPU if hardware == "cpu" else GPU
+
+
+CPU = DeviceKind(own_memory=False, in_turns=True, shared_cores=True, recorded_steps=False, reduction="early")
+GPU = DeviceKind(own_memory=True, in_turns=False, shared_cores=False, recorded_steps=True, reduction="joint")
+
+
+@dataclass(frozen=True)
 class HardwareSpec:
     """One device and what connects devices; rates are what is reached, not the data sheet's."""
 
@@ -244,13 +265,15 @@ class HardwareSpec:
     node_link_bandwidth: float  # bytes/s between two devices of one node
     cross_link_bandwidth: float  # bytes/s per device between nodes
     host_bandwidth: float  # bytes/s between host and device memory
-    launch_seconds: float  # floor of one layer's forward: its kernels launched one after the other
+    launch_seconds: float  # floor of one layer's forward: its kernels launched one after the other; on a CPU added
     devices_per_node: int = 8
     decode_layer_seconds: float = 0.0  # of a layer's decode step, beside its work: kernels that start and end
+    pass_seconds: float = 0.0  # of a micro-batch through a stage, each way, or of a scored pack, beside its layers
     call_seconds: float = 0.0  # of every call of a model on its mesh: gathering its batch, asking its workers
     switch_sums: bool = False  # the switch between the devices of a node adds what they send
     collective_seconds: float = 0.0  # start-up of one step of a collective, or a send, within a node
     cross_collective_seconds: float = 0.0  # the same between nodes
+    moved_share: float = 1.0  # of its memory's bandwidth, what kernels between matrix products reach
     gather_share: float = 1.0  # of its links' bandwidth, what reduce-scatters and all-gathers of weights reach
     step_waiting: float = 1.0  # how many times longer an optimizer step takes while other ranks have this one's cores
     process_bytes: int = 0  # of `memory_bytes`, what a rank's process takes beside models: interpreter, libraries
@@ -263,6 +286,10 @@ class HardwareSpec:
     switch_sum_seconds: float = 0.0  # the same by the switch
     source: str = ""  # the device and the day on which the numbers that `measured` names were measured
     measured: tuple[str, ...] = ()  # what it names not is assumed
+
+    @property
+    def device(self) -> DeviceKind:
+        return DeviceKind.of(self.name)
 
     def __post_init__(self) -> None:
         for one in fields(self):

@@ -16,8 +16,8 @@ from pydantic import (
 )
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import LARGEST
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.spec import LARGEST
 
 LARGEST_REAL = 3e38  # what is larger is infinite in float32
 AUTO = "auto"

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from numba.extending import register_jitable
+
 from rlhfuse.config.spec import HardwareSpec
 
 
@@ -67,11 +69,13 @@ def link_bandwidth(machine: HardwareSpec, span: int) -> float:
     return machine.node_link_bandwidth if span <= machine.devices_per_node else machine.cross_link_bandwidth
 
 
+@register_jitable(error_model="numpy", _nrt=False)
 def ring_all_reduce_seconds(message_bytes: float, ranks: int, bandwidth: float) -> float:
     """Every rank sends 2 (n - 1) / n of the message: a reduce-scatter and an all-gather."""
     return 2 * ring_gather_seconds(message_bytes, ranks, bandwidth)
 
 
+@register_jitable(error_model="numpy", _nrt=False)
 def ring_gather_seconds(whole_bytes: float, ranks: int, bandwidth: float) -> float:
     """All-gather or reduce-scatter of a message of `whole_bytes`: every rank sends (n - 1) / n of it."""
     return (ranks - 1) / ranks * whole_bytes / bandwidth

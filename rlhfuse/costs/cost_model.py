@@ -1,17 +1,20 @@
-"""The interface of what generation and inference cost on one instance.
+"""The interfaces of what work costs: `CostModel` of generation and inference, `TrainingCost` of a model that trains.
 
-Four implementations: `JobCost` (job_cost.py, from hardware numbers), `MeasuredCost` (of a running job), `TrialCost` (of
-a trial generation), `ProfiledCost` (of tools/profile_costs.py).
+CostModels: `JobCost` (a roofline, job_cost.py), `ProfiledCost` (of tools/profile_costs.py), `MeasuredCost` (of a job)
+and `TrialCost` (with the steps of a trial generation). TrainingCosts: `AnalyticCost` and `ProfiledTraining`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, Protocol
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.values import LARGEST
+from rlhfuse.base.json_values import LARGEST
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.fits import check_seconds
+from rlhfuse.costs.forms.form import DecodeRow, Form, decode_seconds, packed_seconds, transfer_seconds
 
 
 @dataclass(frozen=True)
@@ -27,27 +30,130 @@ class RewardCost:
             raise InputError(f"calls of a reward function at_once must be in [1, {LARGEST}], not {self.at_once}")
 
 
+class MicrobatchTokens(NamedTuple):
+    """What a micro-batch holds: tokens of so many sequences, and how many of them go through the output layer."""
+
+    tokens: float
+    sequences: float
+    outputs: float
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds (forward, backward) of one micro-batch: of a layer, and of what each stage has beside its layers."""
+
+    layer: tuple[float, float]
+    ends: tuple[tuple[float, float], ...]  # by stage
+    split: tuple[float, float] | None = None  # B and W of a layer's split backward; None: not known
+
+    def of(self, cut: Sequence[int]) -> tuple[tuple[float, float], ...]:
+        """Seconds (forward, backward) of each stage, where they have so many layers."""
+        forward, backward = self.layer
+        return tuple((count * forward + end[0], count * backward + end[1]) for count, end in zip(cut, self.ends))
+
+    def ticks(self, cut: Sequence[int], tick_seconds: float, split: bool = False) -> tuple[tuple[int, ...], ...]:
+        """Forward and backward of each stage in whole ticks, at least one; with `split` F, B and W. Ends have no W."""
+        stages: Sequence[tuple[float, ...]] = self.of(cut)
+        if split:
+            assert self.split is not None, "split backwards have a price"
+            whole = replace(self, layer=(self.layer[0], self.split[0])).of(cut)
+            stages = [(*stage, layers * self.split[1]) for stage, layers in zip(whole, cut)]
+        rounded = [[max(1, round(seconds / tick_seconds)) for seconds in stage] for stage in stages]
+        return tuple(zip(*rounded))
+
+    def of_ranks(self, cut: Sequence[int], places: int) -> tuple[float, ...]:
+        """Forward and backward together of all that each rank of a pipeline has: stages place, place + places, ..."""
+        stages = [sum(stage) for stage in self.of(cut)]
+        return tuple(sum(stages[place::places]) for place in range(places))
+
+
+class TrainingCost(Protocol):
+    """Seconds of the stages of ONE pipeline of a model that trains."""
+
+    @property
+    def layout(self) -> ParallelLayout: ...
+
+    @property
+    def splits(self) -> bool:
+        """Whether the parts of a split backward have a price."""
+        ...
+
+    def stage_seconds(self, micro: MicrobatchTokens) -> StageSeconds:
+        """Seconds of one micro-batch, of a layer and of the ends."""
+        ...
+
+
 class CostModel(Protocol):
-    """Seconds of the work of generation and inference on ONE generation instance."""
+    """Seconds of the work of generation and inference on ONE generation instance.
+
+    An implementation says them as forms (forms/), which a compiled kernel evaluates as the methods here do.
+    """
+
+    @property
+    def decode_form(self) -> Form:
+        """One part: seconds of (sequences, tokens of context over all of them)."""
+        ...
+
+    @property
+    def prefill_form(self) -> Form:
+        """Seconds of (tokens, sequences)."""
+        ...
+
+    @property
+    def score_form(self) -> Form:
+        """Seconds of (tokens, sequences)."""
+        ...
+
+    @property
+    def transfer_form(self) -> Form:
+        """Seconds of bytes."""
+        ...
+
+    def decode_row(self, batch: float) -> DecodeRow:
+        """What a decode step of `batch` sequences has beside its form."""
+        return DecodeRow()
+
+    convex: ClassVar[bool] = False  # whether seconds of steps and forwards are known to be, in each count
+    measures_training: ClassVar[bool] = False
+
+    def training_cost(self, role: str, analytic: TrainingCost) -> TrainingCost:
+        """Costs of training `role`, which `analytic` prices where nothing was measured. Raises InputError where its
+        tensor degree was not."""
+        return analytic
+
+    def score_bends(self) -> tuple[float, ...]:
+        """Tokens of one replica's pack at which seconds of scoring bend."""
+        return ()
+
+    def beyond(self, sequences: float, context: float, pack: float, training: Mapping[str, float]) -> tuple[str, ...]:
+        """What is larger than anything measured, in words: decoding so many `sequences` of up to `context` tokens,
+        packs of so many tokens of an instance, and by role micro-batches of so many."""
+        return ()
 
     def prefill_seconds(self, tokens: float, sequences: float) -> float:
         """Prefill of `sequences` prompts of `tokens` tokens in all."""
-        ...
+        form = self.prefill_form
+        return packed_seconds(form.parts, 0, len(form.parts), form.points, tokens, sequences)
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
         """One decode step of `batch` sequences that hold `context_tokens` of keys and values in all."""
-        ...
+        if batch <= 0:
+            return 0.0
+        form, row = self.decode_form, self.decode_row(batch)
+        return decode_seconds(form.parts[0], form.points, row, batch, context_tokens)
 
     def score_seconds(self, tokens: float, sequences: float) -> float:
         """Reference, reward and critic forward over a packed batch, one model after the other."""
-        ...
-
-    def swap_in_seconds(self) -> float:
-        """Loading the weights of the three models from host memory."""
-        ...
+        form = self.score_form
+        return packed_seconds(form.parts, 0, len(form.parts), form.points, tokens, sequences)
 
     def migration_seconds(self, kv_bytes: float) -> float:
         """Sending (or receiving) `kv_bytes` of keys and values between two instances."""
+        form = self.transfer_form
+        return transfer_seconds(form.parts, 0, len(form.parts), form.points, kv_bytes)
+
+    def swap_in_seconds(self) -> float:
+        """Loading the weights of the three models from host memory."""
         ...
 
     def capture_seconds(self) -> float:

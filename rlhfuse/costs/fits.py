@@ -6,12 +6,13 @@ More work never costs less: a line's coefficients are not negative, and a grid's
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cached_property
+from itertools import chain, product
 
 import numpy as np
+from numba.extending import register_jitable
 
 from rlhfuse.base.errors import InputError
 
@@ -77,28 +78,18 @@ class Grid:
             raise InputError(f"a grid of {[len(axis) for axis in self.axes]} points needs as many seconds")
         check_seconds("seconds of a grid", *self.seconds)
 
+    @cached_property
+    def points(self) -> tuple[float, ...]:
+        """The axes, one after the other, and the seconds."""
+        return (*chain(*self.axes), *self.seconds)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Points of the first axis and of the second, 0 without one."""
+        return len(self.axes[0]), len(self.axes[1]) if len(self.axes) > 1 else 0
+
     def __call__(self, *counts: float) -> float:
-        first, weight = _cell(self.axes[0], counts[0])
-        if len(self.axes) == 1:
-            following = self.seconds[min(first + 1, len(self.seconds) - 1)]
-            return max(0.0, self.seconds[first] + weight * (following - self.seconds[first]))
-        second, other = _cell(self.axes[1], counts[1])
-        following = min(first + 1, len(self.axes[0]) - 1)
-        low, high = self._in_row(first, second, other), self._in_row(following, second, other)
-        if weight <= 1:
-            return low + weight * (high - low)
-        below = (self._at(following, column) - self._at(first, column) for column in range(second + 1))
-        return high + (weight - 1) * max(high - low, *below)
-
-    def _at(self, row: int, column: int) -> float:
-        return self.seconds[row * len(self.axes[1]) + column]
-
-    def _in_row(self, row: int, index: int, weight: float) -> float:
-        following = min(index + 1, len(self.axes[1]) - 1)
-        if weight <= 1:
-            return self._at(row, index) + weight * (self._at(row, following) - self._at(row, index))
-        steepest = max(self._at(above, following) - self._at(above, index) for above in range(row + 1))
-        return self._at(row, following) + (weight - 1) * steepest
+        return grid_seconds(self.points, 0, *self.shape, counts[0], counts[-1])
 
     @staticmethod
     def of(axes: Sequence[Sequence[float]], measured: Mapping[tuple[float, ...], float]) -> Grid:
@@ -129,9 +120,44 @@ def _terms(point: Sequence[float]) -> tuple[float, ...]:
     return tuple(point) if len(point) == 1 else (*point, math.prod(point))
 
 
-def _cell(axis: Sequence[float], count: float) -> tuple[int, float]:
-    """(index, weight): the point is weight of the way from axis[index] to the one after; beyond 1 past the end."""
-    if len(axis) == 1 or count <= axis[0]:
+@register_jitable(error_model="numpy", _nrt=False)
+def grid_seconds(points, start, rows, columns, first, second):
+    """A grid's seconds at two counts, or at the first without `columns`; it lies in `points` from `start` on."""
+    row, weight = _cell(points, start, rows, first)
+    following, table = min(row + 1, rows - 1), start + rows + columns
+    if columns == 0:
+        low, high = points[table + row], points[table + following]
+        return max(0.0, low + weight * (high - low))
+    column, other = _cell(points, start + rows, columns, second)
+    low = _seconds_in_row(points, table, columns, row, column, other)
+    high = _seconds_in_row(points, table, columns, following, column, other)
+    if weight <= 1:
+        return low + weight * (high - low)
+    steepest = high - low
+    for below in range(column + 1):
+        at = table + below
+        steepest = max(steepest, points[at + following * columns] - points[at + row * columns])
+    return high + (weight - 1) * steepest
+
+
+@register_jitable(error_model="numpy", _nrt=False)
+def _seconds_in_row(points, table, columns, row, column, weight):
+    following, at = min(column + 1, columns - 1), table + row * columns
+    if weight <= 1:
+        return points[at + column] + weight * (points[at + following] - points[at + column])
+    steepest = points[at + following] - points[at + column]
+    for above in range(row):
+        at = table + above * columns
+        steepest = max(steepest, points[at + following] - points[at + column])
+    return points[table + row * columns + following] + (weight - 1) * steepest
+
+
+@register_jitable(error_model="numpy", _nrt=False)
+def _cell(points, start, length, count):
+    """(index, weight): `count` is weight of the way from that point of an axis to the next; beyond 1 past the end."""
+    if length == 1 or count <= points[start]:
         return 0, 0.0
-    index = min(bisect_right(axis, count) - 1, len(axis) - 2)
-    return index, (count - axis[index]) / (axis[index + 1] - axis[index])
+    index = 0
+    while index < length - 2 and points[start + index + 1] <= count:
+        index += 1
+    return index, (count - points[start + index]) / (points[start + index + 1] - points[start + index])

@@ -6,7 +6,7 @@ below which no work gets. `calibration.reached(sheet)` is the HardwareSpec that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from rlhfuse.base.errors import InputError
@@ -14,7 +14,7 @@ from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import from_json, read_json, to_json
 from rlhfuse.base.launcher import ranks_per_node
 from rlhfuse.config.machines import Machines
-from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.config.spec import CPU, HardwareSpec
 
 _GB = 1e9
 MEASURED, MEASURED_KIND, MEASURED_VERSION = "measured:", "hardware", 1
@@ -153,25 +153,31 @@ GPU_NAMES = {
 def known_hardware() -> dict[str, HardwareSpec]:
     """The machines by name."""
     # One core of a laptop or cloud machine running float32 torch; ranks are processes that talk through
-    # gloo on the loopback; a layer's 200 us are the dispatch of its twenty or so operators. Two ranks on two cores,
-    # models of 10 layers of 512: layers over 2048 tokens at 100 to 114 GFLOP/s of a core, decoding at 8.8 GB/s with
-    # what it takes to dispatch it. A process with torch's CPU build, Megatron and transformers, connected to three
-    # others, was measured at 0.675e9 bytes in the quickstart, 0.719e9 where kernels had just been compiled.
+    # gloo on the loopback. Two ranks on two cores, models of 10 layers of 512: layers over 2048 tokens at 100 to 114
+    # GFLOP/s of a core with all that is between the products, decoding at 8.8 GB/s with what it takes to dispatch it.
+    # What small models take beside: of models of 3 to 10 layers of 64 to 512, the main thread's CPU time, least of
+    # many, on a busy machine. A layer of torch's operators launches in 0.8 to 1.0 ms, its backward in 0.6; one of the
+    # engine's kernels in 0.06 to 0.1; a micro-batch is cut, packed and passed on in about 1 ms; between the products
+    # 14 KB of a token of 128 take 3.8 us, 49 KB of one of 512 18. A process with torch's CPU build, Megatron and
+    # transformers, connected to three others, was measured at 0.675e9 bytes in the quickstart, 0.719e9 where kernels
+    # had just been compiled.
     # Gloo between two processes on two cores, medians: an all-reduce of 4 KiB, which is two steps, 133 us, elsewhere
     # 272 us, and 464 us where each has multiplied before; 102 us to send as much there and back; reductions and gathers
     # of a ModelOptimizer 14 ms for 1.2 million parameters, 540 ms for 29 million: each rank sends 0.34 and 0.22 GB/s.
     # Between machines assumed alike.
     cpu = HardwareSpec(
         name="cpu",
-        flops=100e9,
+        flops=120e9,
         memory_bandwidth=10 * _GB,
         memory_bytes=8 * _GB,
         node_link_bandwidth=1 * _GB,
         cross_link_bandwidth=1 * _GB,
         host_bandwidth=4 * _GB,
-        launch_seconds=200e-6,
+        launch_seconds=800e-6,
         devices_per_node=64,
-        decode_layer_seconds=200e-6,
+        decode_layer_seconds=80e-6,
+        pass_seconds=1e-3,
+        moved_share=0.4,
         collective_seconds=200e-6,
         cross_collective_seconds=200e-6,
         gather_share=0.25,
@@ -191,7 +197,7 @@ def load_hardware(path: str | Path) -> HardwareSpec:
     if not isinstance(raw, dict) or raw.pop("kind", None) != MEASURED_KIND:
         raise InputError(f"{path} is no measured hardware; give a file that scripts/gpu_check.sh --hardware wrote")
     hardware = from_json(HardwareSpec, raw, str(path), MEASURED_VERSION)
-    if hardware.name == "cpu" or "," in hardware.name or not hardware.source:
+    if hardware.device is CPU or "," in hardware.name or not hardware.source:
         raise InputError(
             f"{path}: name={hardware.name!r}, source={hardware.source!r} are not of a GPU that was measured"
         )
@@ -201,10 +207,23 @@ def load_hardware(path: str | Path) -> HardwareSpec:
 def at_speed(core: HardwareSpec, cores: float) -> HardwareSpec:
     """A rank that computes with so many cores; with less than one its links, loads and launches wait for it too."""
     part, links = min(1.0, cores), ("node_link_bandwidth", "cross_link_bandwidth", "host_bandwidth")
-    starts = ("launch_seconds", "decode_layer_seconds", "collective_seconds", "cross_collective_seconds")
+    starts = (
+        *("launch_seconds", "decode_layer_seconds", "pass_seconds"),
+        *("collective_seconds", "cross_collective_seconds"),
+    )
     changed = {name: cores * getattr(core, name) for name in ("flops", "memory_bandwidth")}
     changed |= {name: part * getattr(core, name) for name in links}
     return replace(core, **changed, **{name: getattr(core, name) / part for name in starts})
+
+
+def slowed(machine: HardwareSpec, factor: float) -> HardwareSpec:
+    """The same machine where all work takes `factor` times as long."""
+    if factor == 1:
+        return machine
+    names = [field.name for field in fields(machine)]
+    rates = {name: getattr(machine, name) / factor for name in names if name == "flops" or name.endswith("_bandwidth")}
+    starts = {name: getattr(machine, name) * factor for name in names if name.endswith("_seconds")}
+    return replace(machine, **rates, **starts)
 
 
 def hardware_by_name(name: str, device: str = "auto", ranks: int | None = None) -> HardwareSpec:

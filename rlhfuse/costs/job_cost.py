@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.cost_model import CostModel, RewardCost
+from rlhfuse.costs.forms.form import DecodeRow, Form, LinePart
 
 
 @dataclass(frozen=True)
@@ -16,10 +18,13 @@ class JobCost(CostModel):
     `output_share`: part of the tokens scored that go through an output layer, those of responses.
     """
 
+    convex = True
+
     actor: AnalyticCost
     scorers: tuple[AnalyticCost, ...]
     cross_node: bool = False
     output_share: float = 1.0
+    reward: RewardCost | None = None  # as a run measured it
 
     def __post_init__(self) -> None:
         for scorer in self.scorers:
@@ -29,30 +34,36 @@ class JobCost(CostModel):
                     f"tp({self.actor.layout.tp}); use a divisor"
                 )
 
-    def prefill_seconds(self, tokens: float, sequences: float) -> float:
-        return self.actor.prefill_seconds(tokens, sequences)
+    @cached_property
+    def decode_form(self) -> Form:
+        return Form((self.actor.roofline,))
 
-    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
-        return self.actor.decode_step_seconds(batch, context_tokens)
+    @cached_property
+    def prefill_form(self) -> Form:
+        return Form((self.actor.prefill_roofline,))
 
-    def score_seconds(self, tokens: float, sequences: float) -> float:
-        total = 0.0
-        for scorer in self.scorers:  # several replicas fit into the instance and share the batch, one sequence at least
-            share = max(scorer.layout.tp / self.actor.layout.tp, min(1.0, 1 / max(sequences, 1)))
-            scored = tokens * share
-            total += scorer.forward_seconds(scored, sequences * share, scored * self.output_share)
-        return total
+    @cached_property
+    def score_form(self) -> Form:
+        tp, outputs = self.actor.layout.tp, {"outputs_per_token": self.output_share, "outputs_per_sequence": 0.0}
+        return Form([one.roofline._replace(share=one.layout.tp / tp, **outputs) for one in self.scorers])
+
+    @cached_property
+    def transfer_form(self) -> Form:
+        machine = self.actor.hardware
+        link = machine.cross_link_bandwidth if self.cross_node else machine.node_link_bandwidth
+        return Form((LinePart(0.0, 1.0, ranks=self.actor.layout.tp, bandwidth=link),))
+
+    def decode_row(self, batch: float) -> DecodeRow:
+        return self.actor.decode_row(batch)
 
     def swap_in_seconds(self) -> float:
-        return sum(scorer.weights_bytes() / scorer.hardware.host_bandwidth for scorer in self.scorers)
+        return sum(scorer.memory.weights_bytes() / scorer.hardware.host_bandwidth for scorer in self.scorers)
 
     def capture_seconds(self) -> float:
         return self.actor.capture_seconds()
 
-    def migration_seconds(self, kv_bytes: float) -> float:
-        machine = self.actor.hardware
-        link = machine.cross_link_bandwidth if self.cross_node else machine.node_link_bandwidth
-        return kv_bytes / self.actor.layout.tp / link
+    def reward_call(self) -> RewardCost | None:
+        return self.reward
 
 
 def largest_flat_batch(costs: CostModel, median_context_tokens: float, limit: int, tolerance: float = 0.1) -> int:

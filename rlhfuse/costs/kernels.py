@@ -1,4 +1,4 @@
-"""What the CUDA kernels of this project move and launch beside matrix products and attention.
+"""What the kernels of this project move and launch beside matrix products and attention, on GPUs and on a CPU.
 
 Bytes of one layer and token on one rank: H hidden (on each tensor rank whole, or its part under sequence parallelism),
 A and K the width of queries and of keys, M the MLP's, E bytes of an element; A, K and M are cut by tp.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfuse.config.spec import ModelSpec
+from rlhfuse.config.spec import HardwareSpec, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,12 @@ class Kernels:
     step_launches: int = 6  # beside the layers: tokens fed, indices, embedding, final norm, logits, draws
     recording_seconds: float = 0.03  # of a shape, beside its launches
     switch_sums: bool = True  # where the hardware has them
+    logits_again: bool = True  # in the backward, tile by tile
+
+    @staticmethod
+    def on(hardware: HardwareSpec, switch_sums: bool) -> Kernels:
+        """Those that run there."""
+        return Kernels(switch_sums=switch_sums) if hardware.device.recorded_steps else CPU_KERNELS
 
     def capture_seconds(self, spec: ModelSpec, tp: int, launch_seconds: float) -> float:
         """Seconds to record one shape; over tensor ranks a layer has two sums more, and the step two."""
@@ -53,3 +59,19 @@ class Kernels:
     def backward_bytes(self, spec: ModelSpec, hidden: float, tp: int, element_bytes: int) -> float:
         queries, keys = spec.heads * spec.head_dim / tp, spec.kv_heads * spec.head_dim / tp
         return element_bytes * (12 * hidden + 6 * queries + 6 * keys + 5 * spec.mlp / tp)
+
+
+# A CPU keeps whole logits in float32, records no graph, and draws while the output layer's rows are in its cache. Bytes
+# of a logit are what they take there at `HardwareSpec.moved_share` of the memory's bandwidth.
+CPU_KERNELS = Kernels(
+    gradient_sum_bytes=0,
+    tile_forward_bytes=20,
+    tile_backward_bytes=10,
+    head_gradient_sum_bytes=0,
+    sampler_bytes=0,
+    layer_launches=0,
+    step_launches=0,
+    recording_seconds=0.0,
+    switch_sums=False,
+    logits_again=False,
+)

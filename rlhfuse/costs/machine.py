@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec
-from rlhfuse.costs.hardware import at_speed
+from rlhfuse.costs.hardware import at_speed, slowed
+from rlhfuse.costs.measured import MeasuredRatios, Work
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.ranks import FusedRanks, FusedShape
 from rlhfuse.schedule.rules.builders import pipeline_work
@@ -66,9 +68,22 @@ def host_memory(config: RunConfig, hardware: HardwareSpec, host: Host) -> tuple[
     """Host memory of a machine of the run in bytes, and where the number is from."""
     if config.trainer.host_memory_gb:
         return config.trainer.host_memory_gb * 1e9, "trainer.host_memory_gb"
-    if hardware.name == "cpu":
+    if not hardware.device.own_memory:
         return host.memory_bytes, "this machine's"
     return hardware.host_memory_bytes, f"assumed of {hardware.name} nodes"
+
+
+def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int, host: Host) -> tuple[float, str]:
+    """Bytes that one rank may use, and where the number is from. The ranks of a CPU node, or of a GPU, share them."""
+    if config.trainer.memory_limit_gb:
+        return config.trainer.memory_limit_gb * 1e9, "trainer.memory_limit_gb"
+    if hardware.device.own_memory and not config.trainer.share_gpu:
+        return hardware.memory_bytes, f"of {'the smallest of' if ',' in hardware.name else 'one'} {hardware.name}"
+    ranks = ranks_on_machine(hardware, world_size)
+    whole, owner = hardware.memory_bytes, f"this {hardware.name}'s"
+    if not hardware.device.own_memory:
+        whole, owner = host_memory(config, hardware, host)
+    return whole / ranks, f"{owner} {readable_bytes(whole)} / {ranks} ranks"
 
 
 def rank_groups(
@@ -112,16 +127,20 @@ def communicator_bytes(
 
 @dataclass(frozen=True)
 class SharedCores:
-    """`count` cores of a machine, on which `ranks` ranks compute with `threads` threads each; of GPUs no bound."""
+    """`count` cores of a machine, on which `ranks` ranks compute with `threads` threads each; of GPUs no bound.
+
+    `ratios`: what a run measured of its work there, for rates at which other layouts are priced.
+    """
 
     count: float = math.inf
     ranks: int = 1
     threads: int = 1
+    ratios: MeasuredRatios = MeasuredRatios()
 
     @staticmethod
     def of(config: RunConfig, hardware: HardwareSpec, world_size: int, host: Host) -> SharedCores:
         """The cores are those of `host`, whatever the plan is for."""
-        if hardware.name != "cpu":
+        if not hardware.device.shared_cores:
             return SharedCores()
         return SharedCores(host.cores, ranks_on_machine(hardware, world_size), config.trainer.threads_per_rank)
 
@@ -133,6 +152,11 @@ class SharedCores:
     @property
     def _alone(self) -> float:
         return min(self.threads, self.count)
+
+    def rates(self, core: HardwareSpec, work: Work) -> HardwareSpec:
+        """Rates of a rank in this work, of those of a core or a GPU."""
+        alone = self.in_turns(core) if work == "training" else self.together(core)
+        return slowed(alone, self.ratios.of(work))
 
     def together(self, core: HardwareSpec) -> HardwareSpec:
         """Rates of a rank while all compute, of those of a core."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,11 +17,13 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, read_json, to_json
 from rlhfuse.costs.cost_model import CostModel, RewardCost
 from rlhfuse.costs.fits import Line, check_seconds
+from rlhfuse.costs.forms.form import DecodeRow, Form
 from rlhfuse.costs.speculation import DecodeObservation, Speculation, fit_decode
 
 COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}
 MEDIANS = ("swap_in", "meeting", "release")
 VERSION = 4
+Work = Literal["generation", "inference", "training", "moves"]
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,54 @@ class RewardObservation:
 
 
 @dataclass(frozen=True)
-class MeasuredCost:
+class MeasuredRatios:
+    """Seconds measured over seconds predicted, 1 where nothing was measured; and a call of the reward function.
+
+    What a run measures holds for its layouts; other ones are priced with the same ratios.
+    """
+
+    generation: float = 1.0  # prefills and decode steps
+    inference: float = 1.0  # packs, by all models that score
+    training: float = 1.0  # schedules and optimizer steps
+    moves: float = 1.0  # of weights
+    reward: RewardCost | None = None
+
+    def of(self, work: Work) -> float:
+        return getattr(self, work)
+
+    def __str__(self) -> str:
+        works = "generation", "inference", "training", "moves"
+        return ", ".join(f"{work} x{getattr(self, work):.2g}" for work in works)
+
+
+class FittedSteps(CostModel):
+    """Prefills and decode steps as straight lines, a decode step with what guesses do to it."""
+
+    decode: Line  # of batch, context tokens; without guesses
+    prefill: Line  # of tokens, sequences
+    speculation: Speculation | None  # None: no step had guesses
+
+    @cached_property
+    def decode_form(self) -> Form:
+        return Form.of_line(self.decode)
+
+    @cached_property
+    def prefill_form(self) -> Form:
+        return Form.of_line(self.prefill)
+
+    def decode_row(self, batch: float) -> DecodeRow:
+        return DecodeRow() if self.speculation is None else self.speculation.decode_row(batch)
+
+
+@dataclass(frozen=True)
+class MeasuredCost(FittedSteps):
     """Fitted to observations of one instance; swap-in, barrier (`meeting` in costs.json) and release are medians.
 
     Means: a call of the reward function, None where there is none; `capture`, 0 where no CUDA graph was recorded.
     """
 
-    decode: Line  # of batch, context tokens; without guesses
-    prefill: Line  # of tokens, sequences
+    decode: Line
+    prefill: Line
     score: Line  # of tokens, sequences; all models that score
     migration: Line  # of bytes
     swap_in: float  # seconds
@@ -65,7 +108,7 @@ class MeasuredCost:
     release: float
     reward: RewardCost | None = None  # a file may leave it out
     capture: float = 0.0  # seconds of a shape, likewise
-    speculation: Speculation | None = None  # None: no step had guesses
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         for kind, columns in (*COLUMNS.items(), ("migration", ("bytes",))):
@@ -113,21 +156,16 @@ class MeasuredCost:
             speculation=speculation,
         )
 
-    def prefill_seconds(self, tokens: float, sequences: float) -> float:
-        return self.prefill(tokens, sequences) if tokens > 0 else 0.0
+    @cached_property
+    def score_form(self) -> Form:
+        return Form.of_line(self.score)
 
-    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
-        plain = self.decode(batch, context_tokens)
-        return self.speculation.token_seconds(plain, batch) if self.speculation else plain
-
-    def score_seconds(self, tokens: float, sequences: float) -> float:
-        return self.score(tokens, sequences) if tokens > 0 else 0.0
+    @cached_property
+    def transfer_form(self) -> Form:
+        return Form.of_line(self.migration)
 
     def swap_in_seconds(self) -> float:
         return self.swap_in
-
-    def migration_seconds(self, kv_bytes: float) -> float:
-        return self.migration(kv_bytes) if kv_bytes > 0 else 0.0
 
     def barrier_seconds(self) -> float:
         return self.meeting
@@ -160,11 +198,11 @@ class MeasuredCost:
 
 
 @dataclass(frozen=True)
-class TrialCost:
+class TrialCost(FittedSteps):
     """A CostModel whose steps were measured by a generation trial on this machine; all else is `rest`'s."""
 
-    decode: Line  # of batch, context tokens
-    prefill: Line  # of tokens, sequences
+    decode: Line
+    prefill: Line
     speculation: Speculation | None
     rest: CostModel
 
@@ -177,21 +215,16 @@ class TrialCost:
         tokens = Line.fit([(o.tokens, o.sequences) for o in prefill], [o.seconds for o in prefill])
         return TrialCost(plain, tokens, speculation, rest)
 
-    def prefill_seconds(self, tokens: float, sequences: float) -> float:
-        return self.prefill(tokens, sequences) if tokens > 0 else 0.0
+    @property
+    def score_form(self) -> Form:
+        return self.rest.score_form
 
-    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
-        plain = self.decode(batch, context_tokens)
-        return self.speculation.token_seconds(plain, batch) if self.speculation else plain
-
-    def score_seconds(self, tokens: float, sequences: float) -> float:
-        return self.rest.score_seconds(tokens, sequences)
+    @property
+    def transfer_form(self) -> Form:
+        return self.rest.transfer_form
 
     def swap_in_seconds(self) -> float:
         return self.rest.swap_in_seconds()
-
-    def migration_seconds(self, kv_bytes: float) -> float:
-        return self.rest.migration_seconds(kv_bytes)
 
     def barrier_seconds(self) -> float:
         return self.rest.barrier_seconds()

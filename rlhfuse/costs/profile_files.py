@@ -17,7 +17,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.cost_model import CostModel, TrainingCost
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profiled import VERSION, ProfiledCost, made_for
 
@@ -33,6 +33,13 @@ class TensorProfiles:
     @property
     def degrees(self) -> tuple[int, ...]:
         return tuple(int(profile.made_for["generation_tp"]) for profile in self.profiles)
+
+    def training_cost(self, role: str, analytic: TrainingCost) -> TrainingCost:
+        """Costs of training `role`, by the profile of its degree. Raises InputError where that was not measured."""
+        tp = analytic.layout.tp
+        if tp not in self.degrees:
+            raise InputError(f"tensor degree {tp} was not measured")
+        return self.profiles[self.degrees.index(tp)].training_cost(role, analytic)
 
     def of(self, config: RunConfig, where: str = "profile") -> ProfiledCost:
         """What a run with these layouts would have measured: each task's grids from the profile of its degree.
@@ -85,16 +92,13 @@ def load_costs(path: str | Path) -> CostModel | TensorProfiles:
     return (ProfiledCost if kind == "profile" else MeasuredCost).from_dict(raw, str(path))
 
 
-def load_run_costs(config: RunConfig, specs: Mapping[Role, ModelSpec], path: str | Path = "") -> CostModel:
-    """What `path`, default fusion.profile, holds. Raises InputError, also for a profile of other models or settings."""
-    file = path or config.fusion.profile
-    return run_costs(load_costs(file), config, specs, str(file))
-
-
 def run_costs(
     costs: CostModel | TensorProfiles, config: RunConfig, specs: Mapping[Role, ModelSpec], where: str = ""
 ) -> CostModel:
-    """What was loaded from `where`, default fusion.profile, for the layouts of `config`. Raises InputError as above."""
+    """What was loaded from `where`, default fusion.profile, for the layouts of `config`.
+
+    Raises InputError, also for a profile of other models or settings.
+    """
     where = where or config.fusion.profile
     if isinstance(costs, TensorProfiles):
         costs = costs.of(config, where)

@@ -7,7 +7,8 @@ layers as it has; embedding, output layer and loss are measured together and cou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rlhfuse.base.errors import InputError
@@ -16,11 +17,9 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel, RewardCost
+from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, RewardCost, StageSeconds, TrainingCost
 from rlhfuse.costs.fits import Grid, check_seconds
-from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
-from rlhfuse.schedule.ir.problem import StageCosts
+from rlhfuse.costs.forms.form import Form
 
 VERSION = 2
 
@@ -37,21 +36,34 @@ class TrainingGrids:
     layer_backward_input: Grid | None = None  # B and W of a split backward; None: they were not measured
     layer_weight_gradient: Grid | None = None
 
-    def stage_seconds(self, stages: int, micro: MicrobatchTokens) -> StageSeconds:
-        """Seconds of a pipeline of so many stages; both ends count for the last, whose output layer is most of them."""
-        layer = self.layer_forward(micro.tokens), self.layer_backward(micro.tokens)
-        ends = self.ends_forward(micro.outputs), self.ends_backward(micro.outputs)
-        return StageSeconds(layer, (*((0.0, 0.0),) * (stages - 1), ends), self._split(micro.tokens))
+
+@dataclass(frozen=True)
+class ProfiledTraining:
+    """A TrainingCost of measured grids; both ends count for the last stage, whose output layer is most of them."""
+
+    grids: TrainingGrids
+    layout: ParallelLayout
+
+    @property
+    def splits(self) -> bool:
+        return self.grids.layer_weight_gradient is not None
+
+    def stage_seconds(self, micro: MicrobatchTokens) -> StageSeconds:
+        grids, inner = self.grids, ((0.0, 0.0),) * (self.layout.stages - 1)
+        layer = grids.layer_forward(micro.tokens), grids.layer_backward(micro.tokens)
+        ends = grids.ends_forward(micro.outputs), grids.ends_backward(micro.outputs)
+        return StageSeconds(layer, (*inner, ends), self._split(micro.tokens))
 
     def _split(self, tokens: float) -> tuple[float, float] | None:
-        if self.layer_backward_input is None or self.layer_weight_gradient is None:
-            return None
-        return self.layer_backward_input(tokens), self.layer_weight_gradient(tokens)
+        backward, weights = self.grids.layer_backward_input, self.grids.layer_weight_gradient
+        return None if backward is None or weights is None else (backward(tokens), weights(tokens))
 
 
 @dataclass(frozen=True)
 class ProfiledCost(CostModel):
     """A CostModel of one generation instance; saves as JSON."""
+
+    measures_training = True
 
     made_for: Mapping[str, Any]  # device, dtype, tensor degrees, and each model's shape as text
     decode: Grid  # of batch, context of one sequence
@@ -66,21 +78,21 @@ class ProfiledCost(CostModel):
     def __post_init__(self) -> None:
         check_seconds("swap_in", self.swap_in)
 
-    def prefill_seconds(self, tokens: float, sequences: float) -> float:
-        return self.prefill(tokens, sequences) if tokens > 0 else 0.0
+    @cached_property
+    def decode_form(self) -> Form:
+        return Form.of_grids([(1.0, self.decode)])
 
-    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
-        return self.decode(batch, context_tokens / batch) if batch > 0 else 0.0
+    @cached_property
+    def prefill_form(self) -> Form:
+        return Form.of_grids([(1.0, self.prefill)])
 
-    def score_seconds(self, tokens: float, sequences: float) -> float:
-        """One model after the other; replicas smaller than the instance share the batch."""
-        if tokens <= 0:
-            return 0.0
-        total = 0.0
-        for role, grid in self.score.items():
-            share = max(self._part(role), min(1.0, 1 / max(sequences, 1)))
-            total += grid(tokens * share, sequences * share)
-        return total
+    @cached_property
+    def score_form(self) -> Form:
+        return Form.of_grids([(self._part(role), grid) for role, grid in self.score.items()])
+
+    @cached_property
+    def transfer_form(self) -> Form:
+        return Form.of_grids([(1.0, self.move)])
 
     def _part(self, role: str) -> float:
         """Part of an instance that a replica of a model that scores has."""
@@ -89,35 +101,19 @@ class ProfiledCost(CostModel):
     def swap_in_seconds(self) -> float:
         return self.swap_in
 
-    def migration_seconds(self, kv_bytes: float) -> float:
-        return self.move(kv_bytes) if kv_bytes > 0 else 0.0
-
     def reward_call(self) -> RewardCost | None:
         return self.reward
 
-    def stage_costs(
-        self, role: str, analytic: AnalyticCost, micro: MicrobatchTokens, tick_seconds: float, split: bool = False
-    ) -> StageCosts:
-        """`analytic.stage_costs` with measured times. Raises InputError where the tensor degree is another one."""
-        cut = tuple(map(len, analytic.layout.stage_layers(analytic.spec.layers)))
-        times = self.stage_seconds(role, analytic.layout, micro).ticks(cut, tick_seconds, split)
-        measured = dict(zip(("forward", "backward", "weight_gradient"), times))
-        return replace(analytic.stage_costs(micro, tick_seconds, split), **measured)
-
-    def splits(self, role: str) -> bool:
-        """Whether the parts of a split backward were measured."""
-        return role in self.training and self.training[role].layer_weight_gradient is not None
-
-    def stage_seconds(self, role: str, layout: ParallelLayout, micro: MicrobatchTokens) -> StageSeconds:
-        """One micro-batch, of a layer and of the ends. Raises InputError where the tensor degree is another one."""
-        known = self.training.get(role)
+    def training_cost(self, role: str, analytic: TrainingCost) -> TrainingCost:
+        known, layout = self.training.get(role), analytic.layout
         if known is None or known.tp != layout.tp:
             raise InputError(f"the profile has no training of {role} with tp({layout.tp}); profile this config again")
-        return known.stage_seconds(layout.stages, micro)
+        return ProfiledTraining(known, layout)
+
+    def score_bends(self) -> tuple[float, ...]:
+        return tuple(tokens for grid in self.score.values() for tokens in grid.axes[0])
 
     def beyond(self, sequences: float, context: float, pack: float, training: Mapping[str, float]) -> tuple[str, ...]:
-        """In words, what is larger than anything measured: decoding so many `sequences` of up to `context` tokens,
-        packs of so many tokens of an instance, and by role micro-batches of so many."""
         asked = {
             "sequences decoding": (sequences, self.decode.axes[0]),
             "tokens of a context": (context, self.decode.axes[1]),

@@ -1,21 +1,30 @@
 """What guesses cost a decode step and give it, measured: steps are not tokens where an engine speculates.
 
 A step of b sequences with g guesses gives each of them 1 + accepted / b tokens. The seconds of one token of each, which
-is what a CostModel calls a decode step, are the step's seconds over these tokens.
+is what a CostModel calls a decode step, are the step's seconds over these tokens. `GuessRows` compares them with those
+of plain steps while an engine runs; `fit_decode` puts both into a price afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
 
 import numpy as np
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.values import LARGEST
+from rlhfuse.base.json_values import LARGEST
 from rlhfuse.costs.fits import Line, check_seconds
+from rlhfuse.costs.forms.form import DecodeRow
 
 LEAST_SEQUENCES = 100  # of steps, that stand for one number of sequences; with fewer its neighbours count, too
+LEAST_STEPS, MOST_STEPS = 4, 16  # of a kind, that are compared: with fewer nothing is known, older ones are forgotten
+LEAST_GAIN = 1.03  # times as fast, below which guesses are off: tables that grow cost a little more, now and then
+PLAIN_EVERY = 16  # steps with guesses, among which one is run without
+SHORTEST_WAIT, LONGEST_WAIT = 128, 1024  # steps before guesses that are off are tried again; each is twice the last
+AGREE_EVERY = 8  # steps
 
 
 @dataclass(frozen=True)
@@ -53,19 +62,119 @@ class Speculation:
         )
         return f"{self.guess_seconds * 1e6:.2f} us each; {gains}"
 
-    def token_seconds(self, plain: float, batch: float) -> float:
-        """Seconds in which each of `batch` sequences gains a token, if a step without guesses takes `plain`."""
-        guessing, tokens = self.step(batch)
-        return (plain + guessing) / tokens
-
-    def step(self, batch: float) -> tuple[float, float]:
+    def decode_row(self, batch: float) -> DecodeRow:
         """Seconds that the guesses of a step of `batch` sequences add, and tokens that each sequence gains."""
         points = np.arange(1, len(self.tokens) + 2)
         guesses, tokens = (
             float(np.interp(batch, points, (*values, beyond)))
             for values, beyond in ((self.guesses, 0.0), (self.tokens, 1.0))
         )
-        return self.guess_seconds * guesses * batch, tokens
+        return DecodeRow(guessing=self.guess_seconds * guesses * batch, tokens=tokens)
+
+
+@dataclass
+class StepSpeeds:
+    """The last decode steps of about so many sequences; seconds are in units of what such a step roughly takes."""
+
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))  # seconds of a step without guesses
+    guessed: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))  # of one with guesses
+    tokens: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))  # that these gave each sequence
+    asked: int = 0  # steps that could have had guesses
+    off: bool = False
+    wait: int = SHORTEST_WAIT
+    again: int = 0  # the step with which guesses are tried again
+
+    @property
+    def known(self) -> bool:
+        return min(len(self.plain), len(self.guessed)) >= LEAST_STEPS
+
+    def parts(self) -> tuple[float, float]:
+        """Seconds of a step with guesses, in those of one without, and the tokens that it gives each sequence."""
+        return median(self.guessed) / median(self.plain), fmean(self.tokens)
+
+    def pays(self) -> bool:
+        """Whether a token of each sequence takes less time with guesses; supposed until both kinds are known."""
+        if not self.known:
+            return True
+        seconds, tokens = self.parts()
+        return tokens >= LEAST_GAIN * seconds
+
+    def guesses_next(self) -> bool:
+        """Whether the coming step has guesses: by counts and `off`, no clock."""
+        self.asked += 1
+        if self.off and self.asked >= self.again:
+            self.off = False
+            self.guessed.clear()
+            self.tokens.clear()
+        if self.off or self.known:
+            return not self.off and self.asked % PLAIN_EVERY > 0
+        return len(self.guessed) <= len(self.plain)
+
+    def turn(self, off: bool) -> None:
+        if off and not self.off:
+            self.again = self.asked + self.wait
+            self.wait = min(2 * self.wait, LONGEST_WAIT)
+        self.off = off
+
+
+class GuessRows:
+    """Rows that a decode step may fill, sequences and guesses together: all, or 0 where guesses do not pay.
+
+    Steps with and without guesses are compared as they are measured, apart for 1, 2, 3-4, 5-8, ... sequences.
+    """
+
+    def __init__(self, rows: int, price: Callable[[int, int], float], agree: Callable[[int], int] = int) -> None:
+        """`price`: of a step of (sequences, 0 guesses), roughly, in any unit.
+
+        `agree`: returns one rank's number on all ranks of an engine, which call it at the same steps; 64 bits.
+        """
+        self.most, self._price, self._agree = rows, price, agree
+        self._speeds = [StepSpeeds() for _ in range(rows.bit_length() + 1)]
+        self._observed = 0
+        self._news: str | None = None  # why guesses were turned off, the first time
+
+    def rows(self, sequences: int) -> int:
+        """Rows of the coming step of so many sequences, of which there is one for each call."""
+        if sequences >= self.most:
+            return 0
+        return self.most if self._speeds[_size_class(sequences)].guesses_next() else 0
+
+    def observe(self, step: DecodeObservation) -> None:
+        """Take in what a decode step took and gave; now and then, decide anew: the same on all ranks."""
+        if not 0 < step.batch < self.most:
+            return
+        speeds = self._speeds[_size_class(step.batch)]
+        seconds = step.seconds / self._price(step.batch, 0)
+        if step.guesses:
+            speeds.guessed.append(seconds)
+            speeds.tokens.append(1 + step.accepted / step.batch)
+        else:
+            speeds.plain.append(seconds)
+        self._observed += 1
+        if self._observed % AGREE_EVERY == 0 or (step.guesses and len(speeds.guessed) == LEAST_STEPS):
+            off = self._agree(sum(1 << number for number, speeds in enumerate(self._speeds) if not speeds.pays()))
+            for number, speeds in enumerate(self._speeds):
+                speeds.turn(bool(off >> number & 1))
+            if off and self._news is None:
+                self._news = self._reason(off.bit_length() - 1)
+
+    def _reason(self, number: int) -> str:
+        seconds, tokens = self._speeds[number].parts()
+        sizes = f"{(1 << number >> 1) + 1} to {1 << number}" if number > 1 else str(number + 1)
+        return (
+            f"guesses are off in steps of {sizes} samples: they make a step take {seconds:.2f} times as long and give "
+            f"{tokens:.2f} times the tokens; they are tried again now and then"
+        )
+
+    def take_news(self) -> str:
+        """Why guesses were turned off, once, for the log; "" before and afterwards."""
+        news, self._news = self._news, "" if self._news else self._news
+        return news or ""
+
+
+def _size_class(sequences: int) -> int:
+    """0, 1, 2, 3, ... for 1, 2, 3 to 4, 5 to 8, ... sequences."""
+    return (sequences - 1).bit_length()
 
 
 def fit_decode(steps: Sequence[DecodeObservation]) -> tuple[Line, Speculation | None]:

@@ -40,13 +40,13 @@ def cut_microbatches(token_lengths: Sequence[int], parts: int) -> list[list[int]
 
 
 def microbatch_sums(token_lengths: np.ndarray, parts: int) -> np.ndarray:
-    """Tokens of each list of `cut_microbatches`, in its order, in a fraction of its time. Raises InputError as it does.
+    """Tokens of each list of `cut_microbatches`, in its order; `token_lengths`: int64, one dimension.
 
-    `token_lengths`: int64, one dimension.
+    Raises InputError as it does.
     """
     _check_samples(len(token_lengths), parts)
     _check_weights(token_lengths.tolist(), parts)
-    return _part_sums(np.ascontiguousarray(token_lengths, np.int64), parts)
+    return _differencing(np.ascontiguousarray(token_lengths, np.int64), parts)[1]
 
 
 def _check_samples(samples: int, parts: int) -> None:
@@ -57,7 +57,7 @@ def _check_samples(samples: int, parts: int) -> None:
         )
 
 
-def partition(weights: Sequence[int | float], parts: int) -> list[list[int]]:
+def partition(weights: Sequence[int], parts: int) -> list[list[int]]:
     """Split the positions of `weights` (all >= 0) into `parts` lists of nearly equal sums (Karmarkar-Karp).
 
     The two most uneven partial partitions are merged, heaviest part onto lightest, until one is left; non-empty parts
@@ -65,25 +65,10 @@ def partition(weights: Sequence[int | float], parts: int) -> list[list[int]]:
     lists are ordered by their first position, empty ones last.
     """
     _check_weights(weights, parts)
-    # a partial partition: (sum, positions) of each part, heaviest first; an empty part is lighter than any other
-    heap = []
-    for position, weight in enumerate(weights):
-        state = [(weight, [position])] + [(0, [])] * (parts - 1)
-        heap.append((-_unevenness(state), position, state))
-    heapq.heapify(heap)
-    order = len(heap)  # breaks ties between equally uneven partitions: the older one first
-    while len(heap) > 1:
-        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        state = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second))]
-        state.sort(key=lambda part: (-part[0], not part[1]))
-        heapq.heappush(heap, (-_unevenness(state), order, state))
-        order += 1
-    lists = [sorted(positions) for _, positions in heap[0][2]] if heap else [[] for _ in range(parts)]
-    return sorted(lists, key=lambda positions: positions or [len(weights)])
-
-
-def _unevenness(state: list[tuple[float, list[int]]]) -> float:
-    return state[0][0] - state[-1][0]
+    lists: list[list[int]] = [[] for _ in range(parts)]
+    for position, part in enumerate(_differencing(np.array(weights, np.int64), parts)[0].tolist()):
+        lists[part].append(position)
+    return lists
 
 
 def _check_weights(weights: Sequence[int | float], parts: int) -> None:
@@ -92,14 +77,16 @@ def _check_weights(weights: Sequence[int | float], parts: int) -> None:
 
 
 @njit(cache=True)
-def _part_sums(weights: np.ndarray, parts: int) -> np.ndarray:
-    """`partition`, of which only sums and first positions are kept; empty parts are not stored but follow from counts.
+def _differencing(weights: np.ndarray, parts: int) -> tuple[np.ndarray, np.ndarray]:
+    """The list of `partition` in which each position is, and the sum of each list.
 
-    Only a partition of two weights or more has a row; it lies in the row of one of those that it was made from.
+    Empty parts are not stored but follow from counts. Only a partial partition of two weights or more has a row; it
+    lies in the row of one of those that it was made from.
     """
     count = len(weights)
     rows = np.empty((count // 2 + 1, parts, 2), np.int64)  # (sum, first position) of each part, heaviest first
     row_of, size_of = np.full(2 * count, -1), np.ones(2 * count, np.int64)
+    joined = np.arange(count)  # an earlier position of the same part, or itself
     single = np.empty((2, 1, 2), np.int64)
     merged, spare = np.empty((parts, 2), np.int64), np.empty((parts, 2), np.int64)
     heap = [(np.int64(0), 0) for _ in range(count)]
@@ -107,14 +94,14 @@ def _part_sums(weights: np.ndarray, parts: int) -> np.ndarray:
         heap[position] = (-weights[position] if parts > 1 else np.int64(0), position)
     heapq.heapify(heap)
     used = 0
-    for order in range(count, 2 * count - 1):
+    for order in range(count, 2 * count - 1):  # breaks ties between equally uneven ones: the older one first
         a, b = heapq.heappop(heap)[1], heapq.heappop(heap)[1]
-        for one, state in enumerate((a, b)):
+        for side, state in enumerate((a, b)):
             if row_of[state] < 0:
-                single[one, 0, 0], single[one, 0, 1] = weights[state], state
+                single[side, 0, 0], single[side, 0, 1] = weights[state], state
         first = rows[row_of[a]] if row_of[a] >= 0 else single[0]
         second = rows[row_of[b]] if row_of[b] >= 0 else single[1]
-        size = _merge(first, size_of[a], second, size_of[b], parts, merged)
+        size = _merge(first, size_of[a], second, size_of[b], parts, merged, joined)
         _sort_stably(merged, size, spare)
         row = max(row_of[a], row_of[b])
         if row < 0:
@@ -124,29 +111,27 @@ def _part_sums(weights: np.ndarray, parts: int) -> np.ndarray:
         row_of[order], size_of[order] = row, size
         lightest = merged[parts - 1, 0] if size == parts else 0
         heapq.heappush(heap, (lightest - merged[0, 0], order))
-    sums, first_of = np.zeros(parts, np.int64), np.full(count, -1)
-    if count == 1:
-        sums[0] = weights[0]
-    elif count > 1:
-        last = row_of[2 * count - 2]
-        for i in range(size_of[2 * count - 2]):
-            first_of[rows[last, i, 1]] = rows[last, i, 0]
-        found = 0
-        for position in range(count):
-            if first_of[position] >= 0:
-                sums[found] = first_of[position]
-                found += 1
-    return sums
+    part_of, sums, lists = np.zeros(count, np.int64), np.zeros(parts, np.int64), 0
+    for position in range(count):
+        if joined[position] == position:
+            part_of[position], lists = lists, lists + 1
+        else:
+            part_of[position] = part_of[joined[position]]
+        sums[part_of[position]] += weights[position]
+    return part_of, sums
 
 
 @njit(cache=True)
-def _merge(a: np.ndarray, a_size: int, b: np.ndarray, b_size: int, parts: int, merged: np.ndarray) -> int:
+def _merge(
+    a: np.ndarray, a_size: int, b: np.ndarray, b_size: int, parts: int, merged: np.ndarray, joined: np.ndarray
+) -> int:
     """Parts of `a` with those of `b` in reverse, those that are not empty: how many."""
     size = 0
     for i in range(parts):
         j = parts - 1 - i
         if i < a_size and j < b_size:
             merged[size, 0], merged[size, 1] = a[i, 0] + b[j, 0], min(a[i, 1], b[j, 1])
+            joined[max(a[i, 1], b[j, 1])] = merged[size, 1]
         elif i < a_size:
             merged[size, 0], merged[size, 1] = a[i, 0], a[i, 1]
         elif j < b_size:

@@ -188,16 +188,6 @@ def _check_divides(name: str, layout: ParallelLayout, generation: ParallelLayout
         )
 
 
-def inference_layout(config: RunConfig) -> str:
-    """Layout of the models that score, AUTO where it is to be chosen. Raises InputError where rows are different."""
-    rows = {f"parallel.{role}_inference": getattr(config.parallel, f"{role}_inference") for role in config.scorers()}
-    given = {str(ParallelLayout.parse(text)): text for text in rows.values() if text != AUTO}
-    if len(given) > 1:
-        told = ", ".join(f"{name}={text}" for name, text in rows.items())
-        raise InputError(f"{told}: different layouts of these are not yet runnable; set parallel.inference alone")
-    return next(iter(given.values()), AUTO if rows else config.parallel.generation)
-
-
 def possible_layouts(
     spec: ModelSpec, ranks: int, devices_per_node: int, most_replicas: int, chunks: Sequence[int] = ()
 ) -> Iterator[ParallelLayout]:

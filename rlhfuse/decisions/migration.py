@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from numba.extending import register_jitable
+
 from rlhfuse.base.errors import InputError
 
 MoveMode = Literal["kv", "tokens"]
@@ -44,10 +46,16 @@ class SampleMoveCost:
 
     def mode(self, sent_tokens: int, run_tokens: int) -> MoveMode:
         """The quicker of sending the cache of `sent_tokens` and running `run_tokens`; equal goes with the cache."""
-        volume = sent_tokens * self.kv_bytes_per_token
-        send = self.transfer_latency_seconds + volume * self.transfer_seconds_per_byte if sent_tokens else 0.0
-        run = self.prefill_latency_seconds + run_tokens * self.prefill_seconds_per_token if run_tokens else 0.0
-        return "kv" if send <= run else "tokens"
+        return "kv" if is_sent(self, sent_tokens, run_tokens) else "tokens"
+
+
+@register_jitable(error_model="numpy", _nrt=False)
+def is_sent(cost, sent_tokens, run_tokens):
+    """Whether sending the cache of `sent_tokens` takes no longer than running `run_tokens`, at a SampleMoveCost."""
+    volume = sent_tokens * cost.kv_bytes_per_token
+    send = cost.transfer_latency_seconds + volume * cost.transfer_seconds_per_byte if sent_tokens else 0.0
+    run = cost.prefill_latency_seconds + run_tokens * cost.prefill_seconds_per_token if run_tokens else 0.0
+    return send <= run
 
 
 class SharedBlocks:
@@ -215,7 +223,7 @@ def plan_migration(
     used = {i: 0 for i in chosen}
     for state in states:
         if state.instance in used:
-            used[state.instance] += _blocks(state.tokens, block_tokens)
+            used[state.instance] += blocks(state.tokens, block_tokens)
 
     room = {i: free_blocks[i] for i in chosen}
     shared = defaultdict(lambda: SharedBlocks(block_tokens))  # by (source, destination)
@@ -224,7 +232,7 @@ def plan_migration(
     for state in sorted(leaving, key=lambda s: (-s.tokens, s.sample_id)):
         by_load = sorted(chosen, key=lambda i: (used[i], i))
         along = {i: shared[state.instance, i] for i in chosen}
-        whole = _blocks(state.kv_tokens + 1, block_tokens)
+        whole = blocks(state.kv_tokens + 1, block_tokens)
         need = {i: whole - along[i].count_sent(state.shared_blocks) for i in chosen}
         roomy = [i for i in by_load if need[i] <= room[i]]
         mode = along[roomy[0]].mode(cost, state.kv_tokens, state.shared_blocks) if roomy else "tokens"
@@ -234,7 +242,7 @@ def plan_migration(
         along[destination].add(mode, state.shared_blocks)
         kv_tokens = state.kv_tokens if mode == "kv" else 0
         moves.append(SampleMove(state.sample_id, state.instance, destination, mode, kv_tokens))
-        used[destination] += _blocks(state.tokens, block_tokens)
+        used[destination] += blocks(state.tokens, block_tokens)
     return MigrationPlan(
         destinations=chosen,
         freed=tuple(i for i in range(instances) if i not in used),
@@ -271,5 +279,7 @@ def _check_states(states: Sequence[UnfinishedSample], instances: int, destinatio
             raise InputError(f"sample {state.sample_id} is on instance {state.instance} of {instances}")
 
 
-def _blocks(tokens: int, block_tokens: int) -> int:
+@register_jitable(error_model="numpy", _nrt=False)
+def blocks(tokens, block_tokens):
+    """KV blocks of so many tokens."""
     return -(-tokens // block_tokens)

@@ -7,10 +7,12 @@ the whole model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.layer_weights import layer_weights
 from rlhfuse.config.spec import ModelSpec
 
 Cells = tuple[tuple[tuple[int, ...], ...], ...]  # [pipeline][place][tensor rank] -> global rank
@@ -107,18 +109,9 @@ def _stage_weights(
 
 
 def _layer_weights(spec: ModelSpec, layer: str, element_bytes: int) -> Iterator[Weight]:
-    hidden, attention = spec.hidden * element_bytes, spec.heads * spec.head_dim
-    fused_qkv = attention + 2 * spec.kv_heads * spec.head_dim
-    yield Weight(layer + "input_layernorm.weight", spec.hidden, element_bytes, cut=False)
-    yield Weight(layer + "self_attention.linear_qkv.weight", fused_qkv, hidden)
-    if spec.qkv_bias:
-        yield Weight(layer + "self_attention.linear_qkv.bias", fused_qkv, element_bytes)
-    if spec.qk_norm:
-        for name in "qk":
-            yield Weight(f"{layer}self_attention.{name}_layernorm.weight", spec.head_dim, element_bytes, cut=False)
-    yield Weight(layer + "self_attention.linear_proj.weight", attention, hidden)
-    if spec.proj_bias:
-        yield Weight(layer + "self_attention.linear_proj.bias", spec.hidden, element_bytes, cut=False)
-    yield Weight(layer + "pre_mlp_layernorm.weight", spec.hidden, element_bytes, cut=False)
-    yield Weight(layer + "mlp.linear_fc1.weight", 2 * spec.mlp, hidden, joined=2)
-    yield Weight(layer + "mlp.linear_fc2.weight", spec.mlp, hidden)
+    for weight in layer_weights(spec):
+        cut, shapes = weight.cut or 0, list(weight.parts.values())
+        rows = sum(shape[cut] for shape in shapes)
+        row_bytes = sum(map(math.prod, shapes)) // rows * element_bytes
+        joined = 1 if weight.grouped else len(shapes)
+        yield Weight(layer + weight.name, rows, row_bytes, weight.cut is not None, joined)

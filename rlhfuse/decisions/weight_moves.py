@@ -1,7 +1,7 @@
-"""Weights from one layout to another: who sends which part of which weight to whom, and what that costs.
+"""Weights from one layout to another: who sends which part of which weight to whom (paper section 6).
 
-Weights move between the layouts of the tasks each iteration (paper section 6). The plan is the same wherever it is
-made; it runs in *buckets*, whose order is part of it (parallel/reshard.py).
+The plan is the same wherever it is made. Its rows run in *buckets*, whose order is part of it (parallel/reshard.py),
+and are what its price adds up (costs/layout_moves.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
+import numpy as np
+from numba import njit
+
 from rlhfuse.config.role import Role
-from rlhfuse.config.spec import HardwareSpec, ModelSpec
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.layouts import Task
 from rlhfuse.decisions.shards import Shard, model_shards
+from rlhfuse.decisions.weight_holders import Parts, WeightHolders
 from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells
 
 DESTINATIONS = {Role.ACTOR: "generation", Role.CRITIC: "critic_inference"}  # the critic's copy goes on to host memory
@@ -41,117 +45,149 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Bytes of one plan. `minimum_across`: what no plan can avoid sending between nodes."""
+class WeightMoves:
+    """A plan of moves, row by row in its order; int64 arrays.
 
-    stays: int
-    within: int
-    across: int
+    `parts`: [part, (weight, start, stop, bytes)], weights by their place in `names`. `rows`: [transfer, (part, source,
+    target, forwarded)]. `minimum_across`: bytes that no plan can avoid sending between nodes: those that some rank of
+    a node needs and no rank of that node has, once a node.
+    """
+
+    names: tuple[str, ...]
+    parts: np.ndarray
+    rows: np.ndarray
     minimum_across: int
-    fullest_sender: int  # most bytes that one rank sends
-    fullest_receiver: int
 
-    @staticmethod
-    def of(transfers: Iterable[Transfer], minimum: int, devices_per_node: int) -> Traffic:
-        sums, sent, received = defaultdict(int), defaultdict(int), defaultdict(int)
-        for transfer in transfers:
-            kind = _kind(transfer, devices_per_node)
-            sums[kind] += transfer.bytes
-            if kind != "stays":
-                sent[transfer.source] += transfer.bytes
-                received[transfer.target] += transfer.bytes
-        most = [max(counts.values(), default=0) for counts in (sent, received)]
-        return Traffic(sums["stays"], sums["within"], sums["across"], minimum, *most)
+    def __iter__(self) -> Iterator[Transfer]:
+        parts = self.parts.tolist()
+        for part, source, target, forwarded in self.rows.tolist():
+            weight, start, stop, size = parts[part]
+            yield Transfer(self.names[weight], start, stop, source, target, size, bool(forwarded))
 
 
-def _kind(transfer: Transfer, devices_per_node: int) -> str:
-    if transfer.source == transfer.target:
-        return "stays"
-    return "within" if transfer.source // devices_per_node == transfer.target // devices_per_node else "across"
-
-
-def plan_moves(sources: Sequence[Shard], targets: Sequence[Shard], devices_per_node: int) -> tuple[Transfer, ...]:
-    """The transfers that fill `targets` from `sources`, every byte of every target once.
+def plan_moves(has: WeightHolders, wants: WeightHolders, devices_per_node: int) -> WeightMoves:
+    """The transfers that fill what ranks want from what they have, every byte of every rank once.
 
         a rank has the part itself         copied within the rank
         a rank of its node has it          from the least loaded of these
         nobody on its node has it          once from the least loaded replica on another node to one rank of the node,
                                            which forwards it to the others there
 
-    So across nodes travel exactly the bytes that must: those that some rank of a node needs and none of it has, once.
-    Deterministic, and the same for shards in any order: the largest weights first, which balances best.
-    Raises ValueError naming the weight of which no source has a part that is needed.
+    So across nodes travel exactly the bytes that must. Deterministic, and the same for shards in any order: the largest
+    weights first, which balances best. Raises ValueError naming the weight of which no rank has a part that is needed.
     """
-    has, wants = _by_tensor(sources), _by_tensor(targets)
-    chooser = _Chooser(devices_per_node)
-    for tensor in sorted(wants, key=lambda name: (-max(shard.bytes for shard in wants[name]), name)):
-        held, shards = has.get(tensor, []), wants[tensor]
-        for start, stop in _pieces([*held, *shards]):
-            needers = [shard.rank for shard in shards if _covers(shard, start)]
-            if not needers:
+    names = tuple(sorted(wants.weights, key=lambda name: (-wants.weights[name].most_bytes, name)))
+    known: dict[tuple[Parts, Parts], np.ndarray] = {}  # weights of one shape are cut alike
+    blocks = []
+    for name in names:
+        sides = has.weights[name].parts if name in has.weights else (), wants.weights[name].parts
+        if sides not in known:
+            known[sides] = np.array(_pieces(name, *sides, wants), np.int64)
+        blocks.append(known[sides])
+    counts, pieces = list(map(len, blocks)), np.concatenate(blocks)
+    size = (pieces[:, 1] - pieces[:, 0]) * np.repeat([wants.weights[name].row_bytes for name in names], counts)
+    parts = np.column_stack([np.repeat(np.arange(len(names)), counts), pieces[:, :2], size])
+    nodes = int(max(has.ranks.max(), wants.ranks.max())) // devices_per_node + 1
+    held, needed = (side.bounds(devices_per_node, nodes) for side in (has, wants))
+    rows = _choose(parts, pieces[:, 2:], has.ranks, held, wants.ranks, needed)
+    return WeightMoves(names, parts, rows, _minimum_across(size, pieces[:, 2:], np.diff(held) > 0, np.diff(needed) > 0))
+
+
+def _pieces(name: str, held: Parts, needed: Parts, wants: WeightHolders) -> list[tuple[int, int, int, int]]:
+    """What somebody needs of a weight, between all borders: start, stop, lists of its holders and of its needers."""
+    borders = sorted({border for start, stop, _ in (*held, *needed) for border in (start, stop)})
+    pieces = []
+    for start, stop in zip(borders, borders[1:]):
+        holders, needers = (
+            next((ranks for first, end, ranks in side if first <= start < end), None) for side in (held, needed)
+        )
+        if needers is None:
+            continue
+        if holders is None:
+            raise ValueError(f"no rank has {name}[{start}:{stop}], which ranks {wants.list_of(needers)} need")
+        pieces.append((start, stop, holders, needers))
+    return pieces
+
+
+def _minimum_across(size: np.ndarray, lists: np.ndarray, holding: np.ndarray, needing: np.ndarray) -> int:
+    """`holding`, `needing`: whether a list has ranks on a node, [list, node]."""
+    pairs, which = np.unique(lists[:, 0] * len(needing) + lists[:, 1], return_inverse=True)
+    lacking = (needing[pairs % len(needing)] & ~holding[pairs // len(needing)]).sum(axis=1)
+    return int((lacking[which] * size).sum())
+
+
+@njit(cache=True)
+def _choose(
+    parts: np.ndarray,
+    lists: np.ndarray,
+    holders: np.ndarray,
+    held_on: np.ndarray,
+    needers: np.ndarray,
+    needed_on: np.ndarray,
+) -> np.ndarray:
+    """Rows of a plan: loads balance by what each rank was given before. `lists`: [part, (holders, needers)];
+    `held_on`, `needed_on`: bounds of these lists by node."""
+    nodes, world, count = held_on.shape[1] - 1, 1 + max(holders.max(), needers.max()), 0
+    for part in range(len(parts)):
+        count += needed_on[lists[part, 1], nodes] - needed_on[lists[part, 1], 0]
+    rows, row = np.empty((count, 4), np.int64), 0
+    loads = np.zeros((3, world), np.int64)
+    sent_within, sent_across, received_across = loads[0], loads[1], loads[2]
+    for part in range(len(parts)):
+        start, size, source, target = parts[part, 1], parts[part, 3], lists[part, 0], lists[part, 1]
+        for node in range(nodes):
+            low, high = needed_on[target, node], needed_on[target, node + 1]
+            if low == high:
                 continue
-            holders = sorted(shard.rank for shard in held if _covers(shard, start))
-            if not holders:
-                raise ValueError(f"no rank has {tensor}[{start}:{stop}], which ranks {needers} need")
-            chooser.serve(tensor, start, stop, shards[0].row_bytes, holders, sorted(needers))
-    return tuple(chooser.chosen)
+            near, end = held_on[source, node], held_on[source, node + 1]
+            first, own = -1, near  # the rank that the part comes to from another node; its next holder on this one
+            if near == end:
+                far = _least(sent_across, holders, held_on[source, 0], int(held_on[source, nodes]), node)
+                first = _least(received_across, needers, low, high, start)
+                rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3] = part, far, first, 0
+                row += 1
+                sent_across[far] += size
+                received_across[first] += size
+            for i in range(low, high):
+                rank = giver = needers[i]
+                if rank == first:
+                    continue
+                while own < end and holders[own] < rank:
+                    own += 1
+                if first >= 0:
+                    giver = first
+                elif own == end or holders[own] != rank:
+                    giver = _least(sent_within, holders, near, end, rank)
+                if giver != rank:
+                    sent_within[giver] += size
+                rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3] = part, giver, rank, first >= 0
+                row += 1
+    return rows
 
 
-class _Chooser:
-    """Chooses sources; remembers what it has given each rank to send and receive, so that loads balance."""
-
-    def __init__(self, devices_per_node: int) -> None:
-        self.chosen: list[Transfer] = []
-        self._node = devices_per_node
-        self._sent = {kind: defaultdict(int) for kind in ("within", "across")}
-        self._received: dict[int, int] = defaultdict(int)  # from other nodes
-
-    def serve(self, tensor: str, start: int, stop: int, row_bytes: int, holders: list[int], needers: list[int]) -> None:
-        size = (stop - start) * row_bytes
-        by_node: dict[int, list[int]] = defaultdict(list)
-        for rank in needers:
-            by_node[rank // self._node].append(rank)
-        for node, here in by_node.items():
-            near = [rank for rank in holders if rank // self._node == node]
-            forwarded = not near
-            if forwarded:
-                far = self._least(self._sent["across"], holders, node)
-                first = self._least(self._received, here, start)
-                self.chosen.append(Transfer(tensor, start, stop, far, first, size))
-                self._sent["across"][far] += size
-                self._received[first] += size
-                near = [first]
-                here = [rank for rank in here if rank != first]
-            for rank in here:
-                source = rank if rank in near else self._least(self._sent["within"], near, rank)
-                self.chosen.append(Transfer(tensor, start, stop, source, rank, size, forwarded))
-                self._sent["within"][source] += size if source != rank else 0
-
-    @staticmethod
-    def _least(load: dict[int, int], ranks: list[int], turn: int) -> int:
-        """The least loaded rank; ties go round with `turn`."""
-        return min(ranks, key=lambda rank: (load[rank], (rank - turn) % (ranks[-1] + 1)))
+@njit(cache=True)
+def _least(load: np.ndarray, ranks: np.ndarray, low: int, high: int, turn: int) -> int:
+    """The least loaded of ranks[low:high]; ties go round with `turn`."""
+    around = ranks[high - 1] + 1
+    turn %= around
+    best, least, after = -1, 0, 0
+    for i in range(low, high):
+        rank = ranks[i]
+        if best < 0 or load[rank] <= least:
+            turned = rank - turn if rank >= turn else rank - turn + around
+            if best < 0 or load[rank] < least or turned < after:
+                best, least, after = rank, load[rank], turned
+    return best
 
 
-def minimum_across(sources: Sequence[Shard], targets: Sequence[Shard], devices_per_node: int) -> int:
-    """Bytes that some rank of a node needs and no rank of that node has, each counted once per node."""
-    has, total = _by_tensor(sources), 0
-    for tensor, shards in _by_tensor(targets).items():
-        held = has.get(tensor, [])
-        for start, stop in _pieces([*held, *shards]):
-            needing = {shard.rank // devices_per_node for shard in shards if _covers(shard, start)}
-            having = {shard.rank // devices_per_node for shard in held if _covers(shard, start)}
-            total += len(needing - having) * (stop - start) * shards[0].row_bytes
-    return total
-
-
-def in_buckets(transfers: Sequence[Transfer], bucket_bytes: int) -> tuple[tuple[Transfer, ...], ...]:
+def in_buckets(moves: Iterable[Transfer], bucket_bytes: int) -> tuple[tuple[Transfer, ...], ...]:
     """Cut a plan into buckets in which no rank sends and receives more than `bucket_bytes`, or than two rows.
 
     Copies within a rank need no other memory and are in the first bucket. A part is at most half a bucket, and goes
     into the first that is at most half full at both its ends. Targets begin at different places of what they receive,
     so that not all ask the same sources at once; what is forwarded comes in a later bucket than its arrival.
     """
+    transfers = list(moves)
     buckets: list[list[Transfer]] = [[transfer for transfer in transfers if transfer.source == transfer.target]]
     load: dict[tuple[int, int], int] = defaultdict(int)  # (rank, bucket) -> bytes
     closed: dict[int, int] = defaultdict(int)  # rank -> bit b is set where bucket b is more than half full
@@ -196,47 +232,6 @@ def _taking_turns(transfers: Sequence[Transfer]) -> list[Transfer]:
         first = place * len(mine) // len(by_target)
         turned.append(mine[first:] + mine[:first])
     return [transfer for row in zip_longest(*turned) for transfer in row if transfer is not None]
-
-
-def move_seconds(transfers: Iterable[Transfer], hardware: HardwareSpec, devices_per_node: int) -> float:
-    """Seconds until the busiest rank is done: its copies, its node's links and the network, one after the other."""
-    busy = {kind: (defaultdict(int), defaultdict(int)) for kind in ("stays", "within", "across")}
-    for transfer in transfers:
-        sent, received = busy[_kind(transfer, devices_per_node)]
-        sent[transfer.source] += transfer.bytes
-        received[transfer.target] += transfer.bytes
-    rates = move_rates(hardware)
-    ranks = {rank for pair in busy.values() for counts in pair for rank in counts}
-    return max(
-        (sum(max(side[rank] for side in busy[kind]) / rate for kind, rate in rates.items()) for rank in ranks),
-        default=0.0,
-    )
-
-
-def move_rates(hardware: HardwareSpec) -> dict[str, float]:
-    """Bytes per second of a rank, by kind of transfer."""
-    return {
-        "stays": hardware.memory_bandwidth / 2,  # read and written
-        "within": hardware.node_link_bandwidth,
-        "across": hardware.cross_link_bandwidth,
-    }
-
-
-def _by_tensor(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
-    by_tensor: dict[str, list[Shard]] = defaultdict(list)
-    for shard in shards:
-        by_tensor[shard.tensor].append(shard)
-    return by_tensor
-
-
-def _pieces(shards: Sequence[Shard]) -> Iterator[tuple[int, int]]:
-    """The finest parts between all borders of these shards."""
-    borders = sorted({border for shard in shards for segment in shard.segments for border in segment})
-    return zip(borders, borders[1:])
-
-
-def _covers(shard: Shard, start: int) -> bool:
-    return any(first <= start < stop for first, stop in shard.segments)
 
 
 def shards_of_move(

@@ -17,10 +17,10 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.cpu.sampling import draw_rows
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.speculation.ngrams import propose
-from rlhfuse.models.cpu.decoder import multiply_to_rows
-from rlhfuse.models.cpu.packed_attention import packed_attention
-from rlhfuse.models.cpu.row_norm import normalize_backward, row_norm
-from rlhfuse.models.cpu.swiglu import swiglu
+from rlhfuse.models.attention.packed.cpu import packed_attention
+from rlhfuse.models.layers.decode_layer_cpu import multiply_to_rows
+from rlhfuse.models.layers.norm import exact_rms_norm, normalize_backward
+from rlhfuse.models.layers.swiglu import exact_swiglu
 
 # The last kernels that each part compiles; about as many seconds each.
 PARTS = {"training": (normalize_backward,), "layers": (multiply_to_rows,), "draws": (draw_rows, propose)}
@@ -32,15 +32,15 @@ def compile_kernels(dtype: torch.dtype = torch.float32, parts: Sequence[str] = t
         one = torch.ones(1, 1, 2, requires_grad=True)
         tables = torch.ones(1, 1), torch.ones(1, 1)
         packed_attention(one, one, one, tables, torch.tensor([0, 1])).sum().backward()
-        swiglu(one).sum().backward()
-        row_norm(one, torch.ones(2, requires_grad=True), 1e-6).sum().backward()
+        exact_swiglu(one).sum().backward()
+        exact_rms_norm(one, torch.ones(2, requires_grad=True), 1e-6).sum().backward()
     if "layers" in parts:  # the first part of a prompt, which draws nothing
         engine = _tiny_engine(dtype, max_batched_tokens=2, draft_rows=0)
         engine.add(0, [1, 2, 3], SamplingParams(max_tokens=2))
         engine.step()
     if "draws" in parts:  # of any logits, and guesses
         engine = _tiny_engine(dtype)
-        forward: Any = engine.runner._forward
+        forward: Any = engine.forward
         forward.forward = lambda batch, cache: torch.zeros(len(batch.draw_rows), engine.spec.vocab)
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, top_k=2, top_p=0.9, ignore_eos=True))
 

@@ -8,10 +8,8 @@ On CPU a float32 sample's bits depend on its request alone. A GPU's steps are la
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,34 +18,22 @@ from torch import Tensor
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.migration import MoveMode
+from rlhfuse.costs.speculation import GuessRows
+from rlhfuse.decisions.migration import MoveMode, UnfinishedSample
 from rlhfuse.gen.core.block_manager import BlockManager
-from rlhfuse.gen.core.draws import Draws
-from rlhfuse.gen.core.forward_batch import ForwardBatch, ScheduledSequence
 from rlhfuse.gen.core.kv_cache import KVCache
+from rlhfuse.gen.core.model_shard import ModelWeights
 from rlhfuse.gen.core.scheduler import Scheduler
 from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams, Sequence, new_sequence
+from rlhfuse.gen.forward import choose_forward
 from rlhfuse.gen.migration.import_transaction import ImportTransaction
 from rlhfuse.gen.migration.kv_transfer import BlockShape, KVTransfer, TransferManifest, prepare_transfer
-from rlhfuse.gen.model_runner import EngineOptions, ModelRunner
-from rlhfuse.gen.sampler import draw_batch
+from rlhfuse.gen.options import EngineOptions
 from rlhfuse.gen.speculation.drafter import Drafter
-from rlhfuse.gen.steps import Drawing, LaunchedStep, StepStats
-from rlhfuse.gen.stop_text import completes_stop_text, read_tokenizer
+from rlhfuse.gen.step_loop import StepLoop, StepStats
+from rlhfuse.gen.stop_text import read_tokenizer
 
-__all__ = ["Engine", "EngineOptions", "GenerationResult", "SamplingParams", "StepStats", "UnfinishedSequence"]
-
-
-@dataclass(frozen=True)
-class UnfinishedSequence:
-    """An unfinished sample as others see it."""
-
-    sample_id: int
-    kv_tokens: int  # tokens in the cache
-    total_tokens: int  # prompt and response so far
-    blocks: int  # KV blocks held (a shared block counts for each sequence)
-    shared_blocks: tuple[int, ...]  # those of them that others use too
-    waiting: bool  # not running: never started, or preempted
+__all__ = ["Engine", "EngineOptions", "GenerationResult", "SamplingParams", "StepStats"]
 
 
 class Engine:
@@ -71,25 +57,23 @@ class Engine:
             raise InputError(f"dtype={dtype} is not supported; use float32 or bfloat16")
         self.spec, self.options, self.dtype = spec, options, dtype
         self.device = torch.device(device)
-        self.runner = ModelRunner(spec, weights, options, device=self.device, dtype=dtype, tp_group=tp_group)
+        self.forward, self.lines = choose_forward(spec, options, self.device, dtype, tp_group)
         self.scheduler = Scheduler(
             BlockManager(options.num_blocks, options.block_tokens), options.max_sequences, options.max_batched_tokens
         )
-        self._cache: KVCache | None = self.runner.new_cache() if weights is not None else None  # None: paused
-        self._kept: KVCache | None = None  # of a paused engine that keeps its memory
         self._sequences: dict[int, Sequence] = {}  # unfinished, by sample id
         self._block_shape = BlockShape(
             spec.layers, options.block_tokens, spec.kv_heads, spec.head_dim, str(dtype).removeprefix("torch.")
         )
-        rows = self.runner.draft_rows
-        self.drafter = Drafter(spec.vocab, rows, self.runner.step_price) if rows else None
+        self.loop = StepLoop(self.scheduler, self.forward, options, self.new_drafter(), self._remove, detokenize)
+        self._has_tokenizer = detokenize is not None
         self._exporting: list[int] = []  # sample ids offered to another engine
-        self._in_flight: LaunchedStep | None = None  # launched, its draws are not read
         self._ended: list[GenerationResult] = []  # found finished outside of step()
-        self._certain_end = False  # one of its sequences ends with it, whatever is drawn
-        self._clock = self._seconds = 0.0  # when the running call began; spent in earlier ones since draws were read
-        self._detokenize = detokenize
-        self.last_step = StepStats(0, 0, 0, 0.0)
+        self.weights: ModelWeights | None = None
+        if weights is not None:
+            self._bind(weights)
+        self._cache = self._new_cache() if self.weights else None  # None: paused
+        self._kept: KVCache | None = None  # of a paused engine that keeps its memory
 
     @staticmethod
     def from_pretrained(
@@ -144,29 +128,16 @@ class Engine:
         """Run one forward pass and draw; returns the samples that finished. Nothing to do gives []."""
         if self._cache is None:
             raise RuntimeError("the engine is paused; call resume() first")
-        if self.runner.weights is None:
+        if self.weights is None:
             raise RuntimeError("the engine has no weights; call load_weights() first")
         self._check_not_exporting()
-        self.last_step = StepStats(0, 0, 0, 0.0)
-        self._clock = self._now()
         finished, self._ended = self._ended, []
-        try:
-            if self._in_flight and (self._certain_end or self.free_blocks < len(self.scheduler.running)):
-                finished += self._read()  # who ends would need a place that it hasn't, or others lack its blocks
-            if self.drafter and self.drafter.is_due(len(self.scheduler.running)):
-                finished += self._read()  # guesses follow what was drawn
-            step = self._launch()
-            finished += self._read()
-            if step and self.runner.runs_ahead and not step.drafted_tokens:
-                self._leave(step)
-            elif step:
-                finished += self._end(step)
-        except BaseException:
-            self._forget_step()
-            self.scheduler.preempt_all()  # blocks may be half written: run their tokens again
-            raise
-        self._seconds += self._now() - self._clock
-        return finished
+        return finished + self.loop.step(self._cache)
+
+    @property
+    def last_step(self) -> StepStats:
+        """What the last call of `step` read the draws of."""
+        return self.loop.last_step
 
     def settle(self) -> list[GenerationResult]:
         """Read the draws of a step that was launched ahead; returns the samples that finished."""
@@ -193,16 +164,15 @@ class Engine:
         """Those in the engine, also one that ended in a step not yet read."""
         return len(self._sequences)
 
-    def unfinished(self) -> list[UnfinishedSequence]:
-        """All unfinished samples: running, oldest first, then waiting."""
+    def unfinished(self, instance: int = 0) -> list[UnfinishedSample]:
+        """All unfinished samples of this engine, `instance` to others: running, oldest first, then waiting."""
         self._settle()
-        samples = []
-        for queue in (self.scheduler.running, self.scheduler.waiting):
-            for seq in queue:
-                facts = seq.sample_id, seq.computed_tokens, seq.total_tokens, len(seq.block_table)
-                shared = tuple(self.scheduler.blocks.shared(seq))
-                samples.append(UnfinishedSequence(*facts, shared, waiting=queue is self.scheduler.waiting))
-        return samples
+        return [
+            UnfinishedSample(
+                seq.sample_id, instance, seq.total_tokens, seq.computed_tokens, self.scheduler.blocks.shared(seq)
+            )
+            for seq in (*self.scheduler.running, *self.scheduler.waiting)
+        ]
 
     @property
     def free_blocks(self) -> int:
@@ -259,13 +229,13 @@ class Engine:
         if self.options.keep_memory:
             self._kept = self._cache or self._kept
         else:
-            self.runner.release()
+            self.forward.release()
         self._cache = None
 
     def resume(self) -> None:
         """Allocate the KV cache again, unless it was kept."""
         if self._cache is None:
-            self._cache, self._kept = self._kept or self.runner.new_cache(), None
+            self._cache, self._kept = self._kept or self._new_cache(), None
 
     @property
     def cache_bytes(self) -> int:
@@ -277,19 +247,33 @@ class Engine:
         """Let go of the weights until the next `load_weights`. Raises RuntimeError unless the engine is paused."""
         if self._cache is not None:
             raise RuntimeError("the engine is running; call pause() first")
-        self.runner.unbind()
+        self.forward.unbind()
+        self.weights = None
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Read from these tensors, or new values in old ones; unfinished samples are run again from their tokens."""
         self._check_not_exporting()
         self._settle()
-        self.runner.bind(weights)
+        self._bind(weights)
         self.scheduler.preempt_all()
 
     def learn(self, responses: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
         """All (prompt, response) of an iteration that is over, wherever they were drawn: guesses follow them."""
-        if self.drafter:
-            self.drafter.end_iteration(responses)
+        if self.loop.drafter:
+            self.loop.drafter.end_iteration(responses)
+
+    def news(self) -> str:
+        """What a log should say, once and by the first tensor rank; "" where there is nothing."""
+        drafter = self.loop.drafter if self.forward.parallel.rank == 0 else None
+        return drafter.measured.take_news() if drafter and drafter.measured else ""
+
+    def new_drafter(self) -> Drafter | None:
+        """One that has learnt nothing, if the engine guesses."""
+        rows, forward, measured = self.options.draft_rows, self.forward, None
+        if rows is None:
+            rows = forward.idle_rows
+            measured = GuessRows(rows, forward.step_price, forward.parallel.first)
+        return Drafter(self.spec.vocab, rows, forward.step_price, measured) if rows else None
 
     def check_integrity(self) -> None:
         """Assert that blocks, tables and queues agree; for tests and after errors."""
@@ -297,116 +281,21 @@ class Engine:
         assert {seq.sample_id: seq for seq in queued} == self._sequences, "queues and samples disagree"
         self.scheduler.check_integrity()
 
-    def _launch(self) -> LaunchedStep | None:
-        """Launch the next step, if there is anything to run."""
-        assert self._cache is not None
-        reused_before = self.scheduler.reused_tokens
-        scheduled = self._with_guesses(self.scheduler.schedule())
-        if not scheduled:
-            return None
-        batch = ForwardBatch.of(scheduled, self.scheduler.table, self.options.block_tokens)
-        decoding = sum(count == 1 and draws and bool(seq.tokens) for seq, count, draws, _ in scheduled)
-        drafted = sum(len(guesses) for _, _, _, guesses in scheduled)
-        drawing = [seq for seq, _, draws, guesses in scheduled if draws for _ in range(1 + len(guesses))]
-        totals = batch.positions[batch.draw_rows] + 1
-        draws = draw_batch(drawing, totals, self.scheduler.table, batch.guesses)
-        launched = self.runner.launch(batch, draws, self._cache)
-        self.scheduler.complete(scheduled)
-        return LaunchedStep(
-            [Drawing(seq, guesses) for seq, _, draws, guesses in scheduled if draws],
-            launched,
-            batch=len(scheduled),
-            prefill_tokens=len(batch.tokens) - decoding - drafted,
-            context_tokens=int(batch.contexts.sum()) - drafted,
-            reused_tokens=self.scheduler.reused_tokens - reused_before,
-        )
-
-    def _with_guesses(self, scheduled: list[ScheduledSequence]) -> list[ScheduledSequence]:
-        """The same, and what the drafter guesses that decoding sequences will draw, where there is room for it."""
-        rows = self.scheduler.room_for_guesses(scheduled, self.drafter.draft_rows) if self.drafter else 0
-        if self.drafter is None or not rows or not scheduled:
-            return scheduled
-        each = self.runner.guesses_each(len(scheduled))
-        guesses = self.drafter.propose([seq for seq, _, _, _ in scheduled], self.scheduler.table, rows, each)
-        return self.scheduler.add_guesses(scheduled, guesses) if any(guesses) else scheduled
-
-    def _leave(self, step: LaunchedStep) -> None:
-        """Let a step run while the next is scheduled; its draws stand as their places until they are read."""
-        self._in_flight, self._certain_end = step, False
-        for (seq, _), place in zip(step.drawing, step.launched.places.tolist()):
-            if seq.finish_reason is None:
-                seq.tokens.append(~place)
-                self._certain_end |= seq.total_tokens >= seq.max_total_tokens
-
-    def _forget_step(self) -> None:
-        """Take the places of draws that were not read back; the same will be drawn again."""
-        step, self._in_flight = self._in_flight, None
-        for seq, _ in step.drawing if step else ():
-            if seq.finish_reason is None:
-                seq.tokens.pop()
-
-    def _read(self) -> list[GenerationResult]:
-        """Finish the step in flight, if there is one; returns the samples that finished."""
-        step = self._in_flight
-        self._forget_step()
-        return self._end(step) if step else []
-
     def _settle(self) -> None:
-        """`_read` outside of `step`."""
-        self._clock = self._now()
-        try:
-            self._ended += self._read()
-        except BaseException:
-            self.scheduler.preempt_all()
-            raise
+        self._ended += self.loop.settle()
 
-    def _end(self, step: LaunchedStep) -> list[GenerationResult]:
-        """Take the draws of a step in; returns the samples that finished."""
-        draws, finished = step.launched.read(), []
-        row = accepted = 0
-        for number, (seq, guesses) in enumerate(step.drawing):
-            if seq.finish_reason is None:  # else it ended in the step before, not read when this one was launched
-                accepted += self._take_run(number, seq, guesses, draws, row)
-                if seq.finish_reason is not None:
-                    self._remove(seq)
-                    finished.append(seq.result())
-            row += 1 + len(guesses)
-        now = self._now()
-        self.last_step = step.stats(self._seconds + now - self._clock, accepted)
-        self._clock, self._seconds = now, 0.0
-        return finished
+    def _new_cache(self) -> KVCache:
+        """An empty cache of this rank's KV heads, in the layout that its kernels read."""
+        shape, forward = self._block_shape, self.forward
+        blocks, kv_heads = self.options.num_blocks + forward.spare_blocks, shape.kv_heads // forward.parallel.size
+        sizes = shape.layers, blocks, shape.block_tokens, kv_heads, shape.head_dim
+        return forward.cache_type(*sizes, dtype=self.dtype, device=self.device)
 
-    def _now(self) -> float:
-        """Seconds on a clock that stands still while a CUDA graph is captured."""
-        return time.perf_counter() - self.runner.recording_seconds
-
-    def _take_run(self, number: int, seq: Sequence, guesses: list[int], draws: Draws, row: int) -> int:
-        """Take a sequence's draws in, from `row` on and as far as its guesses foresaw them; returns how many did."""
-        self._take(seq, draws.tokens[row], draws.logprobs[row])
-        if not guesses:
-            return 0
-        right, tried = 0, 0
-        while tried < len(guesses) and seq.finish_reason is None and right == tried:
-            tried += 1
-            if draws.tokens[row + right] == guesses[right]:
-                right += 1
-                self._take(seq, draws.tokens[row + right], draws.logprobs[row + right])
-        assert self.drafter is not None, "who else has guessed"
-        self.drafter.told(number, tried, right)
-        if seq.finish_reason is None:
-            self.scheduler.accept_guesses(seq, right)
-        return right
-
-    def _take(self, seq: Sequence, token: int, logprob: float) -> None:
-        if token < 0:
-            seq.finish_reason = "error"
-            return
-        seq.append(token, logprob)
-        params = seq.params
-        if params.stop and seq.finish_reason != "stop" and len(seq.tokens) >= params.min_tokens:
-            assert self._detokenize is not None, "checked when the sample was added"
-            if completes_stop_text(seq.tokens, params.stop, self._detokenize):
-                seq.finish_reason = "stop"
+    def _bind(self, weights: Mapping[str, Tensor]) -> None:
+        # Everything is checked before anything is replaced: after an InputError the old weights still serve.
+        taken = ModelWeights.take(weights, self.spec, self.forward.parallel.size, self.dtype, self.device)
+        self.weights = taken
+        self.forward.bind(taken)
 
     def _sequence(self, sample_id: int, prompt: list[int], params: SamplingParams) -> Sequence:
         """A checked sequence, not yet entered."""
@@ -415,7 +304,7 @@ class Engine:
         if sample_id in self._sequences:
             raise InputError(f"sample {sample_id} is already in the engine; use another id")
         cache_tokens = self.options.block_tokens * self.options.num_blocks
-        return new_sequence(sample_id, prompt, params, self.spec, cache_tokens, self._detokenize is not None)
+        return new_sequence(sample_id, prompt, params, self.spec, cache_tokens, self._has_tokenizer)
 
     def _add(self, seq: Sequence) -> None:
         self._sequences[seq.sample_id] = seq
@@ -423,8 +312,8 @@ class Engine:
 
     def _remove(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)
-        if self.drafter:
-            self.drafter.learn(seq)
+        if self.loop.drafter:
+            self.loop.drafter.learn(seq)
         del self._sequences[seq.sample_id]
 
     def _find(self, sample_id: int) -> Sequence:

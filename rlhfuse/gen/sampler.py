@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfuse.gen.core.draws import DrawBatch, Draws
+from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import RunningTable
 from rlhfuse.gen.core.sequence import Sequence
 from rlhfuse.gen.cpu import sampling
-from rlhfuse.gen.gpu.draws import DrawInputs
-from rlhfuse.models.cpu.tiles import share_threads
+from rlhfuse.gen.gpu.draws import DrawInputs, DrawKernels
 
 
 def draw_batch(
@@ -45,18 +44,19 @@ def _banned(drawing: list[Sequence], early: np.ndarray) -> np.ndarray:
     return banned
 
 
-def draw_tokens(logits: Tensor, batch: DrawBatch) -> Draws:
-    """One draw per row of `batch`; logits [R or more, vocab] float32 on the CPU."""
-    if not len(batch.keys):
-        return Draws([], [])
-    tokens, logprobs = _draw_rows(logits, batch)
-    return Draws(tokens.tolist(), logprobs.tolist())
+def draw_kernels(device: torch.device) -> DrawKernels:
+    """Who draws on this device without waiting for it."""
+    if device.type != "cuda":
+        return DrawKernels(feed, draw_into)
+    from rlhfuse.gen.gpu import sampling as on_gpu  # Triton is there where CUDA is
+
+    return DrawKernels(on_gpu.feed, on_gpu.draw)
 
 
 def draw_into(logits: Tensor, inputs: DrawInputs, outputs: Tensor) -> None:
     """What gen/gpu/sampling.py does on a GPU, of logits [rows, vocab] on the CPU."""
     places, batch = inputs.unpack()
-    tokens, logprobs = _draw_rows(logits[torch.from_numpy(places)].float(), batch)
+    tokens, logprobs = sampling.draw_logits(logits[torch.from_numpy(places)].float(), batch)
     outputs.numpy()[:, places] = tokens.astype(np.int32), logprobs.view(np.int32)
 
 
@@ -64,14 +64,3 @@ def feed(tokens: Tensor, newest: Tensor) -> None:
     """Tokens ~i become the i-th of `newest`, in place."""
     fed = (tokens < 0).nonzero()[:, 0]
     tokens[fed] = newest[~tokens[fed]]
-
-
-def _draw_rows(logits: Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [R] int64 and log-probabilities [R] float32."""
-    share_threads()
-    # Rows of a wider buffer are copied: the kernel is compiled for rows without gaps, which it reads several times.
-    rows = np.ascontiguousarray(logits.numpy())
-    guesses = np.full(len(batch.keys), -1) if batch.guesses is None else batch.guesses
-    starts = np.flatnonzero(np.concatenate(([True], guesses[:-1] < 0)))
-    parameters = batch.temperatures, batch.top_ks, batch.top_ps, batch.banned
-    return sampling.draw_rows(rows, batch.keys, *parameters, starts, guesses)

@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.models.attention import varlen_attention
+from rlhfuse.models.attention.backends import varlen_attention
 from rlhfuse.models.heads import ScalarHead, VocabularyHead
-from rlhfuse.models.operations import Operations, operations_for
-from rlhfuse.models.rotary import RotaryTables
-from rlhfuse.models.transformer_engine import LayerSlots, transformer_engine_slots
+from rlhfuse.models.layers.operations import Operations, operations_for
+from rlhfuse.models.layers.rotation import RotaryTables
+from rlhfuse.models.layers.transformer_engine import LayerSlots, transformer_engine_slots
 from rlhfuse.parallel.device import Device, fake_cuda
 from rlhfuse.parallel.groups import ModelGrid
 
@@ -217,7 +217,8 @@ def build_model(
     when they are written: for who fills them there, or takes the device's memory for them later.
     `transformer_engine`: with its layers, of the same weights.
     """
-    stage = _stage_on(grid, rank, stage)
+    if stage is None:
+        (stage,) = grid.stages_of(rank)
     layers = stage_layers(spec, grid)
     shards = activations.sequence_parallel and grid.tp > 1
     place = Device(torch.device("cpu"), device.backend) if on_host else device
@@ -259,17 +260,6 @@ def build_model(
 def stage_layers(spec: ModelSpec, grid: ModelGrid) -> tuple[range, ...]:
     """Global layer numbers of each stage of `grid`, chunks included."""
     return grid.layout.stage_layers(spec.layers)
-
-
-def _stage_on(grid: ModelGrid, rank: int, stage: int | None) -> int:
-    held = grid.stages_of(rank)
-    if stage is None:
-        if len(held) != 1:
-            raise ValueError(f"rank {rank} holds the stages {held}: say which of them")
-        return held[0]
-    if stage not in held:
-        raise ValueError(f"stage {stage} is not on rank {rank}, which holds {held}")
-    return stage
 
 
 def _prepare_sequence_parallel() -> None:

@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from rlhfuse.models.linear_logprobs import VocabularyShard, linear_logprobs
-from rlhfuse.models.operations import operations_for
+from rlhfuse.models.layers.operations import operations_for
+from rlhfuse.models.logprobs.linear_logprobs import VocabularyShard, linear_logprobs
 
 
 class ScalarHead(torch.nn.Module):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import JsonModel, parse_json, read_json
+from rlhfuse.config.layer_weights import layer_weights
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf_names import JOINED, LM_HEAD, SCALAR_HEAD, expected_tensors, joined, layer_shapes
 
@@ -186,7 +187,7 @@ def load_weights(
     if first:
         weights["embedding.word_embeddings.weight"] = _vocab_part(read, spec, "model.embed_tokens", tp_rank, tp_size)
     for local, layer in enumerate(range(spec.layers) if layers is None else layers):
-        weights |= _layer_weights(read, spec, f"model.layers.{layer}.", f"decoder.layers.{local}.", tp_rank, tp_size)
+        weights |= _layer(read, spec, f"model.layers.{layer}.", f"decoder.layers.{local}.", tp_rank, tp_size)
     if last:
         weights["decoder.final_layernorm.weight"] = read.part("model.norm.weight")
         if scalar_head:
@@ -206,31 +207,16 @@ def _vocab_part(read: _Reader, spec: ModelSpec, module: str, tp_rank: int, tp_si
     return torch.nn.functional.pad(stored, (0, 0, 0, size - len(stored)))
 
 
-def _layer_weights(read: _Reader, spec: ModelSpec, hf: str, ours: str, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
-    groups = spec.kv_heads // tp_size
-
-    def fused_qkv(kind: str) -> Tensor:
-        parts = [read.part(f"{hf}self_attn.{n}_proj.{kind}", tp_rank, tp_size) for n in "qkv"]
-        by_group = [p.view(groups, -1, *p.shape[1:]) for p in parts]
-        return torch.cat(by_group, dim=1).reshape(-1, *parts[0].shape[1:]).contiguous()
-
-    gate_up = [read.part(f"{hf}mlp.{n}_proj.weight", tp_rank, tp_size) for n in ("gate", "up")]
-    weights = {
-        "input_layernorm.weight": read.part(hf + "input_layernorm.weight"),
-        "self_attention.linear_qkv.weight": fused_qkv("weight"),
-        "self_attention.linear_proj.weight": read.part(hf + "self_attn.o_proj.weight", tp_rank, tp_size, dim=1),
-        "pre_mlp_layernorm.weight": read.part(hf + "post_attention_layernorm.weight"),
-        "mlp.linear_fc1.weight": torch.cat(gate_up),
-        "mlp.linear_fc2.weight": read.part(hf + "mlp.down_proj.weight", tp_rank, tp_size, dim=1),
-    }
-    if spec.qkv_bias:
-        weights["self_attention.linear_qkv.bias"] = fused_qkv("bias")
-    if spec.proj_bias:
-        weights["self_attention.linear_proj.bias"] = read.part(hf + "self_attn.o_proj.bias")
-    if spec.qk_norm:
-        for n in "qk":
-            weights[f"self_attention.{n}_layernorm.weight"] = read.part(f"{hf}self_attn.{n}_norm.weight")
-    return {ours + name: tensor for name, tensor in weights.items()}
+def _layer(read: _Reader, spec: ModelSpec, hf: str, ours: str, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
+    weights = {}
+    for weight in layer_weights(spec):
+        cut = (0, 1, 0) if weight.cut is None else (tp_rank, tp_size, weight.cut)
+        parts = [read.part(hf + name, *cut) for name in weight.parts]
+        if weight.grouped:
+            by_group = [part.view(spec.kv_heads // tp_size, -1, *part.shape[1:]) for part in parts]
+            parts = [torch.cat(by_group, dim=1).flatten(0, 1)]
+        weights[ours + weight.name] = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return weights
 
 
 def hf_tensors(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool) -> Iterator[tuple[str, Tensor]]:
@@ -243,28 +229,15 @@ def hf_tensors(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool
     if scalar_head:
         yield SCALAR_HEAD, weights["output_layer.weight"]
     elif not spec.tied_embeddings:
-        yield "lm_head.weight", weights["output_layer.weight"][: spec.vocab]
+        yield LM_HEAD, weights["output_layer.weight"][: spec.vocab]
 
 
 def _hf_layer(weights: Mapping[str, Tensor], spec: ModelSpec, hf: str, ours: str) -> dict[str, Tensor]:
-    out, q, d = {}, spec.heads // spec.kv_heads, spec.head_dim
-    for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-        fused = weights[f"{ours}self_attention.linear_qkv.{kind}"]
-        grouped = fused.view(spec.kv_heads, (q + 2) * d, *fused.shape[1:])
-        for n, part in zip("qkv", grouped.split([q * d, d, d], dim=1)):
-            out[f"{hf}self_attn.{n}_proj.{kind}"] = part.reshape(-1, *fused.shape[1:])
-    gate, up = weights[ours + "mlp.linear_fc1.weight"].chunk(2)
-    out |= {
-        hf + "input_layernorm.weight": weights[ours + "input_layernorm.weight"],
-        hf + "self_attn.o_proj.weight": weights[ours + "self_attention.linear_proj.weight"],
-        hf + "post_attention_layernorm.weight": weights[ours + "pre_mlp_layernorm.weight"],
-        hf + "mlp.gate_proj.weight": gate,
-        hf + "mlp.up_proj.weight": up,
-        hf + "mlp.down_proj.weight": weights[ours + "mlp.linear_fc2.weight"],
-    }
-    if spec.proj_bias:
-        out[hf + "self_attn.o_proj.bias"] = weights[ours + "self_attention.linear_proj.bias"]
-    if spec.qk_norm:
-        norms = {n: weights[f"{ours}self_attention.{n}_layernorm.weight"] for n in "qk"}
-        out |= {f"{hf}self_attn.{n}_norm.weight": norm for n, norm in norms.items()}
+    out = {}
+    for weight in layer_weights(spec):
+        whole = weights[ours + weight.name]
+        groups = spec.kv_heads if weight.grouped else 1
+        rows = [shape[0] // groups for shape in weight.parts.values()]
+        for name, part in zip(weight.parts, whole.unflatten(0, (groups, -1)).split(rows, dim=1)):
+            out[hf + name] = part.flatten(0, 1)
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from rlhfuse.config.layer_weights import layer_weights
 from rlhfuse.config.spec import ModelSpec
 
 SCALAR_HEAD, LM_HEAD = "score.weight", "lm_head.weight"
@@ -15,6 +16,11 @@ JOINED = {  # by architecture: names in a layer of tensors that hold several, on
     }
 }
 T = TypeVar("T")  # of a tensor: its values or its shape
+
+
+def layer_shapes(spec: ModelSpec, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's weights, each by itself, under names that begin with `prefix`."""
+    return {prefix + name: shape for weight in layer_weights(spec) for name, shape in weight.parts.items()}
 
 
 def expected_tensors(spec: ModelSpec, scalar_head: bool) -> dict[str, tuple[int, ...]]:
@@ -29,30 +35,7 @@ def expected_tensors(spec: ModelSpec, scalar_head: bool) -> dict[str, tuple[int,
     if scalar_head:
         shapes[SCALAR_HEAD] = (1, spec.hidden)
     elif not spec.tied_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
-    return shapes
-
-
-def layer_shapes(spec: ModelSpec, p: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's weights, each by itself, under names that begin with `p`."""
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        p + "input_layernorm.weight": (spec.hidden,),
-        p + "self_attn.q_proj.weight": (q, spec.hidden),
-        p + "self_attn.k_proj.weight": (kv, spec.hidden),
-        p + "self_attn.v_proj.weight": (kv, spec.hidden),
-        p + "self_attn.o_proj.weight": (spec.hidden, q),
-        p + "post_attention_layernorm.weight": (spec.hidden,),
-        p + "mlp.gate_proj.weight": (spec.mlp, spec.hidden),
-        p + "mlp.up_proj.weight": (spec.mlp, spec.hidden),
-        p + "mlp.down_proj.weight": (spec.hidden, spec.mlp),
-    }
-    if spec.qkv_bias:
-        shapes |= {p + f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", q), ("k", kv), ("v", kv))}
-    if spec.proj_bias:
-        shapes[p + "self_attn.o_proj.bias"] = (spec.hidden,)
-    if spec.qk_norm:
-        shapes |= {p + f"self_attn.{n}_norm.weight": (spec.head_dim,) for n in "qk"}
+        shapes[LM_HEAD] = (spec.vocab, spec.hidden)
     return shapes
 
 

@@ -17,9 +17,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rlhfuse.models.attention import SequenceBorders
+from rlhfuse.models.attention.packed.sequences import SequenceBorders
 from rlhfuse.models.heads import LanguageOutput
-from rlhfuse.models.operations import operations_for
+from rlhfuse.models.layers.operations import operations_for
 from rlhfuse.parallel.device import current_device_is_cpu
 from rlhfuse.parallel.offload import page_locked
 from rlhfuse.parallel.weight_gradients import DeferredProducts, KeptProduct, add_products

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlhfuse.base.launcher import ranks_per_node
 from rlhfuse.decisions.shards import Shard, tensor_segments
+from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.decisions.weight_moves import Transfer, in_buckets, plan_moves
 from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.parallel.device import Device
@@ -97,7 +98,8 @@ class Resharder:
 
     def _plan(self, sources: Mapping[str, LocatedShard], targets: Mapping[str, LocatedShard]) -> list[list[Transfer]]:
         rank, mine = dist.get_rank(), [[located.shard for located in side.values()] for side in (sources, targets)]
-        has, wants = ([shard for part in side for shard in part] for side in zip(*self._gather(mine)))
+        sides = ([shard for part in side for shard in part] for side in zip(*self._gather(mine)))
+        has, wants = map(WeightHolders.of_shards, sides)
         buckets = in_buckets(plan_moves(has, wants, self._devices_per_node), self._bucket_bytes)
         return [[transfer for transfer in bucket if rank in (transfer.source, transfer.target)] for bucket in buckets]
 

@@ -195,9 +195,6 @@ class SharedGpuGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], *options: Any) -> dist.Work:
         return self._in_place("allreduce_coalesced", tensors, options)
 
-    def reduce(self, tensors: list[Tensor], *options: Any) -> dist.Work:
-        return self._in_place("reduce", tensors, options)
-
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *options: Any) -> dist.Work:
         if not self._stages(inputs[0]):
             return self._plain.allgather(outputs, inputs, *options)

@@ -16,13 +16,13 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.machine import SharedCores
+from rlhfuse.costs.measured import Work
 from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
-from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import (
     TASK_ROLES,
     BatchArithmetic,
@@ -44,7 +44,7 @@ from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import min_memory
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, load_threshold
 
@@ -150,7 +150,7 @@ def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: Dr
             f"costs of fusion.profile={config.fusion.profile}",
         )
     else:
-        costs, costs_name = _job_cost(analytic, world_size, planned), "analytic costs"
+        costs, costs_name = _job_cost(analytic, world_size, planned, cores), "analytic costs"
     tasks = with_cuts(config.parallel.stage_layers, tasks, analytic, costs, longest)
     analytic = task_costs(config, specs, tasks, hardware, cores)
     ranks = rank_map(training_layouts(tasks), config.fusion.alternates)
@@ -169,10 +169,12 @@ def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: Dr
             made = made.with_(rollout={"kv_blocks_per_instance": fewer})
 
     sizes = sized(offload=offloading == "true")
-    if offloading == "auto" and hardware.name != "cpu" and not sizes[-1].fits_beside_training(headroom):
+    if offloading == "auto" and hardware.device.own_memory and not sizes[-1].fits_beside_training(headroom):
         sizes = sized(offload=True)
     config, limits, memory = sizes
-    memory = memory.with_early_loading([analytic[f"{role}_inference"].weights_bytes() for role in config.scorers()])
+    memory = memory.with_early_loading(
+        [analytic[f"{role}_inference"].memory.weights_bytes() for role in config.scorers()]
+    )
     limits = replace(limits, early_models=len(memory.early))
     check_host_memory(config, memory, world_size, run.host)
 
@@ -180,7 +182,8 @@ def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: Dr
         made = training_problem(analytic, batch, drawn, longest, costs, config.fusion.alternates, split)
         return replace(made, memory_cap=memory.limit, static_memory=memory.training_bytes)
 
-    split = choose_split(config.fusion, config.trainer.transformer_impl, costs, stated)
+    trained = [costs.training_cost(task.role, analytic[task.name]) for task in tasks if task.training]
+    split = choose_split(config.fusion, config.trainer.transformer_impl, trained, stated)
     problem = stated(split.models) if split.models else split.whole
     given = given_schedule(config.fusion, problem, ranks.shape)
     least = min_memory(problem)
@@ -208,12 +211,7 @@ def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: Dr
     )
 
 
-def read_specs(config: RunConfig) -> dict[Role, ModelSpec]:
-    """The model spec of each role, from its folder's config.json. Raises InputError naming file and field."""
-    return {role: ModelSpec.from_config(getattr(config, role).path) for role in config.roles()}
-
-
-def generation_cost(run: SettledRun, instances: int, hardware: HardwareSpec) -> JobCost:
+def generation_cost(run: SettledRun, instances: int, hardware: HardwareSpec, cores: SharedCores) -> JobCost:
     """The analytic CostModel of `instances` generation instances, whatever the world of the other tasks."""
     config, specs = run.config, run.specs
     scored = [task for task in SCORERS if dict(TASK_ROLES)[task] in config.roles()]
@@ -221,8 +219,7 @@ def generation_cost(run: SettledRun, instances: int, hardware: HardwareSpec) -> 
     world_size = instances * layouts["generation"].tp
     tasks = [Task(name, dict(TASK_ROLES)[name], layout, (0, world_size - 1)) for name, layout in layouts.items()]
     longest = SampleLengths((config.data.max_prompt_tokens,), (config.rollout.max_response_tokens,))
-    cores = SharedCores.of(config, hardware, world_size, run.host)
-    return _job_cost(task_costs(config, specs, tasks, hardware, cores), world_size, longest)
+    return _job_cost(task_costs(config, specs, tasks, hardware, cores), world_size, longest, cores)
 
 
 def kv_blocks(config: RunConfig, instances: int) -> int:
@@ -302,24 +299,30 @@ def task_costs(
         task.name: AnalyticCost(
             specs[task.role],
             task.layout,
-            cores.in_turns(hardware) if task.training else cores.together(hardware),
+            cores.rates(hardware, _work_of(task)),
             config.trainer.element_bytes,
             task.role.scalar_head,
             sequence_parallel=task.training and cuts,
             recompute=task.training and again,
-            kernels=None if hardware.name == "cpu" else Kernels(switch_sums=config.rollout.all_reduce != "nccl"),
+            kernels=Kernels.on(hardware, switch_sums=config.rollout.all_reduce != "nccl"),
         )
         for task in tasks
     }
 
 
-def _job_cost(costs: Mapping[str, AnalyticCost], world_size: int, lengths: SampleLengths) -> JobCost:
+def _work_of(task: Task) -> Work:
+    return "training" if task.training else "generation" if task.name == "generation" else "inference"
+
+
+def _job_cost(
+    costs: Mapping[str, AnalyticCost], world_size: int, lengths: SampleLengths, cores: SharedCores
+) -> JobCost:
     """The analytic CostModel of generation and inference."""
     generation = costs["generation"]
     crosses = world_size > generation.hardware.devices_per_node
     scorers = tuple(costs[name] for name in SCORERS if name in costs)
     responses = sum(lengths.output) / (sum(lengths.prompt) + sum(lengths.output))
-    return JobCost(generation, scorers, crosses, responses)
+    return JobCost(generation, scorers, crosses, responses, cores.ratios.reward)
 
 
 def _threshold_file(file: str, batch: BatchArithmetic) -> Threshold | None:

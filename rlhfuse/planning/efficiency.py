@@ -193,7 +193,7 @@ def _decode_use(draft: PlanDraft, cost: AnalyticCost) -> DecodeUse:
     spec, (sequences, context) = cost.spec, _decoding(draft)
     weights = spec.layers * spec.layer_parameters + spec.embedding_parameters
     return DecodeUse(
-        weights * cost.element_bytes / cost.layout.tp + sequences * context * cost.kv_bytes_per_token(),
+        weights * cost.element_bytes / cost.layout.tp + sequences * context * cost.memory.kv_bytes_per_token(),
         cost.decode_step_seconds(sequences, sequences * context),
         spec.layers * cost.hardware.decode_layer_seconds,
         spec.layers * cost.decode_all_reduce_seconds(sequences),

@@ -8,15 +8,17 @@ activations of its schedule is the static memory of the scheduling problem, whos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.machine import Host, communicator_bytes, host_memory, ranks_on_machine
+from rlhfuse.costs.machine import Host, communicator_bytes, host_memory, memory_limit, ranks_on_machine
+from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.decisions.decode_shapes import draft_bytes
 from rlhfuse.planning.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
@@ -145,13 +147,16 @@ class MemoryBudget:
 
     def with_generation_kept(self) -> MemoryBudget:
         """Where the actor's copy and the cache never leave the device."""
-        ranks = (replace(rank, static=tuple(map(self.generation.beside, rank.static))) for rank in self.ranks)
+        return self._with_phases(lambda rank, phase: self.generation.beside(phase))
+
+    def _with_phases(self, change: Callable[[RankMemory, PhaseMemory], PhaseMemory]) -> MemoryBudget:
+        ranks = (replace(rank, static=tuple(change(rank, phase) for phase in rank.static)) for rank in self.ranks)
         return replace(self, ranks=tuple(ranks))
 
     def keeps_generation(self, activations: Sequence[float]) -> bool:
         """Whether they stay: on GPUs, where every phase has room for them, the optimizer and KEEPING_PART's margin."""
         fits = self.keeping_bytes(activations) <= KEEPING_PART * self.limit
-        return fits and self.hardware.name != "cpu" and not self.offload
+        return fits and self.hardware.device.own_memory and not self.offload
 
     def keeping_bytes(self, activations: Sequence[float]) -> int:
         """Need of the fullest phase if they stay."""
@@ -174,7 +179,7 @@ class MemoryBudget:
 
     def needed(self, phase: PhaseMemory) -> int:
         """Part of `limit` that a phase takes; on a CPU host copies share it."""
-        return phase.device + self.process + (phase.host if self.hardware.name == "cpu" else 0)
+        return phase.device + self.process + (0 if self.hardware.device.own_memory else phase.host)
 
     def fits_beside_training(self, headroom: float = 0.0) -> bool:
         """Whether the phases do in which the optimizer may rest on the host, and leave such a share of a rank free."""
@@ -182,8 +187,8 @@ class MemoryBudget:
 
     @property
     def _would_fit_offloaded(self) -> bool:
-        on_gpu = self.hardware.name != "cpu"
-        return on_gpu and not self.offload and self.with_optimizer_offloaded().fits_beside_training()
+        may_rest = self.hardware.device.own_memory and not self.offload
+        return may_rest and self.with_optimizer_offloaded().fits_beside_training()
 
     def leaves(self, headroom: float, phase: PhaseMemory) -> bool:
         """Whether a phase does; in generation the cache takes what it may have."""
@@ -193,35 +198,29 @@ class MemoryBudget:
     def with_optimizer_offloaded(self, headroom: float = 0.0) -> MemoryBudget:
         """The optimizer on the host outside training; it leaves before the moves where they do not fit beside it."""
         beside = all(self.leaves(headroom, phase) for phase in self.static if phase.phase == RESTING[0])
-        resting = RESTING[beside:]
-        ranks = []
-        for rank in self.ranks:
-            held = rank.static[-1].optimizer
-            phases = (
-                replace(one, host=one.host + held, optimizer=0 if one.phase in resting else one.optimizer)
-                if one.phase != "start"
-                else one
-                for one in rank.static
-            )
-            ranks.append(replace(rank, static=tuple(phases)))
-        most = max(rank.static[-1].optimizer for rank in self.ranks)
+        resting, most = RESTING[beside:], max(rank.static[-1].optimizer for rank in self.ranks)
+
+        def rested(rank: RankMemory, phase: PhaseMemory) -> PhaseMemory:
+            if phase.phase == "start":
+                return phase
+            optimizer = 0 if phase.phase in resting else phase.optimizer
+            return replace(phase, host=phase.host + rank.static[-1].optimizer, optimizer=optimizer)
+
         offload = OptimizerOffload(resting[0], most, most / self.hardware.host_bandwidth)
-        return replace(self, ranks=tuple(ranks), offload=offload)
+        return replace(self._with_phases(rested), offload=offload)
 
     def with_early_loading(self, weights: Sequence[int]) -> MemoryBudget:
         """On GPUs, as many of the scorers' `weights`, in order, as have room beside generation with KEEPING_PART's
         margin."""
         phases = (phase for phase in self.static if phase.phase == "generation")
         room = KEEPING_PART * self.limit - self.generation.graphs - max(map(self.needed, phases))
-        fitting = sum(total <= room for total in accumulate(weights)) if self.hardware.name != "cpu" else 0
-        early, ranks = tuple(weights[:fitting]), []
-        for rank in self.ranks:
-            phases = (
-                replace(one, weights=one.weights + sum(early)) if one.phase == "generation" else one
-                for one in rank.static
-            )
-            ranks.append(replace(rank, static=tuple(phases)))
-        return replace(self, ranks=tuple(ranks), early=early)
+        fitting = sum(total <= room for total in accumulate(weights)) if self.hardware.device.own_memory else 0
+        early = tuple(weights[:fitting])
+
+        def loaded(rank: RankMemory, phase: PhaseMemory) -> PhaseMemory:
+            return replace(phase, weights=phase.weights + sum(early)) if phase.phase == "generation" else phase
+
+        return replace(self._with_phases(loaded), early=early)
 
     def fullest(self, activations: Sequence[float]) -> PhaseMemory:
         return max(self.phases(activations), key=self.needed)
@@ -241,7 +240,7 @@ class MemoryBudget:
         if needed <= self.limit:
             return
         parts = [f"{name} {readable_bytes(getattr(fullest, name))}" for name in DEVICE_PARTS if getattr(fullest, name)]
-        if self.hardware.name == "cpu":
+        if not self.hardware.device.own_memory:
             parts.append(f"host copies {readable_bytes(fullest.host)}")
         if self.process:
             parts.append(f"the process {readable_bytes(self.process)}")
@@ -265,7 +264,7 @@ class MemoryBudget:
 def check_host_memory(config: RunConfig, memory: MemoryBudget, world_size: int, host: Host) -> None:
     """Raise InputError unless a machine with GPUs has host memory for all copies of its ranks, and their processes."""
     hardware = memory.hardware
-    if hardware.name == "cpu":  # where it is the limit of a rank
+    if not hardware.device.own_memory:  # where it is the limit of a rank
         return
     ranks, (has, source) = ranks_on_machine(hardware, world_size), host_memory(config, hardware, host)
     fullest = max(memory.static, key=lambda phase: phase.host)
@@ -290,25 +289,28 @@ def memory_budget(
     host: Host,
 ) -> MemoryBudget:
     """The budget of a run; `costs` has one entry per task, `kv_capacity_bytes` is C of a whole instance."""
-    needs = _Needs(config, costs, kv_capacity_bytes, samples_per_microbatch)
+    hardware, models = costs["generation"].hardware, {task: cost.memory for task, cost in costs.items()}
+    needs = _Needs(config, hardware, models, kv_capacity_bytes, samples_per_microbatch)
     kinds: dict[tuple[int, ...], RankMemory] = {}
     for rank in range(ranks.shape.nodes * ranks.shape.node_ranks):  # every replica has ranks at the same places
         places = tuple(ranks.locate(model, rank)[1] for model in ranks.shape.layouts)
         if places not in kinds:
             kinds[places] = RankMemory(places, ranks.node_of(rank), needs.phases(places))
-    hardware = costs["generation"].hardware
     limit = memory_limit(config, hardware, ranks.size, host)
-    trained = {task.removesuffix("_train"): costs[task] for task in TRAINED if task in costs}
-    tokens, on_gpu = needs.microbatch_tokens, hardware.name != "cpu"
-    passing = PassingMemory.of(trained, tokens) if on_gpu else None
-    layouts = {} if config.trainer.share_gpu else {task: cost.layout for task, cost in costs.items()}
-    tied = {model for model, cost in trained.items() if cost.spec.tied_embeddings and not cost.scalar_head}
+    trained = {task.removesuffix("_train"): models[task] for task in TRAINED if task in models}
+    tokens = needs.microbatch_tokens
+    passing = PassingMemory.of(trained, tokens) if hardware.device.own_memory else None
+    layouts = {} if config.trainer.share_gpu else {task: model.layout for task, model in models.items()}
+    tied = {name for name, model in trained.items() if model.spec.tied_embeddings and not model.scalar_head}
     buffers = communicator_bytes(config, hardware, layouts, ranks, tied) if layouts else 0  # else through the host
     return MemoryBudget(tuple(kinds.values()), hardware, *limit, tokens, needs.generation, None, (), passing, buffers)
 
 
-def input_bytes(config: RunConfig, samples: float) -> int:
-    """What a GPU holds of a mini-batch's samples while it trains on them, `samples` to a micro-batch, before dp."""
+def input_bytes(config: RunConfig, hardware: HardwareSpec, samples: float) -> int:
+    """What a device holds of a mini-batch's samples while it trains on them, `samples` to a micro-batch, before dp;
+    none where they are in its memory anyway."""
+    if not hardware.device.own_memory:
+        return 0
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     minibatch = config.samples_per_iteration // config.algorithm.minibatches
     sample = TOKEN_BYTES * longest + RESPONSE_BYTES * config.rollout.max_response_tokens
@@ -323,40 +325,45 @@ class _Needs:
     """
 
     def __init__(
-        self, config: RunConfig, costs: Mapping[str, AnalyticCost], kv_capacity_bytes: float, samples: float
+        self,
+        config: RunConfig,
+        hardware: HardwareSpec,
+        models: Mapping[str, ModelMemory],
+        kv_capacity_bytes: float,
+        samples: float,
     ) -> None:
-        rollout, generation = config.rollout, costs["generation"]
+        self._starts = hardware.device.own_memory
+        rollout, generation = config.rollout, models["generation"]
         batched = rollout.max_batched_tokens
-        self._trained = [costs[task] for task in TRAINED if task in costs]
-        scorers = [costs[task] for task in SCORERS if task in costs]
-        self._on_gpu = generation.hardware.name != "cpu"
-        self._offloaded = sum(cost.weights_bytes() for cost in scorers)
+        self._trained = [models[task] for task in TRAINED if task in models]
+        scorers = [models[task] for task in SCORERS if task in models]
+        self._offloaded = sum(model.weights_bytes() for model in scorers)
         written = config.samples_per_iteration * rollout.max_response_tokens
         self._guesses = draft_bytes(written) if rollout.draft_rows else 0
-        self._critic = costs["critic_inference"].weights_bytes() if "critic_inference" in costs else 0
+        self._critic = models["critic_inference"].weights_bytes() if "critic_inference" in models else 0
         copy, drawing = generation.weights_bytes(), min(rollout.max_sequences_per_instance, batched)
         self._buckets = min(config.fusion.bucket_mib << 20, max(copy, self._critic))
         self._decoding = generation.prefilling_bytes(batched, drawing)
-        graphs = generation.prefilling_bytes(drawing, drawing) if self._on_gpu and rollout.cuda_graphs else 0
+        graphs = generation.graph_bytes(drawing) if rollout.cuda_graphs else 0
         self.generation = GenerationMemory(copy, int(kv_capacity_bytes / generation.layout.tp), graphs)
-        self._scoring = max((cost.scoring_bytes(batched) for cost in scorers), default=0)
+        self._scoring = max((model.scoring_bytes(batched) for model in scorers), default=0)
         longest = config.data.max_prompt_tokens + rollout.max_response_tokens
         self.microbatch_tokens = samples * longest
-        self._inputs = input_bytes(config, samples)
-        self._gathering = max(cost.gathering_bytes(self.microbatch_tokens) for cost in self._trained)
+        self._inputs = input_bytes(config, hardware, samples)
+        self._gathering = max(model.gathering_bytes(self.microbatch_tokens) for model in self._trained)
         self._rotations = generation.rotation_bytes(generation.spec.context)
-        self._rotations += sum(cost.rotation_bytes(longest) for cost in (*scorers, *self._trained))
+        self._rotations += sum(model.rotation_bytes(longest) for model in (*scorers, *self._trained))
 
     def phases(self, places: tuple[int, ...]) -> tuple[PhaseMemory, ...]:
         """Phases of a rank at these places of the pipelines of the models that train."""
         parts = list(zip(self._trained, places))
-        resident = sum(cost.weights_bytes(place) for cost, place in parts)
-        optimizer = sum(cost.optimizer_bytes(place) for cost, place in parts)
-        gradients = sum(cost.gradient_bytes(place) for cost, place in parts)
+        resident = sum(model.weights_bytes(place) for model, place in parts)
+        optimizer = sum(model.optimizer_bytes(place) for model, place in parts)
+        gradients = sum(model.gradient_bytes(place) for model, place in parts)
         standing = int(self._gathering + self._rotations)
-        standing += int(sum(cost.receiving_bytes(self.microbatch_tokens, place) for cost, place in parts))
-        inputs = sum(self._inputs // cost.layout.dp for cost, _ in parts) if self._on_gpu else 0
-        passing = inputs + max(cost.passing_bytes(self.microbatch_tokens, place) for cost, place in parts)
+        standing += int(sum(model.receiving_bytes(self.microbatch_tokens, place) for model, place in parts))
+        inputs = sum(self._inputs // model.layout.dp for model, _ in parts)
+        passing = inputs + max(model.passing_bytes(self.microbatch_tokens, place) for model, place in parts)
 
         def phase(name: str, weights: int = 0, **others: float) -> PhaseMemory:
             held = dict(gradients=0, activations=0, kv=0, buckets=standing) | {
@@ -365,47 +372,25 @@ class _Needs:
             return PhaseMemory(name, resident + weights, optimizer, host=self._offloaded + self._guesses, **held)
 
         return (
-            *((self._start(parts),) if self._on_gpu else ()),
+            *((self._start(parts),) if self._starts else ()),
             phase("moves", self.generation.weights + self._critic, buckets=standing + self._buckets),
             phase("generation", self.generation.weights, activations=self._decoding, kv=self.generation.kv),
             phase("inference", self._offloaded, activations=self._scoring),
             phase("training", gradients=gradients, activations=passing),
         )
 
-    def _start(self, parts: Sequence[tuple[AnalyticCost, int]]) -> PhaseMemory:
+    def _start(self, parts: Sequence[tuple[ModelMemory, int]]) -> PhaseMemory:
         """Models are built one after the other: each has gradients before it has main weights, and no moments yet.
         Megatron copies every shard of a weight before it makes the main weights of it."""
         weights = optimizer = 0
         fullest = None
-        for cost, place in parts:
-            weights += cost.weights_bytes(place)
-            stages = [PhaseMemory("start", weights, optimizer, cost.gradient_bytes(place), 0, 0, 0, self._offloaded)]
-            optimizer += cost.main_weights_bytes(place)
-            shard = cost.weights_bytes(place) // cost.layout.dp
-            copy = min(cost.largest_weight_bytes(place), shard) if cost.main_weights_bytes(place) else 0
+        for model, place in parts:
+            weights += model.weights_bytes(place)
+            stages = [PhaseMemory("start", weights, optimizer, model.gradient_bytes(place), 0, 0, 0, self._offloaded)]
+            optimizer += model.main_weights_bytes(place)
+            shard = model.weights_bytes(place) // model.layout.dp
+            copy = min(model.largest_weight_bytes(place), shard) if model.main_weights_bytes(place) else 0
             stages.append(PhaseMemory("start", weights, optimizer, 0, copy, 0, 0, self._offloaded))
             fullest = max(*stages, *([fullest] if fullest else []), key=lambda stage: stage.device)
         assert fullest is not None, "a run trains a model"
         return fullest
-
-
-def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int, host: Host) -> tuple[float, str]:
-    """Bytes that one rank may use, and where the number is from. The ranks of a CPU node, or of a GPU, share them."""
-    if config.trainer.memory_limit_gb:
-        return config.trainer.memory_limit_gb * 1e9, "trainer.memory_limit_gb"
-    if hardware.name != "cpu" and not config.trainer.share_gpu:
-        return hardware.memory_bytes, f"of {'the smallest of' if ',' in hardware.name else 'one'} {hardware.name}"
-    ranks = ranks_on_machine(hardware, world_size)
-    whole, owner = hardware.memory_bytes, f"this {hardware.name}'s"
-    if hardware.name == "cpu":
-        whole, owner = host_memory(config, hardware, host)
-    return whole / ranks, f"{owner} {readable_bytes(whole)} / {ranks} ranks"
-
-
-def readable_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"

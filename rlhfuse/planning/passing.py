@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.schedule.ir.action import Action
 from rlhfuse.schedule.ir.evaluate import memory_profile
 from rlhfuse.schedule.ir.problem import Pipeline
@@ -26,12 +26,12 @@ class PassingMemory:
     split: Mapping[str, tuple[float, float]]  # of split backwards: so much less in B; in W
 
     @staticmethod
-    def of(trained: Mapping[str, AnalyticCost], tokens: float) -> PassingMemory:
+    def of(trained: Mapping[str, ModelMemory], tokens: float) -> PassingMemory:
         """Memory that passes with micro-batches of so many tokens."""
         return PassingMemory(
-            {m: tuple(cost.passing_bytes(tokens, p) for p in range(cost.layout.pp)) for m, cost in trained.items()},
-            {model: cost.hidden_bytes(tokens) for model, cost in trained.items()},
-            {model: cost.split_passing_bytes(tokens) for model, cost in trained.items()},
+            {m: tuple(model.passing_bytes(tokens, p) for p in range(model.layout.pp)) for m, model in trained.items()},
+            {name: model.hidden_bytes(tokens) for name, model in trained.items()},
+            {name: model.split_passing_bytes(tokens) for name, model in trained.items()},
         )
 
     def held_by(self, schedule: Schedule) -> tuple[float, ...]:
@@ -55,7 +55,7 @@ class PassingMemory:
         return by_place[action.stage % len(by_place)] - (less if pipeline.split and action.kind == "B" else 0)
 
     def _received_beyond(self, schedule: Schedule, node: int) -> float:
-        """Beyond `AnalyticCost.receiving_bytes`, where a schedule keeps more than is usual."""
+        """Beyond `ModelMemory.receiving_bytes`, where a schedule keeps more than is usual."""
         pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
         held: Counter[tuple[str, int, str]] = Counter()  # (model, stage, F: hidden states, B: gradients)
         most: Counter[tuple[str, int, str]] = Counter()

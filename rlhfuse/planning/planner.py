@@ -14,7 +14,7 @@ from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
 from rlhfuse.planning.reasons import Reasons, of_keeping, of_memory
-from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary, reduction_on
+from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary
 from rlhfuse.planning.training.training_orders import other_promises
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
@@ -24,7 +24,8 @@ from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import serial_makespan
 from rlhfuse.schedule.search.search import SearchSettings, search
-from rlhfuse.simulator.iteration import IterationSeconds, move_cost
+from rlhfuse.simulator.instance_limits import move_cost
+from rlhfuse.simulator.iteration_seconds import IterationSeconds
 
 
 def make_plan(draft: PlanDraft) -> RunPlan:
@@ -40,7 +41,7 @@ def parse_plan(draft: PlanDraft, text: str) -> RunPlan:
 
 
 def _run_plan(draft: PlanDraft, schedule: Schedule, report: PlanReport) -> RunPlan:
-    reduce = reduction_on(draft.hardware.name)
+    reduce = draft.hardware.device.reduction
     programs = lower(schedule, draft.ranks, tied=draft.tied, reduce=reduce)
     verify(programs, schedule, draft.ranks, tied=draft.tied, one_queue=reduce == "joint")
     return RunPlan(report, schedule, draft.ranks, programs, draft.costs, draft.costs_name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rlhfuse.decisions.layout_moves import LayoutMove, layout_moves
+from rlhfuse.costs.layout_moves import LayoutMove, layout_moves
 from rlhfuse.planning.draft import PlanDraft, kv_blocks
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
@@ -17,7 +17,7 @@ from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.rules.builders import min_memory
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.seconds import gen_infer_seconds
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
@@ -104,7 +104,7 @@ def minibatch_seconds(draft: PlanDraft, makespan: float) -> float:
 
 def weight_moves(draft: PlanDraft) -> tuple[LayoutMove, ...]:
     """Moves of all models that train, into the layouts of generation and inference."""
-    machine = draft.cores.together(draft.hardware)
+    machine = draft.cores.rates(draft.hardware, "moves")
     return layout_moves(draft.tasks, draft.ranks, draft.specs, draft.config.trainer.element_bytes, machine)
 
 
@@ -122,7 +122,7 @@ def ideal_limits(draft: PlanDraft) -> InstanceLimits:
     asked = draft.run.asked.rollout.kv_blocks_per_instance
     config = draft.config.with_(rollout={"kv_blocks_per_instance": asked})
     blocks, block_bytes = kv_blocks(config, draft.batch.instances), draft.limits.block_tokens
-    early = len(config.scorers()) if draft.hardware.name != "cpu" else 0
+    early = len(config.scorers()) if draft.hardware.device.own_memory else 0
     capacity = blocks * block_bytes * draft.limits.kv_bytes_per_token
     return replace(draft.limits, kv_capacity_bytes=capacity, early_models=early)
 

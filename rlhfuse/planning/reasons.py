@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
+from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.config.spec import GPU, HardwareSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.decisions.layouts import BatchArithmetic
-from rlhfuse.planning.memory import KEEPING_PART, MemoryBudget, readable_bytes
+from rlhfuse.planning.memory import KEEPING_PART, MemoryBudget
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.settled_run import SettledRun
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits
 
 SMALL_WEIGHTS = 100_000_000  # below this the default learning rate shows nothing for hundreds of iterations
 CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's two moments
@@ -66,7 +66,7 @@ class Reasons:
     def source_of_costs(self, hardware: HardwareSpec, costs: CostModel, costs_name: str) -> str:
         """The source of the times."""
         if self.config.fusion.profile:
-            training = "training too" if isinstance(costs, ProfiledCost) else "training analytically"
+            training = "training too" if costs.measures_training else "training analytically"
             return f"generation and inference are priced by {costs_name}, {training}"
         if hardware.source:
             return (
@@ -74,7 +74,7 @@ class Reasons:
                 f"{', '.join(hardware.measured)} as measured there, the rest assumed; fusion.profile takes what "
                 "tools/profile_costs.py measures of these models"
             )
-        unsure = self.config.trainer.hardware == "auto" and hardware.name != "cpu"
+        unsure = self.config.trainer.hardware == "auto" and hardware.device is GPU
         assumed = " (trainer.hardware=auto: assumed)" if unsure else ""
         mixed = "," in hardware.name
         rates = f"worst rates of {hardware.name}" if mixed else f"rates of a {hardware.name}"
@@ -135,7 +135,7 @@ class Reasons:
                 f"leave {until} and come back during the first mini-batch, {offload.seconds:.2g} s each way, of which "
                 f"{seen_seconds:.2g} s are not hidden"
             )
-        elif memory.hardware.name != "cpu":
+        elif memory.hardware.device.own_memory:
             yield f"{asked}: the optimizer stays on the device" + (
                 ", every phase fits beside it" if asked.endswith("auto") else ""
             )
@@ -143,7 +143,7 @@ class Reasons:
     def early_loading(self, memory: MemoryBudget, costs: CostModel) -> Iterator[str]:
         """On GPUs, which models that score are loaded before generation ends."""
         scorers = self.config.scorers()
-        if memory.hardware.name == "cpu" or not scorers:
+        if not memory.hardware.device.own_memory or not scorers:
             return
         early, seconds = scorers[: len(memory.early)], costs.swap_in_seconds()
         loading = f"loading {', '.join(scorers)} takes {seconds:.2g} s of an instance"
@@ -207,7 +207,7 @@ def of_memory(memory: MemoryBudget, activations: Sequence[float]) -> str:
     process = f"the process itself, {readable_bytes(memory.process)},"
     if memory.communicators:
         process += f" of them {readable_bytes(memory.communicators)} communicators (assumed),"
-    included = f"host copies and {process}" if memory.hardware.name == "cpu" else process
+    included = f"host copies and {process}" if not memory.hardware.device.own_memory else process
     needed = readable_bytes(memory.needed(fullest))
     return (
         f"the fullest phase, {fullest.phase}, needs {needed} per rank, {included} included, and "
@@ -217,7 +217,7 @@ def of_memory(memory: MemoryBudget, activations: Sequence[float]) -> str:
 
 def of_keeping(memory: MemoryBudget, activations: Sequence[float]) -> tuple[str, ...]:
     """On GPUs, whether what generation needs stays on the device; `memory`: of a run that releases it."""
-    if memory.hardware.name == "cpu":
+    if not memory.hardware.device.own_memory:
         return ()
     held, graphs = readable_bytes(memory.generation.device), memory.generation.graphs
     if memory.keeps_generation(activations):

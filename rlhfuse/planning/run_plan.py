@@ -12,33 +12,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhfuse.base.json_values import from_json, to_json
+from rlhfuse.base.readable_bytes import readable_bytes
+from rlhfuse.config.spec import DeviceKind
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.decisions.layout_moves import LayoutMove
+from rlhfuse.costs.layout_moves import LayoutMove
 from rlhfuse.decisions.layouts import BatchArithmetic, Task
 from rlhfuse.decisions.migration import SampleMoveCost
 from rlhfuse.planning.efficiency import Efficiency
 from rlhfuse.planning.graph_capture import GraphCapture
-from rlhfuse.planning.memory import DEVICE_PARTS, OptimizerOffload, PhaseMemory, readable_bytes
+from rlhfuse.planning.memory import DEVICE_PARTS, OptimizerOffload, PhaseMemory
 from rlhfuse.planning.training.stage_cuts import StageBalance
 from rlhfuse.planning.training.training_orders import OrderPromise
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.program import Programs
-from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import IterationSeconds
+from rlhfuse.simulator.instance_limits import InstanceLimits
+from rlhfuse.simulator.iteration_seconds import IterationSeconds
 from rlhfuse.simulator.threshold import Threshold
 
 VERSION = 2
 WORTH_SEARCHING = 0.01  # gap of a schedule above which people should know how to search on
-
-
-def reduction_on(hardware: str) -> str:
-    """How programs for this machine reduce gradients, see `lower`.
-
-    On a GPU what waits for another rank occupies the device, whichever communicator it is in, and may hold up whatever
-    comes after it: programs must run with one queue per rank.
-    """
-    return "early" if hardware == "cpu" else "joint"
 
 
 @dataclass(frozen=True)
@@ -152,7 +145,7 @@ class PlanReport:
 
     def needed_bytes(self, phase: PhaseMemory) -> int:
         """Part of `memory_limit` on the fullest rank; on a CPU host copies are in it."""
-        return phase.device + self.process_bytes + (phase.host if self.hardware == "cpu" else 0)
+        return phase.device + self.process_bytes + (0 if DeviceKind.of(self.hardware).own_memory else phase.host)
 
     def _memory_lines(self) -> tuple[str, ...]:
         columns = (*DEVICE_PARTS, "host")
@@ -163,7 +156,7 @@ class PlanReport:
             shown += [readable_bytes(self.process_bytes), readable_bytes(needed), f"{needed / self.memory_limit:.1%}"]
             lines.append(f"{phase.phase:11s}" + "".join(f"{text:>12s}" for text in shown))
         host = "host copies count"
-        if self.hardware != "cpu":
+        if DeviceKind.of(self.hardware).own_memory:
             node = readable_bytes(self.ranks_per_node * max(phase.host for phase in self.memory))
             host += f" for host memory alone: {node} on a node of {self.ranks_per_node} ranks"
         lines.append(f"limit {readable_bytes(self.memory_limit)} ({self.memory_limit_source}); {host}")

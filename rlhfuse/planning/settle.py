@@ -12,22 +12,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.auto_layouts import auto_layouts, layout_rows, searched_keys
+from rlhfuse.config.auto_layouts import auto_layouts, completed, decided, searched_keys, with_one_inference
 from rlhfuse.config.device_defaults import resolve_device, without_shared_graphs
 from rlhfuse.config.role import Role
-from rlhfuse.config.settings import ParallelConfig, RunConfig
+from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.batch_cut import resolve_batch
-from rlhfuse.decisions.layouts import check_given_layouts, check_layouts, inference_layout
+from rlhfuse.decisions.layouts import check_given_layouts, check_layouts
 from rlhfuse.planning.search.search import TOP, Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.schedule.io import load_schedule
-
-SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def settle(config: RunConfig, facts: Facts) -> SettledRun:
     """
     run = settle_but_layouts(config, facts)
     if not searched_keys(run.config):
-        return _ready(run, _completed(run.config))
+        return _ready(run, completed(run.config))
     anew: tuple[str, ...] = ()
     if facts.stored and auto_layouts(run.config):
         try:
@@ -88,7 +86,7 @@ def settle_but_layouts(config: RunConfig, facts: Facts) -> SettledRun:
         check_given_layouts(made, facts.specs, facts.world_size)
         if made.fusion.schedule:
             load_schedule(made.fusion.schedule)  # every table reads it: here a file that cannot be read says so once
-        made = resolve_batch(_with_one_inference(made))
+        made = resolve_batch(with_one_inference(made))
     return SettledRun(config, made, facts.specs, facts.world_size, facts.host)
 
 
@@ -100,7 +98,7 @@ def _searched(run: SettledRun, lines: tuple[str, ...]) -> SettledRun:
     setting = Setting.of(run)
     found = Ranking(setting).found(TOP)
     made = with_table(run.config, found.best.table)
-    chosen = f"layouts of the search: {_values(run.config, made)}: {str(found).splitlines()[0]}"
+    chosen = f"layouts of the search: {decided(run.config, made)}: {str(found).splitlines()[0]}"
     return _ready(run, made, (*lines, chosen, *setting.notes))
 
 
@@ -110,13 +108,7 @@ def _ready(run: SettledRun, config: RunConfig, lines: tuple[str, ...] = ()) -> S
 
 def with_table(config: RunConfig, table: Table) -> RunConfig:
     """`config` with the layouts of a table; none is auto."""
-    return _completed(table.of(config))
-
-
-def _with_one_inference(config: RunConfig) -> RunConfig:
-    """All models that score have one layout: what a row says holds for those that are auto."""
-    inference, rows = inference_layout(config), (f"{role}_inference" for role in config.scorers())
-    return config.with_(parallel={"inference": inference, **dict.fromkeys(rows, inference)})
+    return completed(table.of(config))
 
 
 def _as_stored(run: SettledRun, stored: StoredLayouts) -> SettledRun:
@@ -137,30 +129,9 @@ def _as_stored(run: SettledRun, stored: StoredLayouts) -> SettledRun:
     rows = [f"{role}_inference" for role in config.scorers()]
     inference = groups["parallel"].get(rows[0] if rows else "generation", config.parallel.inference)
     groups["parallel"]["inference"] = inference
-    made = _completed(config.with_(**groups))
+    made = completed(config.with_(**groups))
     check_layouts(made.with_(trainer={"recompute": "none"}), run.specs, run.world_size)
-    lines = (f"layouts of {stored.where}, which had: {_values(config, made)}",)
+    lines = (f"layouts of {stored.where}, which had: {decided(config, made)}",)
     if made.trainer.recompute != AUTO:
         return _ready(run, made, lines)
     return _searched(run.with_config(made), lines)
-
-
-def _completed(config: RunConfig) -> RunConfig:
-    """Rows that follow others, and those of models that the run has not, which are as where nothing was said."""
-    parallel, rows = config.parallel, layout_rows(config)
-    scored = [getattr(parallel, row) for row in (*SCORERS, "generation") if row in rows]
-    inference = next(layout for layout in (parallel.inference, *scored) if layout != AUTO)
-    made = {"critic_train": ParallelConfig().critic_train, **dict.fromkeys(("inference", *SCORERS), inference)}
-    open_ = {row: layout for row, layout in made.items() if getattr(parallel, row) == AUTO}
-    return config.with_(parallel=open_) if open_ else config
-
-
-def _values(asked: RunConfig, made: RunConfig) -> str:
-    """What was decided, as words; models that score have one layout."""
-    values = {key: value for key, value, _ in made.leaves()}
-    found: dict[str, object] = {}
-    for key in searched_keys(asked):
-        name, value = key.rpartition(".")[2], values[key]
-        if value != AUTO:
-            found["inference" if name in SCORERS else name] = str(value).lower() if isinstance(value, bool) else value
-    return " ".join(f"{name}={value}" for name, value in found.items())

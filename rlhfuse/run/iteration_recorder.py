@@ -34,6 +34,7 @@ from rlhfuse.run.iteration_metrics import (
     speed_metrics,
     training_metrics,
 )
+from rlhfuse.run.layout_advice import ADVISED_AFTER, layout_advice
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.threshold_controller import ThresholdController, decode_observations
 
@@ -82,6 +83,7 @@ class IterationRecorder:
         self._peak_flops = peak_flops
         self._closed: float | None = None  # when the last iteration was, its log not included
         self._logging = 0.0  # seconds of that log
+        self._recorded = 0  # iterations of this process
 
     def begin(self) -> float:
         """An iteration begins: now, in `wall_seconds`."""
@@ -105,6 +107,9 @@ class IterationRecorder:
         message = self._threshold.observe(done.number, done.report, done.batch)
         if message and self._rank == 0:
             print(message, flush=True)
+        self._recorded += 1
+        if self._recorded == ADVISED_AFTER and self._rank == 0:
+            print(layout_advice(self._inputs.draft, done.report.observations, done.batch, metrics), flush=True)
         steps = decode_observations(done.report.observations["decode"])
         metrics |= speculation_metrics(steps, self._threshold.plain_decode())
         spans = [span for stats in ranks for span in stats.spans]

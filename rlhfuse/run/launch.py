@@ -29,8 +29,8 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.gen.compile_kernels import compile_kernels, kernel_groups
-from rlhfuse.models.cpu import invariance
 from rlhfuse.models.hf import has_scalar_head
+from rlhfuse.models.layers.self_test import self_test
 from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel import shared_gpu
@@ -49,6 +49,7 @@ from rlhfuse.run.run_directory import run_directory
 from rlhfuse.run.trainer import Trainer
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.search.worker import kernel_group
+from rlhfuse.simulator import simulation
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where whoever started a process wants its error, as torchrun does of its ranks
 BOUND = "--numa-binding=node"
@@ -198,12 +199,14 @@ def run_job(inputs: RunInputs, name: str, rank: int, device: Device) -> Path:
 def compile_at_first_use(inputs: RunInputs, rank: int, device: Device, progress: Callable[[str], None]) -> None:
     """Compile what this run needs of numba's kernels and finds in no cache, side by side; a collective.
 
-    One rank does it for its host, and of the search's the one that searches; then all can load them.
+    One rank does it for its host, and what plans need the one that plans; then all can load them.
     """
     dtype, engine = getattr(torch, inputs.config.trainer.dtype), not device.is_cuda and local_rank() == 0
     progress("compiling kernels")
     groups = kernel_groups(dtype) if engine else []
-    compile_apart([*groups, kernel_group()] if rank == 0 and not inputs.draft.given else groups, progress)
+    if rank == 0:
+        groups += [simulation.kernel_group(), *(() if inputs.draft.given else (kernel_group(),))]
+    compile_apart(groups, progress)
     if engine:
         compile_kernels(dtype)
     if not device.is_cuda:
@@ -214,7 +217,7 @@ def check_arithmetic(draft: PlanDraft) -> None:
     """Test on this machine that a row's bits do not depend on the batch, at every model's widths."""
     generation = next(task.layout for task in draft.tasks if task.name == "generation")
     for spec in set(draft.specs.values()):
-        invariance.self_test(hidden=spec.hidden, mlp=spec.mlp // generation.tp, vocab=spec.vocab // generation.tp)
+        self_test(hidden=spec.hidden, mlp=spec.mlp // generation.tp, vocab=spec.vocab // generation.tp)
 
 
 def finished_line(config: RunConfig) -> str:

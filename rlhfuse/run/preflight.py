@@ -16,21 +16,22 @@ from typing import Any
 import torch
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.auto_layouts import searched_keys
+from rlhfuse.base.json_values import LARGEST
+from rlhfuse.config.auto_layouts import inference_layout, searched_keys
 from rlhfuse.config.device_defaults import is_for_gpus
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import RunConfig, TrainerConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.config.values import AUTO, LARGEST
+from rlhfuse.config.values import AUTO
 from rlhfuse.costs.hardware import GPU_NAMES
 from rlhfuse.costs.machine import Host
 from rlhfuse.data.prompts import Prompt, PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
-from rlhfuse.decisions.layouts import check_layouts, inference_layout
+from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
+from rlhfuse.models.layers.transformer_engine import choose_layers
 from rlhfuse.models.tokenizer import chat_tokens, load_tokenizer, resolve_tokens
-from rlhfuse.models.transformer_engine import choose_layers
 from rlhfuse.parallel.device import device_kind
 from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.planning.settle import Facts, StoredLayouts, settle, settle_but_layouts

@@ -19,6 +19,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.layouts import least_vocab
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.inference import FrozenModel
@@ -28,8 +29,8 @@ from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.engine import EngineOptions
 from rlhfuse.models.build import Activations, build_model, fill, stage_layers
 from rlhfuse.models.hf import load_weights
+from rlhfuse.models.layers.transformer_engine import ChosenLayers, choose_layers
 from rlhfuse.models.stage import PipelineStage, TrainingStage
-from rlhfuse.models.transformer_engine import ChosenLayers, choose_layers
 from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.parallel.connect import MOST_BYTES, connect, tensor_parallel_uses
 from rlhfuse.parallel.device import Device
@@ -192,7 +193,7 @@ def engine_options(config: RunConfig, instances: int, keep_memory: bool = False)
         attention=rollout.attention,
         keep_memory=keep_memory,
         all_reduce=rollout.all_reduce,
-        draft_rows=rollout.draft_rows,
+        draft_rows=None if rollout.draft_rows == AUTO else rollout.draft_rows,
     )
 
 

@@ -7,7 +7,6 @@ kept; without inter-stage fusion R_t is 0. No error of all this ends training.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,8 +34,7 @@ from rlhfuse.planning.draft import priced_limits
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.iteration_metrics import lengths_of
-from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import fusion_limits
+from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.seconds import gen_infer_seconds
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
@@ -46,7 +44,6 @@ LOOK_SHARE = 0.01  # of the time may go into simulating R_t again
 FIRST_LOOKS = 2  # iterations after which it is simulated in any case: the second is the first without compiling
 WORTH_MOVING = 0.02  # the curve over R_t is flat around its minimum: smaller gains are noise
 WORTH_NAMING = 0.1  # costs that changed by less are not mentioned in the log
-FAR = re.compile(r"\+\d{3,}%|-[5-9]\d%")  # costs of twice or half of what they were
 NO_SCORING = (0, 0, 0.0)
 DECODE_POINTS = ((1, 64), (1, 512), (8, 512))  # sequences and tokens of context that hold a line where no step was seen
 TOKENS_POINTS = ((64, 1), (512, 1), (512, 8))  # tokens and sequences
@@ -156,13 +153,7 @@ class ThresholdController:
             lengths = f"{lengths}, before: {lengths_before}"
         costs = changes(costs_before, self._costs, limits, self._lengths[-1].median_context)
         against = "those before" if name_before.startswith("costs measured") else name_before
-        told = f"{why}; {lengths}; {self._costs_name}, against {against}: {costs}"
-        if against == name_before and FAR.search(costs):
-            told += (
-                "; the plan and its layouts stand on the latter: tools/profile_costs.py measures what "
-                "tools/plan.py --search fusion.profile=FILE finds better ones by"
-            )
-        return threshold, told
+        return threshold, f"{why}; {lengths}; {self._costs_name}, against {against}: {costs}"
 
     def _choose(self, limits: InstanceLimits) -> tuple[int, str]:
         """R_t from now on, by simulation of the recent iterations, and why."""

@@ -279,7 +279,7 @@ class Trainer:
         if self.inputs.resume and is_own(self.inputs.resume, self.run_dir):
             samples = self.inputs.resume.manifest.state.position.get("samples_bytes")
         log = RunLog(self.run_dir, self.config, self.plan.report, first - has_row, kept, samples)
-        lines = peak_line(self.peak_flops, self.device), *self.engine.runner.lines, self.models.layers.line()
+        lines = peak_line(self.peak_flops, self.device), *self.engine.lines, self.models.layers.line()
         lines = *lines, process_line(self.device, self.plan.report.process_bytes)
         print("\n".join(line for line in lines if line), flush=True)
         return log
@@ -299,6 +299,8 @@ class Trainer:
         report = self.inter_stage.run(iteration, requests, threshold, self.threshold.limits)
         timer.add_generation(report)
         self.engine.learn((rollout.prompt_tokens, rollout.response_tokens) for rollout in report.rollouts)
+        if news := self.engine.news():
+            print(f"rank {self.rank}: {news}", flush=True)
         with timer.phase("adv"):
             batch = RolloutBatch.from_rollouts(report.rollouts)
             batch = combine_rewards(batch, report.function_scores, self.config.reward)

@@ -1,7 +1,9 @@
-"""Seconds of generation and inference for many R_t, in numba: what BatchSimulation simulates, without its time line.
+"""Generation and inference of an iteration, serial or fused (paper section 4), compiled; for many R_t at once.
 
-The same events in the same order with the same operations, so that all seconds are equal to the last bit: iteration.py
-and scoring_queue.py say what they mean, decisions/ how samples are dealt and packed.
+With R_t reached at time T (Figure 5):      0 ============T m ==================w s
+= generate, m migrate, w weights in,        1 =========   T m w sssssss       ss
+s score: the tail's samples are scored      2 =====       T m w ssssss       s
+as they end                                 3 ===========.T m w sssssss
 """
 
 from __future__ import annotations
@@ -12,298 +14,44 @@ import math
 import numpy as np
 from numba import njit
 
-from rlhfuse.decisions.packing import SMALLEST_PACK
-from rlhfuse.simulator.instance_kernel import NEVER, copy, run, run_events, score_seconds, start, wait
+from rlhfuse.decisions.packing import dealt_to, pack_ends, streamed_pack
+from rlhfuse.simulator.cost_numbers import score_seconds
+from rlhfuse.simulator.instance_kernel import (
+    GENERATE,
+    IN_PLACE,
+    MEET,
+    MIGRATE,
+    SCORE,
+    SWAP_IN,
+    copy,
+    record,
+    run,
+    run_events,
+    start,
+)
+from rlhfuse.simulator.migration_kernel import choose_destinations, deal_tail, in_order, mark_tail, transfer_tail
 
 AT_ONCE = math.ulp(0.0)  # the moment at which all samples are unfinished is the end of the first step
-
-
-# ---- migration (plan_migration, BatchSimulation._migrate)
-
-
-@njit(cache=True, error_model="numpy")
-def _blocks(tokens, block_tokens):
-    return -(-tokens // block_tokens)
+OUTCOME = np.dtype(
+    [(name, np.float64) for name in ("total", "generation", "migration", "agreed", "scored")], align=True
+)
 
 
 @njit(cache=True, error_model="numpy")
-def _moves_with_cache(b, kv_tokens):
-    """SampleMoveCost.mode of a sample whose cache is its own."""
-    send = b.transfer_latency + kv_tokens * b.kv_bytes_per_token * b.transfer_per_byte
-    return kv_tokens > 0 and send <= b.run_latency + kv_tokens * b.run_per_token
+def gen_infer(b, c, thresholds, destinations, spans):
+    """(OUTCOME by R_t, the last state); `thresholds` descend and have so many `destinations`.
 
-
-@njit(cache=True, error_model="numpy")
-def _order(values):
-    """Positions in ascending order, equal ones in order."""
-    return np.argsort(values.astype(np.float64), kind="mergesort")
-
-
-@njit(cache=True, error_model="numpy")
-def _destinations(b, samples, count):
-    """Place of each instance among the `count` that hold the most samples; -1 for one that is freed."""
-    held = np.zeros(b.instances, np.int64)
-    for i in range(len(samples)):
-        held[samples[i].home] += math.isnan(samples[i].ended)
-    chosen = np.zeros(b.instances, np.bool_)
-    for k in _order(-held)[:count]:
-        chosen[k] = True
-    place, next_place = np.full(b.instances, -1, np.int64), 0
-    for k in range(b.instances):
-        if chosen[k]:
-            place[k] = next_place
-            next_place += 1
-    return place
-
-
-@njit(cache=True, error_model="numpy")
-def _migrate(b, c, s, place, at, agreed):
-    """Deals the samples of freed instances to others; `at`: on which instance a sample is, from here on.
-
-    Returns when each instance is at the end of its last transfer.
+    What is the same for all is simulated once: generation without a migration, and generation up to the last event
+    before a trigger, which goes on from there as triggers come later and later. `spans` are of the last state.
     """
-    samples, instances, block = s.samples, b.instances, b.block_tokens
-    used, room = np.zeros(instances, np.int64), np.full(instances, b.capacity // block, np.int64)
-    tokens, kv_tokens = np.zeros(len(samples), np.int64), np.zeros(len(samples), np.int64)
-    for i in range(len(samples)):
-        own, k = samples[i], samples[i].home
-        if not math.isnan(own.ended):
-            continue
-        done = own.output - (own.finish_step - s.instances[k].step) if own.runs else own.done
-        tokens[i] = own.prompt + done
-        kv_tokens[i] = tokens[i] - 1 if own.runs else 0
-        room[k] -= _blocks(kv_tokens[i], block)
-        if place[k] >= 0:
-            used[k] += _blocks(tokens[i], block)
-        else:
-            own.done, own.runs = done, False
-    room = np.maximum(room, 0)
-    chosen, freed = np.flatnonzero(place >= 0), np.flatnonzero(place < 0)
-    for i in _order(-tokens):
-        own = samples[i]
-        if math.isnan(own.ended) and place[own.home] < 0:
-            need = _blocks(kv_tokens[i] + 1, block)
-            least = roomy = -1
-            for k in chosen:
-                if least < 0 or used[k] < used[least]:
-                    least = k
-                if need <= room[k] and (roomy < 0 or used[k] < used[roomy]):
-                    roomy = k
-            own.cached = roomy >= 0 and _moves_with_cache(b, kv_tokens[i])
-            at[i] = roomy if own.cached else least
-            if own.cached:
-                room[roomy] -= need
-            used[at[i]] += _blocks(tokens[i], block)
-    for k in freed:
-        one = s.instances[k]
-        one.context = one.running = 0
-        one.first_waiting = one.first = one.last = -1
-        one.next_end = NEVER
-    sources = np.full(instances, -1, np.int64)
-    sources[freed] = np.arange(len(freed))
-    volumes = np.full((len(freed), len(chosen)), -1.0)  # none moves
-    for i in range(len(samples)):
-        own = samples[i]
-        if at[i] != own.home:
-            wait(samples, s.instances[at[i]], i)
-            source, destination, moved = sources[own.home], place[at[i]], kv_tokens[i] if own.cached else 0
-            volumes[source, destination] = max(volumes[source, destination], 0.0) + moved * b.kv_bytes_per_token
-    ends, rounds = np.full(instances, agreed), max(len(freed), len(chosen))
-    t = c.transfer
-    for turn in range(rounds):
-        for source in range(len(freed)):
-            destination = (turn + source) % rounds
-            if destination < len(chosen) and volumes[source, destination] >= 0:
-                volume = volumes[source, destination]
-                seconds = t.latency + t.factor * volume / t.parts / t.bandwidth if volume else 0.0
-                one, other = freed[source], chosen[destination]
-                ends[one] = ends[other] = max(ends[one], ends[other]) + seconds
-    for k in chosen:
-        s.instances[k].clock = ends[k]
-    return ends
-
-
-# ---- scoring (SimulatedScoringQueue, _serial, _fused)
-
-
-@njit(cache=True, error_model="numpy")
-def _first_pack_end(b, begun, now, load, work, sooner, since):
-    models = b.models
-    then = max(begun, since + sooner * load / models) if sooner else begun
-    end = now
-    for model in range(1, sooner + 1):
-        end = max(end, since + model * load / models) + work / models
-    for model in range(1, models - sooner + 1):
-        end = max(end, then + model * load / models) + work / models
-    return end
-
-
-@njit(cache=True, error_model="numpy")
-def _packs(b, samples, workers):
-    """Tokens and samples of each pack (scoring_packs); `samples`: longest first."""
-    left = 0
-    for i in samples:
-        left += b.samples[i].scored
-    tokens, counts = np.zeros(len(samples), np.int64), np.zeros(len(samples), np.int64)
-    packs = room = 0
-    for i in samples:
-        own = b.samples[i].scored
-        if packs == 0 or own > room:
-            packs += 1
-            room = min(b.score_tokens, max(math.ceil(left / workers), math.ceil(b.score_tokens / SMALLEST_PACK)))
-        tokens[packs - 1] += own
-        counts[packs - 1] += 1
-        room -= own
-        left -= own
-    return tokens[:packs], counts[:packs]
-
-
-@njit(cache=True, error_model="numpy")
-def _rewarded(b, c, ended, scored):
-    """When the reward function is done too (last_reward_seconds)."""
-    at_once = b.reward_workers * c.reward_at_once
-    if at_once == 0:
-        return scored
-    last = np.full(b.instances, -1, np.int64)
-    for k in b.samples["home"]:
-        last[k] += 1
-    seen = np.zeros(b.instances, np.int64)
-    for i in _order(ended):
-        k = b.samples["home"][i]
-        scored = max(scored, ended[i] + c.reward_seconds * ((last[k] - seen[k]) // at_once + 1))
-        seen[k] += 1
-    return scored
-
-
-@njit(cache=True, error_model="numpy")
-def _serial(b, c, s):
-    """(all seconds, seconds of generation); `s`: everything is generated."""
-    generation = s.samples["ended"].max()
-    agreed = generation + c.barrier
-    begin = agreed + c.release
-    total = max(agreed, s.instances["clock"].max())
-    loads = [(0, k) for k in range(b.instances)]
-    worker = np.zeros(len(b.samples), np.int64)
-    for i in b.longest_first:
-        load, k = heapq.heappop(loads)
-        worker[i] = k
-        heapq.heappush(loads, (load + b.samples[i].scored, k))
-    dealt = b.longest_first[_order(worker[b.longest_first])]  # by worker, then longest first
-    first = 0
-    while first < len(dealt):
-        after, k = first, worker[dealt[first]]
-        while after < len(dealt) and worker[dealt[after]] == k:
-            after += 1
-        tokens, counts = _packs(b, dealt[first:after], 1)
-        clock = begin
-        for pack in range(len(tokens)):
-            seconds = score_seconds(c, tokens[pack], counts[pack])
-            if pack == 0:
-                since = 0.0 if math.isnan(s.instances[k].all_admitted) else s.instances[k].all_admitted
-                clock = _first_pack_end(b, begin, begin, c.swap_in, seconds, b.early_models, since)
-            else:
-                clock += seconds
-        total, first = max(total, clock), after
-    return _rewarded(b, c, s.samples["ended"], total), generation
-
-
-@njit(cache=True, error_model="numpy")
-def _fused(b, c, s, count, moment):
-    """(all seconds, of generation, of migration); `s`: every instance at its first step boundary from `moment` on."""
-    place, at = _destinations(b, s.samples, count), b.samples["home"].copy()
-    unfinished = np.isnan(s.samples["ended"])
-    known, tail = b.longest_first[~unfinished[b.longest_first]], np.flatnonzero(unfinished)
-    agreed = max(moment, s.instances["clock"].max()) + c.barrier
-    ends = _migrate(b, c, s, place, at, agreed)
-    coming = [(0.0, 0) for _ in range(0)]  # heap of (seconds, instance): when a worker is free to pull
-    loads_since, migrated = np.full(b.instances, np.nan), agreed
+    outcomes, last, live = np.zeros(len(thresholds), OUTCOME), start(b, spans), start(b, spans)
     for k in range(b.instances):
-        if place[k] >= 0:
-            migrated = max(migrated, ends[k])
-        one = s.instances[k]
-        one.last_ended = -1
-        run(b, c, s.samples, one, np.inf)
-        if one.last_ended < 0:
-            heapq.heappush(coming, (ends[k] + c.release, k))
-            if place[k] < 0:
-                loads_since[k] = ends[k] + c.release
-    tail = tail[_order(s.samples["ended"][tail])]
-    total, generation = _score(b, c, s, at, ends, known, tail, coming, loads_since, agreed)
-    return _rewarded(b, c, s.samples["ended"], total), generation, migrated - agreed
-
-
-@njit(cache=True, error_model="numpy")
-def _score(b, c, s, at, ends, known, tail, coming, loads_since, now):
-    """(the last score or sample, the last sample) from the barrier on; `known`, longest first, and `tail`, as it ends.
-
-    `coming`: the workers without samples of the tail; the others begin after their last.
-    """
-    instances = b.instances
-    new, joined = np.ones(instances, np.bool_), np.zeros(instances, np.bool_)
-    early = np.full(instances, np.nan)  # when a worker began to load the first `early_models`
-    tokens, counts = _packs(b, known, instances)
-    free = [0 for _ in range(0)]  # heap of instances; those that must load first are above all others
-    pack = taken = put = waiting = workers = 0  # of the tail: samples pulled, samples streamed, tokens between them
-    generation = total = now
-    while now < np.inf:
-        while len(coming) > 0 and coming[0][0] <= now:
-            _, k = heapq.heappop(coming)
-            workers += not joined[k]
-            joined[k] = True
-            heapq.heappush(free, k + instances if new[k] else k)
-        while len(free) > 0 and (pack < len(tokens) or taken < put):
-            if pack < len(tokens):
-                pulled, samples = tokens[pack], counts[pack]
-                pack += 1
-            else:
-                pulled, samples = _streamed(b, tail[taken:put], waiting, workers)
-                taken += samples
-                waiting -= pulled
-            k = heapq.heappop(free) % instances
-            seconds = score_seconds(c, pulled, samples)
-            end = now + seconds
-            if new[k]:
-                begun = now if math.isnan(loads_since[k]) else loads_since[k]
-                since = begun if math.isnan(early[k]) else early[k]
-                sooner = b.early_models if since < begun else 0
-                end = _first_pack_end(b, begun, now, c.swap_in, seconds, sooner, since)
-                new[k] = False
-            total = max(total, end)
-            heapq.heappush(coming, (end, k))
-        now = coming[0][0] if len(coming) > 0 else np.inf
-        if put < len(tail):
-            now = min(now, s.samples[tail[put]].ended)
-        while put < len(tail) and s.samples[tail[put]].ended <= now:
-            i = tail[put]
-            generation, k = s.samples[i].ended, at[i]
-            put += 1
-            waiting += b.samples[i].scored
-            if i == s.instances[k].last_ended:
-                early[k] = ends[k]
-                heapq.heappush(coming, (generation + c.release, k))
-    return max(total, generation), generation
-
-
-@njit(cache=True, error_model="numpy")
-def _streamed(b, waiting, tokens, workers):
-    """Tokens and samples of what one worker takes (streamed_pack)."""
-    share = min(b.score_tokens, math.ceil(tokens / workers))
-    taken, count = b.samples[waiting[0]].scored, 1
-    while count < len(waiting) and taken + b.samples[waiting[count]].scored <= share:
-        taken += b.samples[waiting[count]].scored
-        count += 1
-    return taken, count
-
-
-@njit(cache=True, error_model="numpy")
-def seconds_by_threshold(b, c, thresholds, destinations):
-    """(all seconds, of generation, of migration) by R_t; `thresholds` descend and have so many `destinations`."""
-    whole, live = start(b), start(b)
-    for k in range(b.instances):
-        run(b, c, whole.samples, whole.instances[k], np.inf)
-    found, ends = np.zeros((len(thresholds), 3)), whole.samples["ended"].copy()
-    ends = ends[_order(ends)]
-    found[:, 0], found[:, 1] = _serial(b, c, whole)
+        run(b, c, last.samples, last.instances[k], np.inf)
+    ends = last.samples["ended"].copy()
+    ends = ends[in_order(ends)]
+    serial(b, c, last, ends[-1], outcomes[0])
+    for n in range(1, len(thresholds)):
+        outcomes[n] = outcomes[0]
     for n in range(len(thresholds)):
         remaining = thresholds[n]
         if remaining == 0 or b.instances < 2:
@@ -314,6 +62,208 @@ def seconds_by_threshold(b, c, thresholds, destinations):
         s = copy(live)
         for k in range(b.instances):
             run(b, c, s.samples, s.instances[k], moment)
-        if np.isnan(s.samples["ended"]).any():
-            found[n, 0], found[n, 1], found[n, 2] = _fused(b, c, s, destinations[n], moment)
-    return found
+        if mark_tail(s) > 0:
+            fused(b, c, s, destinations[n], moment, outcomes[n])
+            last = s
+    return outcomes, last
+
+
+@njit(cache=True, error_model="numpy")
+def fused(b, c, s, count, moment, outcome):
+    """From R_t on, reached at `moment`; every instance is at its first step boundary from there on.
+
+    They meet, `count` of them keep the tail, and the others are freed: they score what is finished, and the tail as it
+    ends. A destination joins them when its last sample has ended.
+    """
+    outcome.agreed = moment
+    for k in range(b.instances):
+        outcome.agreed = max(outcome.agreed, s.instances[k].clock)
+    outcome.agreed += c.barrier
+    for k in range(b.instances):
+        stopped = s.instances[k].clock
+        record(s, k, GENERATE, 0.0, stopped, 0)
+        record(s, k, MEET, max(stopped, outcome.agreed - c.barrier), outcome.agreed, 0)  # until then it waits
+    chosen, freed = choose_destinations(b, s, count)
+    deal_tail(b, s, chosen, freed)
+    transfer_tail(b, c, s, chosen, freed, outcome.agreed)
+    outcome.migration = 0.0
+    for k in range(b.instances):
+        record(s, k, MIGRATE, outcome.agreed, s.instances[k].moved, 0)
+        if s.instances[k].place >= 0:
+            outcome.migration = max(outcome.migration, s.instances[k].moved - outcome.agreed)
+            decode_tail(b, c, s, k)
+    score_tail(b, c, s, outcome)
+    outcome.total = reward(b, c, s, outcome.scored)
+
+
+@njit(cache=True, error_model="numpy")
+def serial(b, c, s, generation, outcome):
+    """All is generated at `generation`; the samples are dealt by tokens, and every instance scores its share."""
+    outcome.generation, outcome.agreed = generation, generation + c.barrier
+    begin, outcome.scored = outcome.agreed + c.release, outcome.agreed
+    scored, _ = scored_tokens(b, b.longest_first)
+    worker = np.array(dealt_to(scored, b.instances))
+    for k in range(b.instances):
+        one = s.instances[k]
+        record(s, k, GENERATE, 0.0, one.clock, 0)
+        record(s, k, MEET, outcome.generation, outcome.agreed, 0)
+        one.loading, one.early = begin, 0.0 if math.isnan(one.all_admitted) else one.all_admitted
+        own, sums = scored_tokens(b, b.longest_first[worker == k])
+        clock, first = begin, 0
+        for after in pack_ends(own, 1, b.score_tokens):
+            clock = score_pack(b, c, s, k, clock, sums[after] - sums[first], after - first)
+            first = after
+        outcome.scored = max(outcome.scored, clock, one.clock)
+    outcome.total = reward(b, c, s, outcome.scored)
+
+
+# ---- generation of the tail
+
+
+@njit(**IN_PLACE)
+def decode_tail(b, c, s, k):
+    """A destination decodes what it holds to the end."""
+    one = s.instances[k]
+    one.clock, one.last_ended = one.moved, -1
+    run(b, c, s.samples, one, np.inf)
+    if one.last_ended >= 0:
+        record(s, k, GENERATE, one.moved, one.clock, 0)
+
+
+# ---- scoring
+
+
+@njit(cache=True, error_model="numpy")
+def score_tail(b, c, s, outcome):
+    """From the barrier on: whoever is free pulls the next pack of the samples finished there, longest first; then what
+    the tail has streamed. Of several that are free, one that has its models comes first, then the lower instance."""
+    unfinished = s.samples["tail"].copy()
+    known, known_sums = scored_tokens(b, b.longest_first[~unfinished[b.longest_first]])
+    tail = np.flatnonzero(unfinished)
+    tail = tail[in_order(s.samples["ended"].copy()[tail])]
+    streamed, sums = scored_tokens(b, tail)
+    packs = pack_ends(known, b.instances, b.score_tokens)
+    free = [0 for _ in range(0)]  # heap of instances; those that must load first are above all others
+    coming = first_workers(b, c, s)
+    workers = pack = first = taken = put = 0  # `taken`, `put`: of the tail
+    outcome.generation = outcome.scored = now = outcome.agreed
+    while now < np.inf:
+        while len(coming) > 0 and coming[0][0] <= now:
+            workers += join(b, s, heapq.heappop(coming)[1], free)
+        while len(free) > 0 and (pack < len(packs) or taken < put):
+            if pack < len(packs):
+                count, tokens = packs[pack] - first, known_sums[packs[pack]] - known_sums[first]
+                first, pack = packs[pack], pack + 1
+            else:
+                count = streamed_pack(streamed[taken:put], sums[put] - sums[taken], workers, b.score_tokens)
+                tokens = sums[taken + count] - sums[taken]
+                taken += count
+            k = heapq.heappop(free) % b.instances
+            end = score_pack(b, c, s, k, now, tokens, count)
+            outcome.scored = max(outcome.scored, end)
+            heapq.heappush(coming, (end, k))
+        now = coming[0][0] if len(coming) > 0 else np.inf
+        if put < len(tail):
+            now = min(now, s.samples[tail[put]].ended)
+        while put < len(tail) and s.samples[tail[put]].ended <= now:
+            sample = s.samples[tail[put]]
+            one, outcome.generation = s.instances[sample.at], sample.ended
+            put += 1
+            if tail[put - 1] == one.last_ended:
+                one.early = one.moved
+                heapq.heappush(coming, (sample.ended + c.release, sample.at))
+    outcome.scored = max(outcome.scored, outcome.generation)
+
+
+@njit(cache=True, error_model="numpy")
+def first_workers(b, c, s):
+    """Heap of (seconds, instance): when those that have nothing to decode are free to score.
+
+    One that is freed begins to load the models then, a destination without samples with its first pack.
+    """
+    coming = [(0.0, 0) for _ in range(0)]
+    for k in range(b.instances):
+        one = s.instances[k]
+        if one.place < 0 or one.last_ended < 0:
+            heapq.heappush(coming, (one.moved + c.release, k))
+            if one.place < 0:
+                one.loading = one.moved + c.release
+    return coming
+
+
+@njit(cache=True, error_model="numpy")
+def join(b, s, k, free):
+    """Instance k is free to pull; says whether it is for the first time."""
+    one = s.instances[k]
+    heapq.heappush(free, k if one.loaded else k + b.instances)
+    new = not one.scores
+    one.scores = True
+    return new
+
+
+@njit(**IN_PLACE)
+def score_pack(b, c, s, k, now, tokens, samples):
+    """When instance k has scored a pack that it pulls `now`; the first one while its models come in."""
+    one, work = s.instances[k], score_seconds(c, tokens, samples)
+    begin, end = now, now + work
+    if not one.loaded:
+        begun = now if math.isnan(one.loading) else one.loading
+        ready, end = score_first_pack(b, begun, now, c.swap_in, work, one.early)
+        record(s, k, SWAP_IN, begun, ready, 0)
+        begin, one.loaded = max(now, ready), True
+    record(s, k, SCORE, begin, end, samples)
+    return end
+
+
+@njit(**IN_PLACE)
+def score_first_pack(b, begun, now, load, work, early):
+    """(first model loaded, pack scored): loading began at `begun`, the pack came at `now`; models share evenly.
+
+        joins       |w1|w2|w3|          w: weights of a model, s: that model scores the pack
+        first pack     |s1|s2 |s3|
+
+    The first `early_models` have been loaded from `early` on, if that is before, and the others follow.
+    """
+    models, sooner = b.models, b.early_models if early <= begun else 0
+    then, ready, end = begun, np.nan, now
+    if sooner:
+        then = max(begun, early + sooner * load / models)
+    for model in range(1, models + 1):
+        there = early + model * load / models if model <= sooner else then + (model - sooner) * load / models
+        ready = there if model == 1 else ready
+        end = max(end, there) + work / models
+    return ready, end
+
+
+@njit(cache=True, error_model="numpy")
+def scored_tokens(b, samples):
+    """What scoring pays for each of `samples`, and for all before each and in all."""
+    tokens, sums = np.empty(len(samples), np.int64), np.zeros(len(samples) + 1, np.int64)
+    for n in range(len(samples)):
+        tokens[n] = b.samples[samples[n]].scored
+        sums[n + 1] = sums[n] + tokens[n]
+    return tokens, sums
+
+
+# ---- rewards
+
+
+@njit(cache=True, error_model="numpy")
+def reward(b, c, s, scored):
+    """When the reward function is done too; each sample queues, as it ends, for workers of the instance that began it.
+
+    All calls take equally long, so with n of them at once a sample has the worker of the n-th sample before it.
+    """
+    at_once = b.reward_workers * c.reward_at_once
+    if at_once == 0:
+        return scored
+    left = np.zeros(b.instances, np.int64)
+    for i in range(len(s.samples)):
+        left[s.samples[i].home] += 1
+    for i in in_order(s.samples["ended"].copy()):
+        one = s.instances[s.samples[i].home]
+        left[s.samples[i].home] -= 1
+        calls = left[s.samples[i].home] // at_once + 1
+        one.rewarded = max(one.rewarded, s.samples[i].ended + c.reward_seconds * calls)
+        scored = max(scored, one.rewarded)
+    return scored

@@ -1,19 +1,24 @@
-"""InstanceRun in numba: the same events in the same order with the same operations, equal to the last bit.
+"""Continuous batching on one generation instance, compiled: when each of its samples ends.
 
-instances.py says what they mean. Waiting and running samples of an instance are linked lists over all samples; -1 ends
-them. Costs come as numbers (cost_numbers.py).
+The clock jumps from event to event (a sample ends, the cache is full): so many decode steps between two of them cost
+that number x the step at the middle context, exact where a step is linear in its context. Block rounding and the mixing
+of prefill chunks with decode steps are left out. Waiting and running samples are linked lists; -1 ends them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
-NEVER = 1 << 62  # a step
+from rlhfuse.simulator.cost_numbers import decode_seconds, prefill_seconds
 
+NEVER = 1 << 62  # a step
+# Of kernels that allocate nothing: they count no references of the arrays that they are given.
+IN_PLACE: dict[str, Any] = {"cache": True, "error_model": "numpy", "_nrt": False}
+GENERATE, MEET, MIGRATE, SWAP_IN, SCORE = range(5)  # kinds of spans
 
 SAMPLE = np.dtype(
     [
@@ -21,13 +26,16 @@ SAMPLE = np.dtype(
         ("output", np.int64),
         ("scored", np.int64),  # tokens that scoring pays for
         ("home", np.int64),  # instance that starts it, ascending
+        ("at", np.int64),  # instance that decodes it
         ("done", np.int64),  # response tokens, while it runs those that it had when it was admitted
         ("finish_step", np.int64),
         ("following", np.int64),  # in the list of waiting or of running samples
         ("before", np.int64),  # in the list of running samples
+        ("kv_tokens", np.int64),  # that migrate with it
         ("ended", np.float64),  # seconds; nan until it has
-        ("cached", np.bool_),
+        ("cached", np.bool_),  # arrived with its keys and values: admitted without a prefill
         ("runs", np.bool_),
+        ("tail", np.bool_),  # unfinished at the migration
     ],
     align=True,
 )
@@ -35,6 +43,10 @@ INSTANCE = np.dtype(
     [
         ("clock", np.float64),
         ("all_admitted", np.float64),  # nan until all are
+        ("moved", np.float64),  # end of its last transfer
+        ("loading", np.float64),  # when it begins to load the models that score; nan: with its first pack
+        ("early", np.float64),  # when it begins to load those that come early; nan: it does not
+        ("rewarded", np.float64),  # end of the last call for a sample that it began
         ("context", np.int64),  # tokens of all running samples
         ("step", np.int64),
         ("running", np.int64),  # how many
@@ -44,10 +56,32 @@ INSTANCE = np.dtype(
         ("first", np.int64),  # running
         ("last", np.int64),
         ("last_ended", np.int64),  # sample
-        ("preempted", np.bool_),
+        ("place", np.int64),  # among the destinations; of one that is freed -1 - its place among those
+        ("preempted", np.bool_),  # nothing is admitted until a sample ends, or two would evict each other
+        ("scores", np.bool_),  # has joined those that score
+        ("loaded", np.bool_),  # has its models
     ],
     align=True,
 )
+SPAN = np.dtype(
+    [
+        ("instance", np.int64),
+        ("kind", np.int64),
+        ("samples", np.int64),  # of a scored pack
+        ("start", np.float64),  # seconds
+        ("end", np.float64),
+    ]
+)
+
+
+class MoveNumbers(NamedTuple):
+    """A SampleMoveCost."""
+
+    kv_bytes_per_token: float
+    transfer_latency_seconds: float
+    transfer_seconds_per_byte: float
+    prefill_seconds_per_token: float
+    prefill_latency_seconds: float
 
 
 class Batch(NamedTuple):
@@ -58,113 +92,66 @@ class Batch(NamedTuple):
     instances: int
     max_sequences: int
     capacity: int  # tokens
-    kv_bytes_per_token: float
     block_tokens: int
     score_tokens: int
     models: int
     early_models: int
     reward_workers: int
-    transfer_latency: float  # these four decide whether a sample's keys and values move
-    transfer_per_byte: float
-    run_latency: float
-    run_per_token: float
+    move: MoveNumbers
 
 
 class State(NamedTuple):
-    """Where all stand."""
+    """Where all stand, and what they did."""
 
     samples: np.ndarray  # of SAMPLE
     instances: np.ndarray  # of INSTANCE
+    spans: np.ndarray  # of SPAN, room for all; none where they are not asked for
+    written: np.ndarray  # [1] of them
 
 
-# ---- costs
+@njit(**IN_PLACE)
+def record(s, instance, kind, start, end, samples):
+    """Write a span, where spans are asked for."""
+    if len(s.spans) > 0:
+        span = s.spans[s.written[0]]
+        span.instance, span.kind, span.samples, span.start, span.end = instance, kind, samples, start, end
+        s.written[0] += 1
 
 
-@njit(cache=True, error_model="numpy")
-def _both(computing, moving, in_turns):
-    return computing + moving if in_turns else max(computing, moving)
+@njit(**IN_PLACE)
+def _decode_seconds(c, one, steps):
+    middle = one.context + one.running * (steps - 1) / 2
+    return steps * decode_seconds(c, one.running, middle)
 
 
-@njit(cache=True, error_model="numpy")
-def decode_seconds(d, one, steps):
-    batch, own = one.running, d.by_batch[one.running]
-    context = one.context + batch * (steps - 1) / 2
-    flops = (own.flops + d.flops_per_token * context) / d.flop_rate
-    moved = (d.weight_bytes + d.kv_bytes * context) / d.byte_rate
-    layer = d.floor + _both(flops, moved, d.in_turns) + own.all_reduce
-    step = d.layers * layer + own.head + own.sampler
-    return steps * (step / own.tokens)
-
-
-@njit(cache=True, error_model="numpy")
-def _line(f, tokens, sequences):
-    return f.constant + (f.per_token * tokens + f.per_sequence * sequences) if tokens > 0 else 0.0
-
-
-@njit(cache=True, error_model="numpy")
-def _forward(m, tokens, sequences, outputs):
-    if tokens <= 0:
-        return 0.0
-    pairs = tokens * (tokens / max(sequences, 1.0) + 1) / 2
-    flops = m.flops_per_token * tokens + m.flops_per_pair * pairs
-    moved = m.weight_bytes + m.kv_bytes * tokens
-    roofline = _both(flops / m.flop_rate, moved / m.byte_rate, m.in_turns)
-    between = tokens * m.moved_per_token / m.bandwidth
-    ring = m.ring_share * (tokens * m.hidden * m.element_bytes) / m.link
-    layer = max(roofline, m.floor) + between + 2 * (2 * ring + m.sum_start)
-    return m.layers * layer + _both(m.head_flops * outputs / m.flop_rate, m.head_floor, m.in_turns)
-
-
-@njit(cache=True, error_model="numpy")
-def prefill_seconds(c, tokens, sequences):
-    f = c.prefill
-    if f.lines:
-        return _line(f, float(tokens), float(sequences))
-    return _forward(f.models[0], float(tokens), float(sequences), float(sequences))
-
-
-@njit(cache=True, error_model="numpy")
-def score_seconds(c, tokens, sequences):
-    f = c.score
-    if f.lines:
-        return _line(f, float(tokens), float(sequences))
-    total = 0.0
-    for m in f.models:
-        share = max(m.share, min(1.0, 1 / max(sequences, 1)))
-        scored = tokens * share
-        total += _forward(m, scored, sequences * share, scored * m.output_share)
-    return total
-
-
-# ---- one instance (InstanceRun)
-
-
-@njit(cache=True, error_model="numpy")
+@njit(**IN_PLACE)
 def _admit(b, c, samples, one):
+    """Start waiting samples that fit, in order; a prefill makes each one's next token. Says whether any did."""
     if one.first_waiting < 0 or one.preempted:
         return False
     tokens = prefilled = admitted = 0
     while one.first_waiting >= 0 and one.running < b.max_sequences:
         i = one.first_waiting
-        own = samples[i].prompt + samples[i].done
+        sample = samples[i]
+        own = sample.prompt + sample.done
         if one.running > 0 and one.context + own + one.running + 1 > b.capacity:
             break
-        one.first_waiting = samples[i].following
-        if not samples[i].cached:
+        one.first_waiting = sample.following
+        if not sample.cached:
             tokens += own
             prefilled += 1
-            samples[i].done += 1
-        samples[i].cached = False
-        samples[i].finish_step = one.step + samples[i].output - samples[i].done
-        samples[i].before, samples[i].following, samples[i].runs = one.last, -1, True
+            sample.done += 1
+        sample.cached = False
+        sample.finish_step = one.step + sample.output - sample.done
+        sample.before, sample.following, sample.runs = one.last, -1, True
         if one.last < 0:
             one.first = i
         else:
             samples[one.last].following = i
         one.last = i
         one.running += 1
-        one.context += samples[i].prompt + samples[i].done
-        one.next_end = min(one.next_end, samples[i].finish_step)
+        one.context += sample.prompt + sample.done
+        one.next_end = min(one.next_end, sample.finish_step)
         admitted += 1
     if prefilled:
         one.clock += prefill_seconds(c, tokens, prefilled)
@@ -174,7 +161,7 @@ def _admit(b, c, samples, one):
     return admitted > 0
 
 
-@njit(cache=True, error_model="numpy")
+@njit(**IN_PLACE)
 def _leave(samples, one, i, done):
     """Sample i runs no more."""
     samples[i].done, samples[i].runs = done, False
@@ -191,8 +178,9 @@ def _leave(samples, one, i, done):
         samples[later].before = earlier
 
 
-@njit(cache=True, error_model="numpy")
+@njit(**IN_PLACE)
 def _retire(samples, one):
+    """Let go of the samples that end at this step."""
     if one.next_end > one.step:
         return
     one.last_ended = -1
@@ -210,10 +198,11 @@ def _retire(samples, one):
     one.preempted = False
 
 
-@njit(cache=True, error_model="numpy")
+@njit(**IN_PLACE)
 def _preempt_last(samples, one):
+    """The sample admitted last loses its keys and values and waits, as in the engine."""
     i = one.last
-    _leave(samples, one, i, samples[i].output - (samples[i].finish_step - one.step))
+    _leave(samples, one, i, done_of(samples[i], one))
     if one.first_waiting < 0:
         one.last_waiting = i
     samples[i].following, one.first_waiting = one.first_waiting, i
@@ -224,15 +213,22 @@ def _preempt_last(samples, one):
     one.next_end = least
 
 
-@njit(cache=True, error_model="numpy")
+@njit(**IN_PLACE)
+def done_of(sample, one):
+    """Response tokens of a sample now."""
+    return sample.output - (sample.finish_step - one.step) if sample.runs else sample.done
+
+
+@njit(**IN_PLACE)
 def _steps_to_event(b, one):
+    """Decode steps until a sample ends or the cache is full, whichever is first."""
     room = (b.capacity - one.context) // one.running
     if room == 0 and one.running == 1:
-        room = 1
+        room = 1  # one sample always fits (InstanceLimits checks it)
     return min(one.next_end - one.step, room)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(**IN_PLACE)
 def _decode(samples, one, steps, seconds):
     one.clock += seconds
     one.step += steps
@@ -240,36 +236,41 @@ def _decode(samples, one, steps, seconds):
     _retire(samples, one)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(**IN_PLACE)
 def run_events(b, c, samples, one, until):
+    """Run to the last event (an admission, an end, a preemption) that is not after `until`.
+
+    Where `run` goes from here does not depend on how often this stopped in between, to the last bit.
+    """
     while one.clock < until and (one.running > 0 or one.first_waiting >= 0):
         if _admit(b, c, samples, one):
-            continue
+            continue  # those that a prefill finished have made room for more
         steps = _steps_to_event(b, one)
         if steps == 0:
             _preempt_last(samples, one)
             continue
-        seconds = decode_seconds(c.decode, one, steps)
+        seconds = _decode_seconds(c, one, steps)
         if one.clock + seconds > until:
             return
         _decode(samples, one, steps, seconds)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(**IN_PLACE)
 def run(b, c, samples, one, until):
+    """Run to the first step boundary at or after `until`, or until every sample is finished."""
     run_events(b, c, samples, one, until)
     if one.clock < until and (one.running > 0 or one.first_waiting >= 0):
-        low, high = 1, _steps_to_event(b, one)
+        low, high = 1, _steps_to_event(b, one)  # the fewest steps that reach it; seconds grow with steps
         while low < high:
             middle = (low + high) // 2
-            if one.clock + decode_seconds(c.decode, one, middle) >= until:
+            if one.clock + _decode_seconds(c, one, middle) >= until:
                 high = middle
             else:
                 low = middle + 1
-        _decode(samples, one, low, decode_seconds(c.decode, one, low))
+        _decode(samples, one, low, _decode_seconds(c, one, low))
 
 
-@njit(cache=True, error_model="numpy")
+@njit(**IN_PLACE)
 def wait(samples, one, i):
     """Sample i is the last to wait."""
     samples[i].following = -1
@@ -280,14 +281,23 @@ def wait(samples, one, i):
     one.last_waiting = i
 
 
+@njit(**IN_PLACE)
+def release(one):
+    """The instance gives up all its samples."""
+    one.context = one.running = 0
+    one.first_waiting = one.first = one.last = -1
+    one.next_end = NEVER
+
+
 @njit(cache=True, error_model="numpy")
-def start(b):
+def start(b, spans):
     """Every instance at time 0, its samples waiting."""
-    s = State(b.samples.copy(), np.zeros(b.instances, INSTANCE))
+    s = State(b.samples.copy(), np.zeros(b.instances, INSTANCE), spans, np.zeros(1, np.int64))
     for k in range(b.instances):
         one = s.instances[k]
-        one.all_admitted, one.next_end = np.nan, NEVER
-        one.first_waiting = one.last_waiting = one.first = one.last = one.last_ended = -1
+        one.all_admitted = one.loading = one.early = np.nan
+        one.last_waiting = one.last_ended = -1
+        release(one)
     for i in range(len(s.samples)):
         wait(s.samples, s.instances[s.samples[i].home], i)
     return s
@@ -296,4 +306,4 @@ def start(b):
 @njit(cache=True, error_model="numpy")
 def copy(s):
     """The same state with a future of its own."""
-    return State(s.samples.copy(), s.instances.copy())
+    return State(s.samples.copy(), s.instances.copy(), s.spans, np.zeros(1, np.int64))

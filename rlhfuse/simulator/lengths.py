@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import LARGEST
 from rlhfuse.base.rows import read_rows
-from rlhfuse.config.values import LARGEST
 
 # What traces and runs call these columns; compared without case, the first that exists is taken.
 OUTPUT_COLUMNS = (

@@ -15,7 +15,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, read_json
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.decisions.migration import destination_count
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.seconds import gen_infer_seconds
 

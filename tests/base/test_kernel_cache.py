@@ -73,17 +73,17 @@ def test_a_failure_there_is_one_here(kernel):
         compile_apart([KernelGroup((kernel,), "kernel_of_a_test")])
 
 
-def test_a_kernel_is_compiled_again_when_a_file_beside_it_changes(kernel, tmp_path):
-    said = tmp_path / "said"
-    compile_apart([group(kernel, said)])
-    helper = tmp_path / "called_by_it.py"
-    helper.write_text("")
-    later = helper.stat().st_mtime + 10
-    os.utime(helper, (later, later))
-    assert not is_cached(kernel)
-    os.utime(helper, (0, 0))
-    compile_apart([group(kernel, said)])
-    assert is_cached(kernel) and len(said.read_text().split()) == 2
+def test_a_kernel_is_compiled_again_when_a_file_beside_it_changes_or_one_of_its_sources(kernel, tmp_path):
+    said, other = tmp_path / "said", tmp_path / "other" / "functions.py"
+    other.parent.mkdir()
+    for number, helper in enumerate((tmp_path / "called_by_it.py", other), start=1):
+        compile_apart([group(kernel, said)])
+        helper.write_text("")
+        later = helper.stat().st_mtime + 10
+        os.utime(helper, (later, later))
+        assert is_cached(kernel) == (helper == other) and not is_cached(kernel, (str(other),))
+        os.utime(helper, (0, 0))
+        assert len(said.read_text().split()) == number
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="on one core kernels are compiled one after another")

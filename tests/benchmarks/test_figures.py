@@ -8,9 +8,9 @@ from intra_stage_sides import MODELS, SIDES, Case
 from kills import lost
 from learning import Rise
 
-from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import simulate_gen_infer
+from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.timeline import simulate_gen_infer
 
 LENGTHS = SampleLengths((1,) * 4, (5, 5, 5, 25))
 LIMITS = InstanceLimits(4, 1000.0, 1.0, 1, 4, 1, 25, 100)

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import shlex
 
 import pytest
@@ -12,7 +11,7 @@ from testkit.programs import call_main
 
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
-INNER = ("end_to_end_trl", "planner_speed_search")  # started by others
+INNER = ("planner_speed_search",)  # started by others
 MAINS = [file.stem for file in sorted(BENCHMARKS.glob("*.py")) if "def main(" in file.read_text()]
 TAIL = (2, 3, 2, 4, 2, 3, 40, 2, 5, 2, 3, 2) * 4  # output tokens of the trace's requests
 
@@ -52,7 +51,7 @@ def measured(programs, tmp_path):
         ("planner_regret.py", "--settings balanced --measured MEASURED", "balanced.analytic.chosen_over_best"),
         ("real_plans.py", "", "T4.published_over_best T2.heuristic_over_searched regret T2.walks_that_fit"),
         ("inter_stage.py", "--sizes 1:2 --lengths TRACE", "1to2.speedup 1to2.mean_error 1to2.chosen_over_best"),
-        ("generation.py", "--threads 1 --trace TRACE --plot PLOT", "a.over_transformers d.batch16.outside e.gemm"),
+        ("generation.py", "--threads 1 --trace TRACE", "a.over_transformers b.rlhfuse e.gemm"),
         ("intra_stage.py", "--sizes 2.5:1 --microbatches 2", "2_5to1_m2.speedup 2_5to1_m2.instruction"),
         ("iteration_prediction.py", "--iterations 4", "mean_error train.error"),
         ("iteration_prediction.py", "--iterations 4 --reward 50", "step.error reward.waited"),
@@ -62,25 +61,20 @@ def measured(programs, tmp_path):
         ("endurance.py", "--iterations 7", "memory_growth files_changed cpu_slope"),
     ],
 )
-def test_quick_run(measured, program, arguments, figures, tmp_path, trace):
-    given = {"TRACE": trace, "MEASURED": BENCHMARKS / "results" / "planner_regret.json", "PLOT": tmp_path / "plot.png"}
+def test_quick_run(measured, program, arguments, figures, trace):
+    given = {"TRACE": trace, "MEASURED": BENCHMARKS / "results" / "planner_regret.json"}
     result = measured(program, *(given.get(word, word) for word in arguments.split()))
     assert result["quick"] and result["tables"] and set(figures.split()) <= set(result["figures"])
-    assert "PLOT" not in arguments or given["PLOT"].read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("program", ["learning.py", "end_to_end.py", "speculation.py"])
+@pytest.mark.parametrize("program", ["learning.py", "speculation.py"])
 def test_quick_run_on_the_story_model(measured, program):
     shared_data("stories260K-hf")
     pytest.importorskip("vaderSentiment", reason="the sentiment reward needs the vaderSentiment package")
     words = ["--seeds", "1", "--tasks", "grpo,ppo"] if program == "learning.py" else ["--threads", "1"]
-    if program == "end_to_end.py":
-        if not (python := os.environ.get("RLHFUSE_TRL_PYTHON")):
-            pytest.skip("RLHFUSE_TRL_PYTHON names no Python of an environment with TRL")
-        words = ["--trl-python", python]
-    assert {"reached", "ratio", "guess"} & set(measured(program, *words)["figures"])
+    assert {"reached", "guess"} & set(measured(program, *words)["figures"])
 
 
 @pytest.mark.slow
@@ -123,7 +117,7 @@ def test_results_are_of_a_whole_run_of_a_program_that_still_takes_its_arguments(
     [
         ("schedule_search.py", "table --rows 13", "'13' is not a row; give numbers from 1 to 12, or all"),
         ("schedule_search.py", "growth --sizes 8by6", "'8by6' is not of the form NODESxMICROBATCHES"),
-        ("generation.py", "--cases A,X", "'X' is not a case; give some of A,B,C,D,E,F"),
+        ("generation.py", "--cases A,X", "'X' is unknown; give some of A, B, E"),
         ("generation.py", "--vllm-python nowhere", "--vllm-python nowhere is not there; run benchmarks/setup_peers.sh"),
         ("inter_stage.py", "--lengths nowhere.csv", "nowhere.csv does not exist"),
         ("inter_stage.py", "--rounds 0", "0 is not at least 1"),

@@ -12,9 +12,10 @@ import yaml
 from testkit.config_file import MINIMAL, load
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import LARGEST
 from rlhfuse.config.load import dump_config, validate
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.values import AUTO, LARGEST, LARGEST_REAL
+from rlhfuse.config.values import AUTO, LARGEST_REAL
 from rlhfuse.data.sampler import COPY_BITS, ITERATION_BITS, PROMPT_BITS
 
 OR_AUTO = {key: 1 for key, value, field in RunConfig().leaves() if value == AUTO and field.annotation is int}

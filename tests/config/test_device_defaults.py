@@ -10,8 +10,8 @@ from rlhfuse.planning.settle import Facts, settle_but_layouts
 from rlhfuse.run.preflight import device_of, this_host
 
 
-def run(attention: str = "auto", **trainer) -> RunConfig:
-    return with_models(rollout={"attention": attention}, trainer=trainer)
+def run(**trainer) -> RunConfig:
+    return with_models(trainer=trainer)
 
 
 def chosen(config: RunConfig) -> tuple[str, int]:
@@ -30,8 +30,6 @@ def chosen(config: RunConfig) -> tuple[str, int]:
         ({"hardware": "h100"}, ("bfloat16", 16)),  # planned on a machine without a GPU
         ({"device": "cuda", "dtype": "float32"}, ("float32", 16)),
         ({"device": "cpu", "dtype": "bfloat16"}, ("bfloat16", 16)),
-        ({"device": "cuda", "attention": "flash_attn"}, ("bfloat16", 256)),
-        ({"device": "cpu", "attention": "flash_attn"}, ("float32", 16)),
     ],
     ids=str,
 )

@@ -1,5 +1,7 @@
 """The roofline's limits, its bytes counted by hand, and BS_max."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,12 +11,13 @@ from testkit.sim_helpers import linear_cost
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs import gpu_bytes
+from rlhfuse.costs import model_memory
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.hardware import hardware_by_name, known_hardware
+from rlhfuse.costs.cost_model import MicrobatchTokens
+from rlhfuse.costs.hardware import at_speed, hardware_by_name, known_hardware
 from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
-from rlhfuse.costs.stage_cut import MicrobatchTokens
-from rlhfuse.models import linear_logprobs
+from rlhfuse.costs.kernels import CPU_KERNELS, Kernels
+from rlhfuse.models.logprobs import linear_logprobs
 
 LLAMA_13B = ModelSpec("llama", 40, 5120, 40, 40, 128, 13824, 32000, 4096)
 H800 = hardware_by_name("h800")
@@ -65,13 +68,13 @@ def test_weights_over_all_ranks_are_the_model():
     for layout, scalar in (("d1t1p1", False), ("d1t1p1", True), ("d1t2p1", False)):
         made = cost(layout, scalar)
         tp = made.layout.tp
-        assert made.rank_parameters() * tp == LLAMA_13B.parameters(scalar) + (tp - 1) * norms
+        assert made.memory.rank_parameters() * tp == LLAMA_13B.parameters(scalar) + (tp - 1) * norms
     fullest = 10 * LLAMA_13B.layer_parameters + LLAMA_13B.embedding_parameters + LLAMA_13B.hidden
-    assert cost("d1t1p4").rank_parameters() == fullest  # the last stage: layers, norm and output layer
-    assert cost("d1t1p4").weights_bytes() == 2 * fullest
-    assert cost("d1t8p2v2").rank_parameters() == cost("d1t8p2").rank_parameters()
-    assert cost("d4t1p1").optimizer_bytes() == 3 * LLAMA_13B.parameters()  # 12 bytes over 4 ranks
-    assert cost("d1t1p1").gradient_bytes() == 4 * LLAMA_13B.parameters()
+    assert cost("d1t1p4").memory.rank_parameters() == fullest  # the last stage: layers, norm and output layer
+    assert cost("d1t1p4").memory.weights_bytes() == 2 * fullest
+    assert cost("d1t8p2v2").memory.rank_parameters() == cost("d1t8p2").memory.rank_parameters()
+    assert cost("d4t1p1").memory.optimizer_bytes() == 3 * LLAMA_13B.parameters()  # 12 bytes over 4 ranks
+    assert cost("d1t1p1").memory.gradient_bytes() == 4 * LLAMA_13B.parameters()
 
 
 def test_stage_costs_split_the_forward():
@@ -122,25 +125,25 @@ def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_
     hidden, rows = 1000 * 5120 * 2, 1000 * 2 * 4
     # three of query, key and value each; gate, up and product; attention's sums of a row and head
     cut = 1000 * (6 * 40 * 128 + 3 * 13824) * 2 + 1000 * 40 * 4
-    assert made().kept_layer_bytes(1000) == 4 * hidden + rows + cut / 8
-    assert made(sequence_parallel=True).kept_layer_bytes(1000) == (4 * hidden + rows + cut) / 8
-    assert made(recompute=True).kept_layer_bytes(1000) == hidden
+    assert made().memory.kept_layer_bytes(1000) == 4 * hidden + rows + cut / 8
+    assert made(sequence_parallel=True).memory.kept_layer_bytes(1000) == (4 * hidden + rows + cut) / 8
+    assert made(recompute=True).memory.kept_layer_bytes(1000) == hidden
     both = made(sequence_parallel=True, recompute=True)
-    assert both.kept_layer_bytes(1000) == hidden / 8
+    assert both.memory.kept_layer_bytes(1000) == hidden / 8
     # of the layer's output, gate and up, their weights and input, whole on each rank; gate, up and product are gone
     first = (2 * 13824 * 5120 - 13824 * 1000) * 2 / 8
     back = hidden + first + hidden
-    assert made().passing_bytes(1000, 1) == made().passing_bytes(1000, 0) == back
-    assert both.passing_bytes(1000, 1) == (3 * hidden + rows + cut) / 8 + 2 * hidden / 8 + first + hidden
+    assert made().memory.passing_bytes(1000, 1) == made().memory.passing_bytes(1000, 0) == back
+    assert both.memory.passing_bytes(1000, 1) == (3 * hidden + rows + cut) / 8 + 2 * hidden / 8 + first + hidden
     table = LLAMA_13B.vocab * 5120 * 2 / 8  # its gradient, when the ten layers of the first stage keep nothing
     again = made(recompute=True)
-    assert again.passing_bytes(10, 0) == table - 9 * hidden / 100 > again.passing_bytes(10, 1)
+    assert again.memory.passing_bytes(10, 0) == table - 9 * hidden / 100 > again.memory.passing_bytes(10, 1)
     tile = LLAMA_13B.vocab / 8 * 1000  # of the loss all columns at once
     loss = 10 * tile + 4 * 5120 * 1000 + 2 * hidden
-    assert made().passing_bytes(1000, 3) == made().passing_bytes(1000) == max(back, loss)
+    assert made().memory.passing_bytes(1000, 3) == made().memory.passing_bytes(1000) == max(back, loss)
     # a gradient, a hidden state of each micro-batch under way, and one more
-    assert [made().receiving_bytes(1000, place) / hidden for place in range(4)] == [1, 5, 4, 2]
-    assert (made().gathering_bytes(1000), both.gathering_bytes(1000)) == (0, hidden)
+    assert [made().memory.receiving_bytes(1000, place) / hidden for place in range(4)] == [1, 5, 4, 2]
+    assert (made().memory.gathering_bytes(1000), both.memory.gathering_bytes(1000)) == (0, hidden)
     micro = MicrobatchTokens(1000, 1, 1000)
     plain, again = made().stage_costs(micro), both.stage_costs(micro)
     assert again.forward == plain.forward and again.activation[0] == 11 * hidden / 8  # ten inputs, and the output
@@ -150,13 +153,13 @@ def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_
 
 
 def test_the_loss_is_planned_with_the_tiles_that_it_has():
-    assert (gpu_bytes.TILE_BYTES, gpu_bytes.LINE_BYTES, gpu_bytes.TILE_ELEMENT_BYTES) == (
+    assert (model_memory.TILE_BYTES, model_memory.LINE_BYTES, model_memory.TILE_ELEMENT_BYTES) == (
         linear_logprobs.TILE_BYTES,
         linear_logprobs.LINE_BYTES,
         linear_logprobs.LOGIT_BYTES,
     )
     for tokens in (1000, 100_000):
-        assert gpu_bytes.passing_in_loss(LLAMA_13B, tokens, 1, 2) - 4 * tokens * LLAMA_13B.hidden <= 1 << 30
+        assert cost("d1t1p1").memory.loss_bytes(tokens) - 4 * tokens * LLAMA_13B.hidden <= 1 << 30
 
 
 def test_forwards_alone_hold_a_layer_and_what_is_around_it():
@@ -164,7 +167,40 @@ def test_forwards_alone_hold_a_layer_and_what_is_around_it():
     wide, narrow = cost("d1t1p1"), cost("d1t8p1")
     hidden, mlp, rows = 5120, 13824, 1000 * 2
     attention = 4 * 40 * 128  # query, key and value, and the rotated query
-    assert wide.prefilling_bytes(1000, 1) == rows * (2 * hidden + attention + 4 * mlp)
-    assert narrow.prefilling_bytes(1000, 1) == rows * (3 * hidden + (attention + 3 * mlp) / 8)
+    assert wide.memory.prefilling_bytes(1000, 1) == rows * (2 * hidden + attention + 4 * mlp)
+    assert narrow.memory.prefilling_bytes(1000, 1) == rows * (3 * hidden + (attention + 3 * mlp) / 8)
     scalar = cost("d1t1p1", scalar=True), cost("d1t8p1", scalar=True)
-    assert [made.scoring_bytes(1000) for made in scalar] == [rows * (5 * hidden + 3 * mlp), rows * 7 * hidden]
+    assert [made.memory.scoring_bytes(1000) for made in scalar] == [rows * (5 * hidden + 3 * mlp), rows * 7 * hidden]
+
+
+def test_a_core_launches_reads_and_multiplies_in_turns():
+    """A forward on a CPU is the sum of its terms, by hand; a backward launches once more, and computes twice."""
+    spec, machine, (tokens, sequences) = (
+        ModelSpec("llama", 4, 128, 4, 2, 32, 512, 768, 512),
+        known_hardware()["cpu"],
+        (64, 2),
+    )
+    made = AnalyticCost(spec, ParallelLayout(1, 1, 2), machine, 4, kernels=Kernels.on(machine, True))
+    pairs, keys = tokens * (tokens / sequences + 1) / 2, 2 * 2 * 32 * 4 * tokens
+    flops = 2 * spec.layer_parameters * tokens + 4 * 128 * pairs
+    products = flops / machine.flops + (4 * spec.layer_parameters + keys) / machine.memory_bandwidth
+    moving = machine.memory_bandwidth * machine.moved_share
+    forward, backward = (4 * tokens * n / moving for n in (10 * 128 + 4 * 192 + 3 * 512, 12 * 128 + 6 * 192 + 5 * 512))
+    head = 2 * 768 * 128 * 8 / machine.flops + 4 * 768 * 128 / machine.memory_bandwidth
+    launches, starts, passed = machine.launch_seconds, machine.decode_layer_seconds, machine.pass_seconds
+    assert made.layer_seconds(tokens, sequences) == pytest.approx(launches + products + forward)
+    assert made.forward_seconds(tokens, sequences, 8) == pytest.approx(
+        4 * (launches + products + forward) + head + passed
+    )
+    assert made.prefill_seconds(tokens, sequences) - made.head_seconds(2) == pytest.approx(
+        4 * (starts + products + forward)
+    )
+    stages = made.stage_seconds(MicrobatchTokens(tokens, sequences, 8))
+    assert stages.layer[1] == pytest.approx(launches + 2 * products + backward)
+    assert stages.ends[0] == (passed, passed), "a stage without an end is passed through too"
+    logits = [768 * 8 * count / moving for count in (CPU_KERNELS.tile_forward_bytes, CPU_KERNELS.tile_backward_bytes)]
+    assert stages.ends[1] == pytest.approx((head + logits[0] + passed, 2 * head + logits[1] + passed))
+    shared = replace(made, hardware=at_speed(machine, 0.5))
+    assert shared.stage_seconds(MicrobatchTokens(tokens, sequences, 8)).layer == pytest.approx(
+        [2 * s for s in stages.layer]
+    )

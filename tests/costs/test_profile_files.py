@@ -9,10 +9,9 @@ from testkit.paths import ROOT
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
-from rlhfuse.config.load import load_config
-from rlhfuse.costs.profile_files import TensorProfiles, load_costs, load_run_costs
+from rlhfuse.config.load import load_config, read_specs
+from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
 from rlhfuse.costs.profiled import ProfiledCost
-from rlhfuse.planning.draft import read_specs
 
 TINY = ROOT / "examples" / "tiny"
 BASE = [f"actor.path={TINY}/actor", f"reward.path={TINY}/reward", "trainer.device=cpu", "fusion.least_threshold=0"]
@@ -36,7 +35,7 @@ def refused(folder, profiles) -> str:
     write_json(folder / "p.json", TensorProfiles(tuple(profiles)).to_dict())
     config = config_of()
     with pytest.raises(InputError) as caught:
-        load_run_costs(config, read_specs(config), folder / "p.json")
+        run_costs(load_costs(folder / "p.json"), config, read_specs(config), "p.json")
     return str(caught.value)
 
 
@@ -45,7 +44,7 @@ def test_each_task_is_priced_by_the_profile_of_its_degree(tmp_path):
     profiles = TensorProfiles((profile(1), profile(2)))
     write_json(file, profiles.to_dict())
     assert load_costs(file) == profiles and profiles.degrees == (1, 2)
-    costs = load_run_costs(config, read_specs(config), file)
+    costs = run_costs(load_costs(file), config, read_specs(config), str(file))
     assert isinstance(costs, ProfiledCost)
     assert costs.decode_step_seconds(1, 1) == 2 and costs.migration_seconds(1) == 2
     assert costs.score_seconds(2, 2) == 3.0 and costs.swap_in_seconds() == 1.0  # three scorers of degree 1

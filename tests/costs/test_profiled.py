@@ -14,12 +14,11 @@ from rlhfuse.base.files import write_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import RewardCost
+from rlhfuse.costs.cost_model import MicrobatchTokens, RewardCost
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profile_files import load_costs
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids
-from rlhfuse.costs.stage_cut import MicrobatchTokens
 
 TABLE = Grid(((1.0, 2.0, 4.0), (10.0, 20.0)), (1.0, 2.0, 3.0, 6.0, 5.0, 12.0))
 
@@ -129,11 +128,12 @@ def test_a_file_may_say_what_the_reward_function_takes():
 def test_a_stage_costs_its_layers_and_the_last_one_the_ends():
     spec = ModelSpec("llama", 4, 64, 4, 4, 16, 128, 256, 512)
     analytic = AnalyticCost(spec, ParallelLayout.parse("d1t1p2"), hardware_by_name("cpu"), 4)
-    made = profile().stage_costs("actor", analytic, MicrobatchTokens(150, 2, 150), tick_seconds=1e-6)
+    micro = MicrobatchTokens(150, 2, 150)
+    made = analytic.stage_costs(micro, seconds=profile().training_cost("actor", analytic).stage_seconds(micro))
     assert made.forward == (3000, 3500) and made.backward == (3000, 3700)  # two layers of 1.5 ms
-    assert made.activation == analytic.stage_costs(MicrobatchTokens(150, 2, 150)).activation
+    assert made.activation == analytic.stage_costs(micro).activation
     with pytest.raises(InputError, match="no training of critic with tp\\(1\\)"):
-        profile().stage_costs("critic", analytic, MicrobatchTokens(150, 2, 150), 1e-6)
+        profile().training_cost("critic", analytic)
 
 
 def test_a_profile_saves_loads_and_is_told_from_measured_costs(tmp_path):

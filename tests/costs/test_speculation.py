@@ -5,9 +5,10 @@ import random
 import pytest
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.costs.forms.form import DecodeRow
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import BytesObservation, MeasuredCost, TokensObservation
-from rlhfuse.costs.speculation import DecodeObservation, Speculation, fit_decode
+from rlhfuse.costs.speculation import DecodeObservation, GuessRows, Speculation, fit_decode
 
 ROWS = 16
 
@@ -86,11 +87,63 @@ def test_a_last_sample_that_is_hard_to_guess_stands_for_few_batches():
 
 def test_beyond_the_rows_a_step_is_plain():
     found = Speculation(1e-5, (7.0, 3.0), (3.0, 2.0))
-    assert found.token_seconds(1.0, 1) == pytest.approx((1 + 7e-5) / 3)
-    assert found.token_seconds(1.0, 3) == found.token_seconds(1.0, 40) == 1.0
+    assert found.decode_row(1) == DecodeRow(guessing=pytest.approx(7e-5), tokens=3.0)
+    assert found.decode_row(3) == found.decode_row(40) == DecodeRow()
 
 
 @pytest.mark.parametrize("tokens, guesses", [((7.0,), ()), ((), ()), ((1.0,), (0.5,)), ((-1.0,), (1.0,))], ids=str)
 def test_what_cannot_be_is_refused(tokens, guesses):
     with pytest.raises(InputError):
         Speculation(1e-5, tokens, guesses)
+
+
+def run_steps(rows: GuessRows, batch: int, count: int, seconds: float, accepted: int) -> tuple[float, int]:
+    """Steps of seconds that are given: how many times as fast as without guesses, and how many had some."""
+    spent, tokens, guessed = 0.0, 0, 0
+    for _ in range(count):
+        guesses = bool(rows.rows(batch))
+        guessed += guesses
+        took = seconds if guesses else 1.0
+        rows.observe(DecodeObservation(batch, 100 * batch, took, 2 * batch * guesses, accepted * guesses))
+        spent += took
+        tokens += batch + accepted * guesses
+    return tokens / batch / spent, guessed
+
+
+def test_guesses_that_cost_more_than_they_give_are_turned_off_and_tried_again():
+    """2,000 steps take at most 2% longer than without, and gain what there is to gain; the line comes once."""
+    for seconds, accepted, least, fewest, most in (
+        (1.5, 2, 0.98, 8, 60),  # 1.25 tokens in 1.5 steps
+        (2.5, 0, 0.98, 8, 60),
+        (1.02, 0, 0.98, 8, 60),
+        (1.5, 8, 1.30, 1800, 1900),
+    ):
+        rows = GuessRows(ROWS, lambda sequences, guesses: 1.0)
+        speed, guessed = run_steps(rows, 8, 2000, seconds, accepted)
+        assert speed > least and fewest <= guessed <= most, (seconds, accepted, speed, guessed)
+        said = f"in steps of 5 to 8 samples: they make a step take {seconds:.2f} times as long"
+        assert (said in rows.take_news()) == (least < 1)
+        assert rows.take_news() == ""
+
+
+def test_each_number_of_samples_is_measured_by_itself_and_what_pays_later_comes_back():
+    rows = GuessRows(ROWS, lambda sequences, guesses: 1.0 + 0.1 * sequences)
+    assert rows.rows(ROWS) == 0
+    run_steps(rows, 12, 60, 1.5, 2)
+    assert run_steps(rows, 3, 100, 1.2, 3)[1] > 80
+    assert run_steps(rows, 12, 60, 1.1, 12)[1] < 10, "nobody has looked again"
+    assert run_steps(rows, 12, 2000, 1.1, 12)[1] > 1500
+
+
+def test_ranks_that_measure_differently_do_the_same():
+    """The first rank's decision is everybody's; the others' seconds count for nothing."""
+    told: list[int] = []
+    first = GuessRows(ROWS, lambda sequences, guesses: 1.0, lambda off: told.append(off) or off)
+    other = GuessRows(ROWS, lambda sequences, guesses: 1.0, lambda off: told[-1])
+    for number in range(500):
+        asked = first.rows(4), other.rows(4)
+        assert asked[0] == asked[1]
+        for rank, rows in enumerate((first, other)):
+            seconds = (1.0 + rank * (number % 7)) * (1.5 if asked[0] else 1.0)
+            rows.observe(DecodeObservation(4, 400, seconds, bool(asked[0]), 0))
+    assert any(told) and len(told) < 500 / 7

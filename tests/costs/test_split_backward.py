@@ -7,10 +7,9 @@ import pytest
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.gpu_bytes import kept_by_split_layer
+from rlhfuse.costs.cost_model import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
 
 LLAMA_8B = ModelSpec("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192)
 H100 = hardware_by_name("h100")
@@ -25,22 +24,24 @@ def cost(layout: str = "d1t1p4", **more) -> AnalyticCost:
 def test_what_is_kept_of_a_layer():
     """qkv: 4096 in, 6144 out; proj: 4096 in and out; fc1: 4096 in, 2 x 14336 out; fc2: 14336 in, 4096 out."""
     inputs, gradients = 4096 + 4096 + 4096 + 14336, 6144 + 4096 + 28672 + 4096
-    assert kept_by_split_layer(LLAMA_8B, 10, 1, 4096, 2) == 10 * 2 * (inputs + gradients)
+    assert cost("d1t1p1").memory.split_layer_bytes(10) == 10 * 2 * (inputs + gradients)
     halves = (4096 + 14336 + 6144 + 28672) / 2  # what two tensor ranks share
-    assert kept_by_split_layer(LLAMA_8B, 10, 2, 4096, 2) == 10 * 2 * (4096 + 4096 + halves + 4096 + 4096)
-    assert kept_by_split_layer(LLAMA_8B, 10, 2, 2048, 2) == 10 * 2 * (2048 + 2048 + halves + 4096 + 4096)
+    assert cost("d1t2p1").memory.split_layer_bytes(10) == 10 * 2 * (4096 + 4096 + halves + 4096 + 4096)
+    assert cost("d1t2p1", sequence_parallel=True).memory.split_layer_bytes(10) == 10 * 2 * (
+        2048 + 2048 + halves + 4096 + 4096
+    )
 
 
 def test_w_is_its_products_and_one_more_pass_over_what_is_kept():
     seconds, whole = cost().stage_seconds(MICRO), cost().stage_seconds(MICRO).layer[1]
     b, w = seconds.split
     product = 2 * LLAMA_8B.layer_parameters * TOKENS / H100.flops
-    assert w == pytest.approx(product + kept_by_split_layer(LLAMA_8B, TOKENS, 1, 4096, 2) / H100.memory_bandwidth)
+    assert w == pytest.approx(product + cost().memory.split_layer_bytes(TOKENS) / H100.memory_bandwidth)
     assert b == pytest.approx(whole - product) and b + w > whole
     few = MicrobatchTokens(64, 1, 64)  # the float32 sums take longer than the products, and launches than nothing
     b, w = cost().stage_seconds(few).split
     sums = 8 * LLAMA_8B.layer_parameters / H100.memory_bandwidth
-    assert w == pytest.approx(sums + kept_by_split_layer(LLAMA_8B, 64, 1, 4096, 2) / H100.memory_bandwidth) and b > 0
+    assert w == pytest.approx(sums + cost().memory.split_layer_bytes(64) / H100.memory_bandwidth) and b > 0
 
 
 def test_sequence_parallelism_gathers_once_more_and_recomputation_is_bs():
@@ -60,7 +61,7 @@ def test_stages_have_b_w_and_what_w_keeps():
     whole, split = cost().stage_costs(MICRO), cost().stage_costs(MICRO, split=True)
     assert split.forward == whole.forward and split.activation == whole.activation
     assert len(set(split.weight_gradient)) == 1 and split.backward[3] > split.backward[0]  # the head is not split
-    every, received = kept_by_split_layer(LLAMA_8B, TOKENS, 1, 4096, 2), TOKENS * 4096 * 2
+    every, received = cost().memory.split_layer_bytes(TOKENS), TOKENS * 4096 * 2
     assert split.weight_activation == (8 * every - received,) * 3 + (8 * every,)
     on_cpu = replace(cost(), hardware=hardware_by_name("cpu"), kernels=None, element_bytes=4)
     assert on_cpu.stage_costs(MICRO, split=True).weight_activation == (8 * 2 * every,) * 4

@@ -9,6 +9,7 @@ from testkit.four_ranks import SPECS, TINY, config
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.auto_layouts import inference_layout
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
@@ -19,7 +20,6 @@ from rlhfuse.decisions.layouts import (
     check_layouts,
     divisors,
     fits_model,
-    inference_layout,
     planned_world_size,
     possible_layouts,
 )

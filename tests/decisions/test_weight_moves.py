@@ -8,24 +8,15 @@ from hypothesis import strategies as st
 from testkit.profiles import examples
 
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.decisions.layout_moves import layout_moves
-from rlhfuse.decisions.layouts import Task, training_layouts
+from rlhfuse.costs.layout_moves import MoveLoad
 from rlhfuse.decisions.shards import Shard, model_shards, tensor_segments
-from rlhfuse.decisions.weight_moves import (
-    Traffic,
-    Transfer,
-    in_buckets,
-    minimum_across,
-    move_seconds,
-    plan_moves,
-    shards_of_move,
-)
-from rlhfuse.schedule.ir.ranks import rank_map
+from rlhfuse.decisions.weight_holders import WeightHolders
+from rlhfuse.decisions.weight_moves import Transfer, WeightMoves, in_buckets, plan_moves
 
-SPEC = ModelSpec("qwen2", 9, 16, 8, 8, 4, 24, 100, 64, qkv_bias=True)
+
+def planned(sources, targets, node: int) -> WeightMoves:
+    return plan_moves(WeightHolders.of_shards(sources), WeightHolders.of_shards(targets), node)
 
 
 def elements(shards) -> dict[int, set[tuple[str, int]]]:
@@ -73,14 +64,16 @@ def test_replicas_share_the_load():
     """One stage wanted by eight ranks of a far node: its eight tensor-uncut replicas send an eighth each."""
     sources = [Shard(f"w{n}", rank, ((0, 8),), 10) for n in range(8) for rank in range(8)]
     targets = [Shard(f"w{n}", rank, ((0, 8),), 10) for n in range(8) for rank in range(8, 16)]
-    transfers = plan_moves(sources, targets, 8)
+    transfers = planned(sources, targets, 8)
     sent, received = defaultdict(int), defaultdict(int)
     for one in transfers:
         if one.source < 8:
             sent[one.source] += one.bytes
             received[one.target] += one.bytes
     assert set(sent.values()) == {80} == set(received.values()) and len(sent) == len(received) == 8
-    assert Traffic.of(transfers, 640, 8).fullest_sender == 80 * 7  # within the node each forwards one weight
+    assert (
+        transfers.minimum_across == 640 and MoveLoad.of(transfers, 8).traffic.fullest_sender == 80 * 7
+    )  # within the node each forwards one weight
 
 
 @st.composite
@@ -104,24 +97,23 @@ def scattered(draw):
 def test_any_shards(sides, node, bucket_bytes):
     sources, targets = sides
     try:
-        transfers = plan_moves(sources, targets, node)
+        transfers = planned(sources, targets, node)
     except ValueError:
         have = set().union(*elements(sources).values())
         assert set().union(*elements(targets).values()) - have, "refused although every element is held somewhere"
         return
     carry_out(transfers, sources, targets, bucket_bytes)
     least, own, wanted = by_hand(sources, targets, node), elements(sources), elements(targets)
-    assert minimum_across(sources, targets, node) == least
-    traffic = Traffic.of(transfers, least, node)
-    assert traffic.across == least
+    traffic = MoveLoad.of(transfers, node).traffic
+    assert traffic.across == least == transfers.minimum_across
     assert traffic.stays == sum(3 * len(wanted[rank] & own[rank]) for rank in wanted)
     assert traffic.within == sum(shard.bytes for shard in targets) - traffic.stays - least
-    assert plan_moves(sources[::-1], targets[::-1], node) == transfers
+    assert list(planned(sources[::-1], targets[::-1], node)) == list(transfers)
 
 
 def test_what_nobody_has_is_named():
     with pytest.raises(ValueError, match=r"no rank has w\[4:8\], which ranks \[1\] need"):
-        plan_moves([Shard("w", 0, ((0, 4),), 1)], [Shard("w", 1, ((0, 8),), 1)], 8)
+        planned([Shard("w", 0, ((0, 4),), 1)], [Shard("w", 1, ((0, 8),), 1)], 8)
 
 
 def test_transfers_print():
@@ -133,31 +125,3 @@ def test_shards_count_every_parameter():
         spec = ModelSpec("qwen3", 5, 16, 8, 4, 4, 24, 128, 64, tied_embeddings=tied, qk_norm=True)
         shards = model_shards(spec, ParallelLayout(1, 1, 1), (((0,),),), 4, head)
         assert sum(shard.bytes for shard in shards) == 4 * spec.parameters(head)
-
-
-def test_moves_of_a_run():
-    """Two nodes of eight: the actor's only pipeline spans both, so each node must get the other's half of it once."""
-    layouts = {"actor_train": "d1t2p8", "critic_train": "d4t2p2", "generation": "d8t2p1", "critic_inference": "d8t2p1"}
-    tasks = tuple(
-        Task(name, Role.CRITIC if "critic" in name else Role.ACTOR, ParallelLayout.parse(text), (0, 15))
-        for name, text in layouts.items()
-    )
-    ranks, machine = rank_map(training_layouts(tasks)), hardware_by_name("a100")
-    actor, critic = layout_moves(tasks, ranks, {"actor": SPEC, "critic": SPEC}, 4, machine)
-    assert actor.traffic.across == actor.traffic.minimum_across
-    whole = sum(s.bytes for s in model_shards(SPEC, ParallelLayout(1, 1, 1), (((0,),),), 4))
-    assert actor.traffic.across == whole  # half of it to each node; norms too, which both tensor ranks hold, once
-    assert critic.traffic.across == 0 and 0 < critic.seconds < 1
-    has, wants = shards_of_move(tasks, ranks, {"actor": SPEC, "critic": SPEC}, 4, Role.CRITIC)
-    held = sum(shard.bytes for shard in wants if shard.rank == 0)  # goes on to host memory
-    assert critic.seconds == move_seconds(plan_moves(has, wants, 8), machine, 8) + held / machine.host_bandwidth
-    alone = layout_moves(tuple(t for t in tasks if t.role == "actor"), ranks, {"actor": SPEC}, 4, machine)
-    assert [move.model for move in alone] == ["actor"]
-
-
-def test_seconds_are_those_of_the_busiest_rank():
-    machine = hardware_by_name("a100")
-    near, far = Transfer("w", 0, 1, 0, 1, 10**9), Transfer("v", 0, 1, 0, 9, 10**9)
-    link, network = machine.node_link_bandwidth, machine.cross_link_bandwidth
-    assert move_seconds([near, far], machine, 8) == pytest.approx(1e9 / link + 1e9 / network)
-    assert move_seconds([], machine, 8) == 0

@@ -12,7 +12,8 @@ import torch
 from numba.core import event
 from rlhfuse.gen.engine import SamplingParams
 from rlhfuse.gen.compile_kernels import compile_kernels
-from rlhfuse.models.attention import SequenceBorders, varlen_attention
+from rlhfuse.models.attention.packed.sequences import SequenceBorders
+from rlhfuse.models.attention.backends import varlen_attention
 from testkit.gen_models import engine_of, tiny_spec
 
 compile_kernels(torch.{dtype})
@@ -43,12 +44,13 @@ def launch_all() -> None:
     from rlhfuse.gen.engine import SamplingParams
     from rlhfuse.gen.gpu import sampling
     from rlhfuse.gen.gpu.draws import DrawKernels
-    from rlhfuse.models.paged_attention import CacheShape, TritonAttention
+    from rlhfuse.models.attention.paged.cache import CacheShape
+    from rlhfuse.models.attention.paged.triton import TritonAttention
 
     spec = tiny_spec(qk_norm=True)
     engine = engine_of(spec, kernels="triton", attention="torch", max_sequences=5, max_batched_tokens=30)
     shape = CacheShape(torch.float32, engine.device, spec.heads, spec.kv_heads, spec.head_dim, 16, 5)
-    forward = engine.runner._forward  # whose kernels are those of CUDA
+    forward = engine.forward  # whose kernels are those of CUDA
     forward._attention = TritonAttention(shape)
 
     def feed(tokens: torch.Tensor, newest: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from testkit.gen_models import GREEDY, PROMPTS, add_all, engine_of, random_weights, run_out, tiny_spec
 
+from rlhfuse.decisions.migration import UnfinishedSample
 from rlhfuse.gen.engine import SamplingParams
 
 
@@ -51,7 +52,7 @@ def test_weights_and_cache_go_and_come():
     engine.load_weights(random_weights(tiny_spec()))
     results = add_all(engine, [[9, 10]], GREEDY, steps=3)
     with pytest.raises(ValueError, match="embedding.word_embeddings.weight"):
-        engine.load_weights({"decoder.final_layernorm.weight": engine.runner.weights.final_norm})
+        engine.load_weights({"decoder.final_layernorm.weight": engine.weights.final_norm})
     assert run_out(engine, results=results) == [before]
 
 
@@ -62,8 +63,8 @@ def test_states_and_counts_of_steps():
         engine.step()
         ran, state = engine.last_step, engine.unfinished()[0]
         assert (ran.batch, ran.prefill_tokens, ran.context_tokens) == (1, prefill, context)
-        facts = state.sample_id, state.kv_tokens, state.total_tokens, state.blocks, state.waiting
-        assert facts == (3, context, context + 1, 2, False)
+        assert state == UnfinishedSample(3, 0, context + 1, context)
+        assert len(engine.scheduler.running[0].block_table) == 2
     engine.abort(3)
     assert not engine.has_unfinished() and engine.free_blocks == engine.options.num_blocks and engine.step() == []
 

@@ -13,8 +13,7 @@ from rlhfuse.gen import sampler
 from rlhfuse.gen.core.forward_batch import RunningTable
 from rlhfuse.gen.core.sequence import SamplingParams, Sequence
 from rlhfuse.gen.cpu import sampling
-from rlhfuse.gen.cpu.sampling import BINS, row_cutoff
-from rlhfuse.gen.sampler import draw_tokens
+from rlhfuse.gen.cpu.sampling import BINS, draw_tokens, row_cutoff
 
 SEEDS = st.integers(0, 2**31)
 

@@ -172,7 +172,7 @@ def test_a_layer_keeps_what_the_planner_counts(workers, references, layout, sequ
 
     def planned(recompute: bool) -> float:
         kind = dict(sequence_parallel=sequence_parallel, recompute=recompute)
-        return AnalyticCost(spec, ParallelLayout.parse(layout), hardware, 4, **kind).kept_layer_bytes(256)
+        return AnalyticCost(spec, ParallelLayout.parse(layout), hardware, 4, **kind).memory.kept_layer_bytes(256)
 
     assert again == planned(True)
     assert planned(False) == plain

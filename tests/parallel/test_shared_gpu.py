@@ -13,11 +13,10 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.costs.machine import Host
+from rlhfuse.costs.machine import Host, memory_limit
 from rlhfuse.parallel import shared_gpu
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.shared_gpu import SHARED_GPU, SharedGpuGroup, Starter
-from rlhfuse.planning.memory import memory_limit
 from rlhfuse.planning.settle import Facts, settle_but_layouts
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.run.launch import sharing_line

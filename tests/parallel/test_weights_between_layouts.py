@@ -10,8 +10,9 @@ from testkit.tiny import write_checkpoint
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.shards import model_shards
-from rlhfuse.decisions.weight_moves import Traffic, minimum_across, plan_moves
+from rlhfuse.costs.layout_moves import MoveLoad
+from rlhfuse.decisions.weight_holders import WeightHolders
+from rlhfuse.decisions.weight_moves import plan_moves
 from rlhfuse.schedule.ir.ranks import plain_cells
 
 NODE = 2  # ranks of a pretended node
@@ -111,19 +112,18 @@ def test_weights_arrive_bit_for_bit(workers, folders, tmp_path, name, layout, ge
         for parameter, (arrived, wanted) in result["pairs"].items():
             assert torch.equal(arrived, wanted), f"{parameter} is not what the checkpoint holds"
     across, within = (sum(result["sent"][far] for result in results) for far in (True, False))
-    has, wants = predicted(role, folders[name], layout, generation)
-    traffic = Traffic.of(plan_moves(has, wants, NODE), minimum_across(has, wants, NODE), NODE)
-    assert (traffic.across, traffic.within) == (across, within)
-    assert across == minimum_across(has, wants, NODE)
+    moves = plan_moves(*predicted(role, folders[name], layout, generation), NODE)
+    traffic = MoveLoad.of(moves, NODE).traffic
+    assert (traffic.across, traffic.within) == (across, within) and across == moves.minimum_across
     before, after = (load_file(folder / "model.safetensors") for folder in (folders[name], out))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 def predicted(role, folder, layout, generation):
-    """Shards of both layouts by their text alone."""
+    """Holders in both layouts by their text alone."""
     spec, ranks, wanted = ModelSpec.from_config(folder), ranks_of(**{role: layout}), ParallelLayout.parse(generation)
     return (
-        model_shards(spec, ParallelLayout.parse(layout), ranks.pipelines(role), 4, role == "critic"),
-        model_shards(spec, wanted, plain_cells(wanted), 4, role == "critic"),
+        WeightHolders.of_layout(spec, ParallelLayout.parse(layout), ranks.pipelines(role), 4, role == "critic"),
+        WeightHolders.of_layout(spec, wanted, plain_cells(wanted), 4, role == "critic"),
     )

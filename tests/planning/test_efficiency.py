@@ -11,15 +11,15 @@ from testkit.paths import ROOT
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.load import load_config
+from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.flops import TRAINING_FORWARDS, forward_flops
 from rlhfuse.costs.hardware import data_sheets, hardware_by_name
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import planned_world_size
-from rlhfuse.planning.draft import PlanDraft, read_specs
+from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.efficiency import WORSE, Efficiency, efficiency, optimizer_step_seconds
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
@@ -132,7 +132,7 @@ def test_seconds_of_training_are_products_bytes_and_all_reduces():
     assert seconds.ends[-1][1] == pytest.approx(again)
     recomputed = replace(made, recompute=True).stage_seconds(micro)
     assert recomputed.layer[1] - seconds.layer[1] == pytest.approx(seconds.layer[0])
-    own = made.rank_parameters()
+    own = made.memory.rank_parameters()
     exchanged = (4 + 2) * own / 2 / machine.node_link_bandwidth + 2 * machine.collective_seconds
     assert made.optimizer_step_seconds() == pytest.approx(own * (4 + 34 / 2) / rate + exchanged)
 

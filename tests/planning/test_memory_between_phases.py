@@ -8,9 +8,9 @@ from testkit.four_ranks import SPECS, planned, run, shared_plan
 from testkit.llama3 import llama3
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.load import load_config
-from rlhfuse.planning.draft import PlanDraft, read_specs
-from rlhfuse.planning.memory import readable_bytes
+from rlhfuse.base.readable_bytes import readable_bytes
+from rlhfuse.config.load import load_config, read_specs
+from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.price import GenerationPrice, with_schedules
 from rlhfuse.planning.run_plan import PlanReport
@@ -55,7 +55,7 @@ def test_four_models_of_70b_fit_64_gpus_because_the_optimizer_leaves(file):
     """What it holds is 12 bytes of each parameter of two models, cut by 8 stages, 4 tensor ranks and 2 replicas."""
     draft = drafted(file)
     offload = draft.memory.offload
-    parameters = [max(draft.analytic[task].place_parameters()) for task in ("actor_train", "critic_train")]
+    parameters = [max(draft.analytic[task].memory.place_parameters()) for task in ("actor_train", "critic_train")]
     assert offload.nbytes == pytest.approx(12 / 2 * sum(parameters), rel=0.05)
     assert offload.seconds == pytest.approx(offload.nbytes / 51.2e9)
     assert offload.first_phase == "generation"  # weights move beside it
@@ -67,7 +67,9 @@ def test_four_models_of_70b_fit_64_gpus_because_the_optimizer_leaves(file):
     with pytest.raises(InputError, match=r"inference needs .* 74.5 GiB; set trainer.offload_optimizer=auto, lower"):
         drafted(file, "trainer.offload_optimizer=false")
     assert stays > 80e9
-    scorers = sum(draft.analytic[f"{role}_inference"].weights_bytes() for role in ("reference", "reward", "critic"))
+    scorers = sum(
+        draft.analytic[f"{role}_inference"].memory.weights_bytes() for role in ("reference", "reward", "critic")
+    )
     assert {phases[name].host for name in ("moves", "inference", "training")} == {scorers + offload.nbytes}
     assert phases["start"].host == scorers
 
@@ -159,7 +161,7 @@ def test_on_a_cpu_only_where_it_is_asked_for(asked):
 def test_as_many_as_have_room_beside_generation(file):
     """In the order in which they score; a tenth of the limit stays free."""
     draft = drafted(file)
-    weights = [draft.analytic[f"{role}_inference"].weights_bytes() for role in ("reference", "critic", "reward")]
+    weights = [draft.analytic[f"{role}_inference"].memory.weights_bytes() for role in ("reference", "critic", "reward")]
     none = drafted(file, "rollout.kv_blocks_per_instance=60000")
     assert none.memory.early == () and none.limits.early_models == 0
     before = static(draft)["generation"].weights - sum(draft.memory.early)

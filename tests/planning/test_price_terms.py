@@ -120,7 +120,7 @@ def test_nics_of_replicas_on_one_machine():
         total = minibatch_seconds(draft)
         for task in TRAINED:
             cost = draft.analytic[task]
-            whole, group = cost.gradient_bytes() + cost.weights_bytes(), cost.layout.dp
+            whole, group = cost.memory.gradient_bytes() + cost.memory.weights_bytes(), cost.layout.dp
             one = ring_gather_seconds(whole, group, link_bandwidth(cost.hardware, cost.layout.size))
             nics = cost.hardware.devices_per_node // (cost.layout.tp * cost.layout.pp)
             total += one - one / nics

@@ -53,7 +53,7 @@ def is_settled(made) -> bool:
 def test_where_nothing_is_auto_nothing_changes():
     made = config()
     found = settled(made)
-    filled = {"trainer.dtype": "float32", "rollout.block_tokens": 16, "rollout.draft_rows": 16}
+    filled = {"trainer.dtype": "float32", "rollout.block_tokens": 16}
     assert changes(made, found.config) == filled and found.lines == ()
 
 

@@ -18,19 +18,19 @@ def generation_that(keeps: bool, graphs: bool):
 
     With `graphs` it decodes as GPUs do, and what a GPU would record runs again as Python.
     """
+    from rlhfuse.gen.engine import Engine, EngineOptions
     from rlhfuse.gen.gpu.forward import DeviceForward
-    from rlhfuse.gen.model_runner import EngineOptions, ModelRunner
     from rlhfuse.planning.memory import MemoryBudget
     from rlhfuse.run import trainer
 
     caches, weights, recorder, seen = [], [], Repeater(), {}
-    take, bind, options, build = ModelRunner.new_cache, ModelRunner.bind, trainer.engine_options, DeviceForward.__init__
+    take, bind, options, build = Engine._new_cache, Engine._bind, trainer.engine_options, DeviceForward.__init__
 
-    def take_cache(self: ModelRunner):
+    def take_cache(self: Engine):
         caches.append(self.options.max_sequences)
         return take(self)
 
-    def bind_weights(self: ModelRunner, given) -> None:
+    def bind_weights(self: Engine, given) -> None:
         bind(self, given)
         if self.options.max_sequences == SEQUENCES:  # not the model that kernels are compiled with
             weights.append(self.weights.addresses())
@@ -44,8 +44,8 @@ def generation_that(keeps: bool, graphs: bool):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryBudget, "keeps_generation", lambda self, activations: keeps)
-        patch.setattr(ModelRunner, "new_cache", take_cache)
-        patch.setattr(ModelRunner, "bind", bind_weights)
+        patch.setattr(Engine, "_new_cache", take_cache)
+        patch.setattr(Engine, "_bind", bind_weights)
         if graphs:
             patch.setattr(DeviceForward, "__init__", with_recorder)
             patch.setattr(trainer, "engine_options", as_on_a_gpu)

@@ -16,12 +16,11 @@ from testkit.training_pair import unit_problem
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.load import load_config
+from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.config.settings import DataConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.data.prompts import load_prompts
 from rlhfuse.models.tokenizer import load_tokenizer
-from rlhfuse.planning.draft import read_specs
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.run.launch import dry_run
 from rlhfuse.run.preflight import check_inputs, encoder

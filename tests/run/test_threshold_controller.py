@@ -23,7 +23,7 @@ from rlhfuse.run.threshold_controller import (
     changes,
     with_hysteresis,
 )
-from rlhfuse.simulator.iteration import move_cost
+from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.threshold import sweep_threshold
 
 
@@ -55,9 +55,7 @@ def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
     assert (priced._costs.barrier_seconds(), priced._costs.release_seconds()) == (3e-3, 2e-3)
     analytic = control(run())
     assert analytic.limits.move_cost != priced.limits.move_cost
-    said = observe(analytic, 0)
-    assert "costs measured over 1 iteration, against analytic costs: " in said
-    assert said.endswith("tools/plan.py --search fusion.profile=FILE finds better ones by"), "far from what was planned"
+    assert "costs measured over 1 iteration, against analytic costs: " in observe(analytic, 0)
 
 
 def test_instances_are_the_plans_whatever_the_costs(alone):

@@ -1,22 +1,22 @@
-"""The simulation that jumps from event to event against one that takes every step, written differently."""
+"""The simulation that jumps from event to event against the one that takes every step: their time lines are equal."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples, share
-from testkit.sim_helpers import lengths_strategy, limits, simulate_generation, tight
+from testkit.sim_helpers import lengths_strategy, limits, tight
 from testkit.step_by_step import StepByStep
 
 from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.timeline import simulate_gen_infer
 
 TICK = 2.0**-20  # all costs are whole multiples of it, so every sum of them is exact
 
 
-def exact_costs(swap_in: int, per_token: int, reward: int = 0, at_once: int = 1) -> MeasuredCost:
+def exact_costs(swap_in: int, per_token: int, reward: int = 0, at_once: int = 1, release: int | None = None):
     return MeasuredCost(
         decode=Line(10000 * TICK, (1000 * TICK, 2 * TICK)),
         prefill=Line(2048 * TICK, (128 * TICK, 0.0)),
@@ -24,7 +24,7 @@ def exact_costs(swap_in: int, per_token: int, reward: int = 0, at_once: int = 1)
         migration=Line(1024 * TICK, (TICK,)),
         swap_in=swap_in * TICK,
         meeting=3072 * TICK,
-        release=swap_in // 2 * TICK,
+        release=(swap_in // 2 if release is None else release) * TICK,
         reward=RewardCost(reward * TICK, at_once) if reward else None,
     )
 
@@ -35,13 +35,17 @@ def both(lengths, instances, costs, lim, threshold):
     line = simulate_gen_infer(lengths, instances, costs, lim, threshold)
     slow = StepByStep(lengths, instances, costs, lim, threshold).run()
     assert line.plan == slow.plan
-    assert line.generation_seconds == max(slow.ended.values())
+    assert dict(enumerate(line.sample_seconds)) == slow.ended
     assert line.total_seconds == slow.total
+    spans = [(span.instance, span.kind, span.start, span.end) for span in line.spans if span.kind != "idle"]
+    assert sorted(spans) == sorted(span for span in slow.spans if span[2] < span[3])
     assert sum(count for _, count in slow.scored) == len(lengths)
-    if not line.plan:
-        ends = simulate_generation(lengths, instances, costs, lim)
-        assert dict(enumerate(ends)) == slow.ended
-    return line, slow
+    scored = max([*slow.ended.values(), *(end for end, _ in slow.scored)])
+    assert line.reward_seconds == slow.total - scored
+    assert line.scored_before_generation_end == sum(
+        count for end, count in slow.scored if end <= line.generation_seconds and line.plan
+    )
+    return line
 
 
 @examples(150)
@@ -53,29 +57,44 @@ def both(lengths, instances, costs, lim, threshold):
     st.sampled_from([0, 1 << 14, 1 << 18, 1 << 21]),
     st.sampled_from([16, 1024, 8192]),
     st.integers(1, 8),
-    st.sampled_from([1, 2, 4]),
+    st.sampled_from([(1, 0), (2, 0), (4, 0), (2, 1), (4, 2)]),
     st.sampled_from([0, 140]),
     st.sampled_from([1, 3, 6, 8]),
 )
 def test_jumping_equals_stepping(
     lengths, instances, threshold, capacity, swap_in, per_token, bs_max, models, padded, most
 ):
-    lim = tight(capacity, bs_max=bs_max, scoring_models=models, max_sequences=most, padded_score_tokens=padded)
-    line, slow = both(lengths, instances, exact_costs(swap_in, per_token), lim, threshold)
-    assert line.scored_before_generation_end == sum(
-        count for end, count in slow.scored if end <= line.generation_seconds and line.plan
+    models, early = models
+    lim = tight(
+        capacity,
+        bs_max=bs_max,
+        scoring_models=models,
+        early_models=early,
+        max_sequences=most,
+        padded_score_tokens=padded,
     )
+    both(lengths, instances, exact_costs(swap_in, per_token), lim, threshold)
 
 
 def test_jumping_equals_stepping_on_larger_cases():
-    """Drawn evenly, so that several instances hand over to one."""
+    """Drawn evenly, so that samples are preempted and several instances hand over to several."""
     draw = np.random.default_rng(0)
+    several = early = 0
     for _ in range(share(100)):
         samples, instances = int(draw.integers(4, 25)), int(draw.integers(2, 6))
         prompt, output = (tuple(draw.integers(1, most + 1, samples).tolist()) for most in (60, 80))
-        lim = tight(int(draw.integers(140, 900)), bs_max=int(draw.integers(1, 9)), scoring_models=2, max_sequences=6)
-        threshold = int(draw.integers(1, samples + 1))
-        both(SampleLengths(prompt, output), instances, exact_costs(1 << 14, 1024), lim, threshold)
+        lim = tight(
+            int(draw.integers(140, 900)),
+            bs_max=int(draw.integers(1, 9)),
+            scoring_models=2,
+            early_models=int(draw.integers(2)),
+            max_sequences=6,
+        )
+        costs = exact_costs(1 << int(draw.integers(14, 20)), 1024, release=0)
+        line = both(SampleLengths(prompt, output), instances, costs, lim, int(draw.integers(1, samples + 1)))
+        several += line.plan is not None and len(line.plan.destinations) > 1 and len(line.plan.freed) > 1
+        early += line.plan is not None and lim.early_models and line.migrated_bytes > 0
+    assert several >= share(10) and early >= share(10)
 
 
 @examples(150)
@@ -89,5 +108,4 @@ def test_jumping_equals_stepping_on_larger_cases():
 )
 def test_the_reward_function_is_a_queue_of_each_instance(lengths, instances, threshold, seconds, workers, at_once):
     lim = limits(max_prompt_tokens=60, max_output_tokens=80, bs_max=4, max_sequences=6, reward_workers=workers)
-    line, slow = both(lengths, instances, exact_costs(1 << 14, 1024, seconds, at_once), lim, threshold)
-    assert line.reward_seconds == slow.total - max([*slow.ended.values(), *(end for end, _ in slow.scored)])
+    both(lengths, instances, exact_costs(1 << 14, 1024, seconds, at_once), lim, threshold)

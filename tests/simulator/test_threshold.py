@@ -11,8 +11,8 @@ from testkit.sim_helpers import equal, lengths_strategy, limits, linear_cost, lo
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import from_json, to_json
-from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.threshold import SweepPoint, Threshold, load_threshold, middle_of_best, sweep_threshold
+from rlhfuse.simulator.timeline import simulate_gen_infer
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,10 @@ class EnginePair:
             return self.workload.alone(sample_id, self.block_tokens).tokens
 
         for engine, kind in zip(self.engines, kinds):
-            if engine.drafter and kind != "own":
-                engine.drafter = ScriptedDrafter(self.workload.spec.vocab, engine.drafter.draft_rows, kind, known, rng)
+            if engine.loop.drafter and kind != "own":
+                engine.loop.drafter = ScriptedDrafter(
+                    self.workload.spec.vocab, engine.loop.drafter.draft_rows, kind, known, rng
+                )
 
     def unfinished(self, which: int) -> list[int]:
         return [state.sample_id for state in self.engines[which].unfinished()]
@@ -174,7 +176,7 @@ class EnginePair:
         self.note(engine, before)
 
     def running(self, engine: Engine) -> set[int]:
-        return {state.sample_id for state in engine.unfinished() if not state.waiting}
+        return {state.sample_id for state in engine.unfinished() if state.kv_tokens}
 
     def compare(self, result: GenerationResult, alone: GenerationResult) -> None:
         assert result == alone, f"sample {result.sample_id}:\n{result}\nalone:\n{alone}"
@@ -197,13 +199,15 @@ class EnginePair:
 
     def note(self, engine: Engine, ran_before: set[int]) -> None:
         """See what a step left behind."""
-        states = engine.unfinished()
-        for state in states:  # none for a guess that was wrong
-            assert state.blocks == -(-state.kv_tokens // self.block_tokens), f"{state}\n{engine.options}"
-        self.seen["preempted for lack of blocks"] += sum(s.waiting and s.sample_id in ran_before for s in states)
-        self.seen["chunked"] += any(not s.waiting and s.kv_tokens < s.total_tokens - 1 for s in states)
+        engine.settle()
+        running, waiting = engine.scheduler.running, engine.scheduler.waiting
+        for seq in running:  # none for a guess that was wrong
+            assert len(seq.block_table) == -(-seq.computed_tokens // self.block_tokens), f"{seq}\n{engine.options}"
+        assert not any(seq.block_table for seq in waiting)
+        self.seen["preempted for lack of blocks"] += sum(seq.sample_id in ran_before for seq in waiting)
+        self.seen["chunked"] += any(seq.pending_tokens > 1 for seq in running)
         held = engine.options.num_blocks - engine.free_blocks
-        self.seen["prefix shared"] += sum(s.blocks for s in states) > held
+        self.seen["prefix shared"] += sum(len(seq.block_table) for seq in running) > held
 
 
 def draw_pair(

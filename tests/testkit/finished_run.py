@@ -6,19 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhfuse.base.files import write_json
-from rlhfuse.config.load import load_config
+from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.trace import Span, save_trace
-from rlhfuse.planning.draft import read_specs
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Action
 from rlhfuse.schedule.program.times import makespan, program_times
-from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.timeline import simulate_gen_infer
 from testkit.four_ranks import drafted
 from testkit.sim_helpers import linear_cost, long_tail
 

@@ -43,6 +43,7 @@ def on_slow_cores(patch: pytest.MonkeyPatch) -> None:
     """The cpu has cores to which products are dear and starts cheap."""
     table = hardware.known_hardware()
     slow = dict(flops=20e9, memory_bandwidth=8e9, collective_seconds=65e-6, cross_collective_seconds=65e-6)
+    slow |= dict(launch_seconds=20e-6, pass_seconds=0.0, moved_share=1.0)
     patch.setattr(hardware, "known_hardware", lambda: {**table, "cpu": replace(table["cpu"], **slow)})
 
 

@@ -178,7 +178,7 @@ def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
     engine = Engine(
         specs["actor"],
         dict(actor.named_parameters()),
-        EngineOptions(num_blocks=case.blocks, block_tokens=BLOCK_TOKENS),
+        EngineOptions(num_blocks=case.blocks, block_tokens=BLOCK_TOKENS, draft_rows=16),  # no clock decides
         tp_group=tp_group if dist.get_world_size(tp_group) > 1 else None,
     )
     engine.pause()
@@ -268,8 +268,8 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
             store.add("left", 1)
 
     stage, scorer, made = inter_stage(rank, folders, case, number, progress, rewarder, store)
-    engine, own_step, drafter = made.engine, made.engine.step, made.engine.drafter
-    engine.drafter = drafter if case.guesses else None
+    engine, own_step, drafter = made.engine, made.engine.step, made.engine.loop.drafter
+    engine.loop.drafter = drafter if case.guesses else None
     if case.pauses:
         pause = case.pauses[min(made.placement.instance_of(rank), len(case.pauses) - 1)]
         engine.step = lambda: (time.sleep(pause), own_step())[1]
@@ -282,7 +282,7 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
         report = stage.run(0, case.requests(), case.threshold, case.limits())
     finally:
         engine.__dict__.pop("step", None)
-        engine.drafter, inter_stage_module.execute_migration = drafter, execute_migration
+        engine.loop.drafter, inter_stage_module.execute_migration = drafter, execute_migration
         for model in made.frozen.values():
             model.offloaded.__dict__.pop("load", None)
     assert engine._cache is None and not any(model.offloaded.loaded for model in made.frozen.values())

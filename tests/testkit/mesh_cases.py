@@ -24,7 +24,7 @@ def work_of(draft: PlanDraft) -> RunWork:
     """What a drafted run does."""
     asked = {"sequence_parallel": draft.run.asked.parallel.sequence_parallel}
     inputs = DraftInputs(draft.hardware, draft.cores, draft.lengths, draft.drawn, None)
-    return RunWork.of(draft.run.with_config(draft.run.config.with_(parallel=asked)), inputs)
+    return RunWork(draft.run.with_config(draft.run.config.with_(parallel=asked)), inputs)
 
 
 def run_problem_of(draft: PlanDraft) -> RunProblem:

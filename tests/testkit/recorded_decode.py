@@ -37,5 +37,5 @@ def torch_engine(repeater: Repeater | None = None, spec: ModelSpec = WIDE, **mor
     """An engine over torch's kernels; with a repeater its decode steps are recorded and repeated."""
     engine = engine_of(spec, **({"kernels": "torch"} | more))
     if repeater is not None:
-        engine.runner._forward._graphs = DecodeGraphs(repeater, CPU)
+        engine.forward._graphs = DecodeGraphs(repeater, CPU)
     return engine

@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph
@@ -347,3 +348,12 @@ def _untrue(claims, makespan, peaks, slack):
         if claims["optimal"] is not (makespan <= claims["lower_bound"] + slack):
             return f"claimed optimal {claims['optimal']}: makespan {makespan}, bound {claims['lower_bound']}"
     return None
+
+
+def same_layout_problem(problem: FusionProblem) -> FusionProblem:
+    """`problem` with every model's pipelines placed as the first model's. Raises InputError where they are others."""
+    by_model = [[p for p in problem.pipelines if p.model == model] for model in problem.models]
+    if len({tuple(p.stages for p in mine) for mine in by_model}) > 1:
+        raise InputError("models have pipelines of different stages")
+    placed = {p.name: replace(p, placement=first.placement) for mine in by_model for p, first in zip(mine, by_model[0])}
+    return replace(problem, pipelines=tuple(placed[p.name] for p in problem.pipelines))

@@ -3,12 +3,12 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from rlhfuse.costs.cost_model import CostModel, RewardCost
+from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.simulator.instances import InstanceLimits, InstanceSpan, start_instances
-from rlhfuse.simulator.iteration import GenInferTimeline
+from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.timeline import GenInferTimeline, InstanceSpan
 
 
 def linear_cost(swap_in: float = 0.5, score_token: float = 1e-3, reward: float | None = None) -> MeasuredCost:
@@ -60,18 +60,6 @@ def long_tail(samples: int, seed: int = 0, longest: int = 200) -> SampleLengths:
 def lengths_strategy(most: int = 24):
     pairs = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=most)
     return pairs.map(lambda rows: SampleLengths(tuple(p for p, _ in rows), tuple(o for _, o in rows)))
-
-
-def simulate_generation(
-    lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits
-) -> tuple[float, ...]:
-    """Seconds from the start at which each sample is finished, in sample order."""
-    finish = [0.0] * len(lengths)
-    for run in start_instances(lengths, instances, costs, limits):
-        run.run()
-        for seconds, sample_id in run.finished:
-            finish[sample_id] = seconds
-    return tuple(finish)
 
 
 def spans_of(line: GenInferTimeline, instance: int) -> list[InstanceSpan]:

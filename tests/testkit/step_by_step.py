@@ -1,7 +1,7 @@
-"""Generation and inference simulated the slow way: every prefill and every decode step is an event of its own.
+"""The simulator's oracle: generation and inference the slow way, every prefill and every decode step by itself.
 
 It shares with the product only the functions that the runtime shares too (packs, plan, transfer order). Clocks are
-exact where all costs are whole multiples of a power of two, so results can be compared with ==.
+exact where all costs are whole multiples of a power of two, so time lines can be compared with ==.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
-from rlhfuse.decisions.migration import UnfinishedSample, destination_count, plan_migration, transfer_order
+from rlhfuse.decisions.migration import UnfinishedSample, plan_at_threshold, transfer_order
 from rlhfuse.decisions.packing import deal, scoring_packs, streamed_pack
-from rlhfuse.simulator.iteration import move_cost
+from rlhfuse.simulator.instance_limits import fusion_limits
 
 
 @dataclass
@@ -37,7 +37,9 @@ class Place:
     busy_until: float = 0.0  # end of its step, its hand-overs or its pack
     role: str = "decodes"  # decodes, stopping, joins, scores or free
     kept_out: bool = False  # nothing is admitted after a preemption until a sample ends
+    all_admitted: float | None = None
     loads_from: float | None = None
+    early_from: float | None = None  # when it begins to load those models that come early
     new: bool = False  # has scored no pack
 
 
@@ -56,6 +58,7 @@ class StepByStep:
         self.stopping, self.met = False, False  # for the migration; whether it has been
         self.packs, self.stream = [], []
         self.scored: list[tuple[float, int]] = []
+        self.spans: list[tuple[int, str, float, float]] = []  # (instance, kind, start, end)
         self.plan = None
 
     def run(self) -> StepByStep:
@@ -74,19 +77,23 @@ class StepByStep:
             now = min((p.busy_until for p in self.places if p.busy_until > now), default=math.inf)
             steps += 1
             assert steps < 100_000
-        self.total = max([*self.ended.values(), *(end for end, _ in self.scored), *self.rewarded()])
+        rewarded = self.rewarded()
+        self.total = max([*self.ended.values(), *(end for end, _ in self.scored), *rewarded.values()])
+        for i, end in rewarded.items():
+            own = max(span[3] for span in self.spans if span[0] == i)
+            self.spans.append((i, "reward", max(own, *self.ended.values()), end))
         return self
 
-    def rewarded(self) -> list[float]:
-        """When the reward function is done with each sample: what an instance began goes to its worker free first."""
+    def rewarded(self) -> dict[int, float]:
+        """When the reward function is done with what an instance began: a sample goes to the worker free first."""
         if not (cost := self.costs.reward_call()):
-            return []
+            return {}
         free = [[0.0] * self.limits.reward_workers * cost.at_once for _ in self.places]
-        ends = []
+        ends = {}
         for end, number in sorted((end, number) for number, end in self.ended.items()):
-            workers = free[self.begun_at[number]]
-            ends.append(max(end, heapq.heappop(workers)) + cost.seconds)
-            heapq.heappush(workers, ends[-1])
+            workers = free[i := self.begun_at[number]]
+            ends[i] = max(end, heapq.heappop(workers)) + cost.seconds  # all take equally long: the last is done last
+            heapq.heappush(workers, ends[i])
         return ends
 
     def step(self, place: Place, now: float) -> None:
@@ -106,6 +113,8 @@ class StepByStep:
         if admitted:
             fresh = [tokens for _, _, tokens in admitted if tokens]
             place.busy_until = now + (costs.prefill_seconds(sum(fresh), len(fresh)) if fresh else 0.0)
+            if place.all_admitted is None and not place.waiting:
+                place.all_admitted = place.busy_until
             self.retire(place)
             return
         context = sum(s.tokens for s in place.running)
@@ -135,9 +144,10 @@ class StepByStep:
             if end <= now and number not in self.told:
                 self.told.add(number)
                 self.stream.append(self.tokens[number])
-        for place in self.places:
+        for i, place in enumerate(self.places):
             decoding = place.role in ("decodes", "stopping")
             if decoding and not place.running and not place.waiting and place.busy_until <= now:
+                self.spans.append((i, "generate", place.early_from, place.busy_until))
                 self.join(place, now + self.costs.release_seconds())
 
     def join(self, place: Place, seconds: float) -> None:
@@ -166,10 +176,10 @@ class StepByStep:
             place.role = "decodes"
         if not states:
             return
-        m = destination_count(threshold, lim.bs_max, lim.sample_kv_bytes, lim.kv_capacity_bytes, len(self.places))
-        move = move_cost(self.costs, lim)
-        plan = plan_migration(states, m, free, lim.block_tokens, move)
-        self.plan = plan
+        self.plan = plan = plan_at_threshold(threshold, states, free, fusion_limits(self.costs, lim))
+        for i, place in enumerate(self.places):
+            self.spans.append((i, "generate", 0.0, place.busy_until))
+            self.spans.append((i, "meet", now, now + self.costs.barrier_seconds()))
         now += self.costs.barrier_seconds()
         until = dict.fromkeys(range(len(self.places)), now)
         for source, target in transfer_order(plan):
@@ -188,9 +198,11 @@ class StepByStep:
         for i in plan.freed:
             self.places[i].running, self.places[i].waiting = [], []
         for i, place in enumerate(self.places):
-            place.busy_until = until[i]
+            self.spans.append((i, "migrate", now, until[i]))
+            place.busy_until = place.early_from = until[i]
             if not place.running and not place.waiting:
                 self.join(place, until[i] + self.costs.release_seconds())
+                place.early_from = None
                 if i in plan.freed:
                     place.loads_from = place.busy_until
 
@@ -202,23 +214,29 @@ class StepByStep:
             elif self.stream:
                 here = [p for p in self.places if p.role in ("scores", "free", "joins")]
                 here = [p for p in here if p.role != "joins" or p.busy_until <= now]
-                count = streamed_pack(self.stream, len(here), self.limits.score_tokens)
+                count = streamed_pack(self.stream, sum(self.stream), len(here), self.limits.score_tokens)
                 pack, self.stream = self.stream[:count], self.stream[count:]
             else:
                 return
             self.places[i].role = "scores"
-            self.places[i].busy_until = self.score(self.places[i], now, pack, self.costs)
+            self.places[i].busy_until = self.score(i, now, pack)
 
-    def score(self, place: Place, now: float, pack: list[int], costs) -> float:
+    def score(self, i: int, now: float, pack: list[int]) -> float:
         """Model after model; on a worker that still loads, each as soon as it is there."""
-        clock, models = now, self.limits.scoring_models
-        if place.new and place.loads_from is None:
-            place.loads_from = now
-        for model in range(models):
-            if place.loads_from is not None:
-                clock = max(clock, place.loads_from + (model + 1) * costs.swap_in_seconds() / models)
-            clock += costs.score_seconds(sum(pack), len(pack)) / models
-        place.loads_from, place.new = None, False
+        place, costs, models = self.places[i], self.costs, self.limits.scoring_models
+        there, clock, load = [now] * models, now, costs.swap_in_seconds() / models
+        if place.new:
+            begun = now if place.loads_from is None else place.loads_from
+            there, early = [], self.limits.early_models
+            for model in range(models):
+                early_load = model < early and place.early_from is not None and place.early_from <= begun
+                before = there[-1] if there else 0.0
+                there.append(max(before, place.early_from if early_load else begun) + load)
+            self.spans.append((i, "swap_in", begun, there[0]))
+        for ready in there:
+            clock = max(clock, ready) + costs.score_seconds(sum(pack), len(pack)) / models
+        self.spans.append((i, "score", max(now, there[0]), clock))
+        place.new = False
         self.scored.append((clock, len(pack)))
         return clock
 
@@ -226,10 +244,12 @@ class StepByStep:
         """Without a migration: when all is generated, deal the samples and score them."""
         if self.met or self.scored or self.remaining(now):
             return False
-        for place, share in zip(self.places, deal(self.tokens, len(self.places))):
-            begin = now + self.costs.barrier_seconds() + self.costs.release_seconds()
-            clock, place.loads_from = begin, begin
-            own = [self.tokens[i] for i in share]
+        for i, share in enumerate(deal(self.tokens, len(self.places))):
+            place, agreed = self.places[i], now + self.costs.barrier_seconds()
+            self.spans += [(i, "generate", 0.0, place.busy_until), (i, "meet", now, agreed)]
+            clock = place.loads_from = agreed + self.costs.release_seconds()
+            place.new, place.early_from = True, place.all_admitted or 0.0
+            own = [self.tokens[n] for n in share]
             for pack in scoring_packs(own, 1, self.limits.score_tokens):
-                clock = self.score(place, clock, [own[i] for i in pack], self.costs)
+                clock = self.score(i, clock, [own[n] for n in pack])
         return True

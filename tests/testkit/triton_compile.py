@@ -5,7 +5,7 @@ The interpreter in which other tests run kernels accepts much that the compiler 
 nothing runs; `compiled_variants` compiles nothing and says for what each launch would be compiled.
 
 The compiler is the Triton that is installed. The others of the supported torch versions are tried by
-`pytest tests/models/gpu/test_compilers.py` (slow: `scripts/test.sh --all` runs it), which takes them from the index.
+`pytest tests/models/test_compilers.py` (slow: `scripts/test.sh --all` runs it), which takes them from the index.
 By hand: `pip install --no-deps --target FOLDER triton==3.7.0`, then `PYTHONPATH=FOLDER pytest -k compile tests/...`.
 """
 

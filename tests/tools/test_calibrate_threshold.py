@@ -53,7 +53,7 @@ def test_the_instances_are_those_of_the_plan(run_yaml, lengths_csv, tmp_path):
         return json.loads(done.stdout)
 
     gpu = ("trainer.hardware=h100",)
-    small = ("trainer.recompute=full", "algorithm.minibatches=1", "fusion.actor_microbatches=32")
+    small = ("trainer.recompute=full", "algorithm.minibatches=1", "fusion.actor_microbatches=32", "fusion.bs_max=16")
     ample = planned(*small)
     generation = next(phase for phase in ample["memory"] if phase["phase"] == "generation")
     needed = sum(generation[part] for part in ("weights", "kv", "host", "activations")) + ample["process_bytes"]

@@ -19,10 +19,9 @@ import pytest
 import torch
 from gpu_checks import catalog, generation, isolation, kept, kit, migration, sampling, speed
 from gpu_checks import programs as whole_programs
-from gpu_checks.bench import Bench
+from gpu_checks.bench import Bench, References
 from gpu_checks.isolation import Check
 from gpu_checks.luggage import write_references
-from gpu_checks.references import References
 from gpu_checks.result import CheckFailed, require
 from safetensors.torch import load_file
 from testkit import triton_interpreter  # noqa: F401
@@ -289,7 +288,7 @@ def test_engines_of_checks_compile_no_library_but_by_name():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "EngineOptions":
                 assert "attention" in {word.arg for word in node.keywords}, f"{file}:{node.lineno}"
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "choose_attention":
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "choose_paged":
                 assert len(node.args) == 2, f"{file}:{node.lineno}"
 
 
@@ -338,7 +337,7 @@ def test_wheels_unpack_offline_into_a_folder_of_their_own(programs, tmp_path, mo
 
 def test_the_luggage_holds_what_the_program_imports_beside_what_images_have():
     known = "torch numpy numba llvmlite transformers tokenizers safetensors pyarrow matplotlib jinja2 yaml rich triton"
-    known = {*known.split(), "huggingface_hub", "tensorboard", "rlhfuse", "gpu_checks", "train_ppo"}
+    known = {*known.split(), "huggingface_hub", "tensorboard", "rlhfuse", "gpu_checks", "text_table", "train_ppo"}
     optional = {"mpi4py", "flash_attn", "flashinfer", "transformer_engine", "vaderSentiment", "wandb"}
     carried = {"megatron", "omegaconf", "pydantic", "pebble", "scipy"}
     files = [*ROOT.glob("rlhfuse/**/*.py"), *ROOT.glob("tools/gpu_check*/*.py"), ROOT / "tools/gpu_check.py"]
@@ -416,7 +415,7 @@ FAULTS = {  # check: what is replaced, by what, and what the check says of it
         '"decode": .*"mixed": ',
     ),
     "layer_kernels_float32": (
-        "rlhfuse.gen.gpu.layer_kernels.add_norm",
+        "rlhfuse.models.layers.decode_layer.add_norm",
         lambda add_norm: lambda *arguments: 1.1 * add_norm(*arguments),
         '"add_norm": 0.',
     ),
@@ -445,10 +444,7 @@ def test_what_is_wrong_is_found(bench, monkeypatch, name):
 
 
 def test_what_is_not_here_is_skipped_by_name(bench, monkeypatch):
-    assert (
-        "CUDA" in rehearse(bench, "flash_attn")["skipped"]
-        and "CUDA" in rehearse(bench, "decode_8b_flashinfer")["skipped"]
-    )
+    assert all("CUDA" in rehearse(bench, name)["skipped"] for name in ("flashinfer", "decode_8b_flashinfer"))
     assert "skipped" in rehearse(bench, "hangs")
     assert rehearse(bench, "transformer_engine")["skipped"] == "Transformer Engine runs on CUDA alone"
     monkeypatch.setattr("gpu_checks.layers.engine_obstacle", lambda *_: "")

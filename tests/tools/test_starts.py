@@ -1,16 +1,16 @@
-"""Tools that no other test starts, as a user starts them: by the file alone, without the path that tests have."""
+"""Programs that no other test starts, as a user starts them: by the file alone, without the path that tests have."""
 
 import sys
 
 from testkit.paths import ROOT
 from testkit.programs import finish
 
-MADE_AND_TRAINED = ("convert_checkpoint.py", "make_sums.py", "make_tiny_models.py", "train_reward.py")
-SHOWN = ("generate_docs.py", "show_forecast.py", "show_schedule.py", "show_timeline.py")
+MADE = ("examples/make/make_sums.py", "examples/make/make_tiny_models.py")
+TOOLS = "convert_checkpoint", "train_reward", "generate_docs", "show_forecast", "show_schedule", "show_timeline"
 
 
-def test_every_tool_starts_and_says_what_it_takes(programs):
-    names = (*MADE_AND_TRAINED, *SHOWN)
-    started = [programs.start(sys.executable, ROOT / "tools" / name, "--help", PYTHONPATH="") for name in names]
-    for name, process in zip(names, started):
-        assert f"usage: {name}" in finish(process)
+def test_every_program_starts_and_says_what_it_takes(programs):
+    files = [ROOT / name for name in MADE] + [ROOT / "tools" / f"{name}.py" for name in TOOLS]
+    started = [programs.start(sys.executable, file, "--help", PYTHONPATH="") for file in files]
+    for file, process in zip(files, started):
+        assert f"usage: {file.name}" in finish(process)

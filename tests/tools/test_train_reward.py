@@ -5,10 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import stories
 import torch
 from testkit.paths import ROOT
 from testkit.programs import call_tool
-from tiny_models import stories
 from transformers import AutoModelForSequenceClassification
 
 ACTOR = ROOT / "examples" / "tiny" / "actor"

@@ -21,8 +21,8 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, SamplingParams
 from rlhfuse.models.build import WHOLE, Activations, build_model
+from rlhfuse.models.layers.transformer_engine import ChosenLayers
 from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
-from rlhfuse.models.transformer_engine import ChosenLayers
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
 from rlhfuse.parallel.offload import OffloadedWeights

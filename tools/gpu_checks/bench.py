@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_checks.references import References
 
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.gen.model_runner import Attention
+from rlhfuse.gen.options import Attention
 from rlhfuse.models.hf_names import expected_tensors
 from rlhfuse.parallel.device import Device, choose_device
 
@@ -122,3 +122,22 @@ def write_model(
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "bos_token": "w1", "eos_token": "w2"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     return folder
+
+
+class References:
+    """Values by name, in a folder of files; without a folder, or without the file, they are computed here."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def get(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Numbers, lists, dicts and CPU tensors that `compute` gives, or gave where the files were written."""
+        file = self._folder and self._folder / f"{name}.pt"
+        if file and file.is_file():
+            return torch.load(file, weights_only=True)
+        return compute()
+
+    @staticmethod
+    def write(folder: Path, name: str, value: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(value, folder / f"{name}.pt")

@@ -11,8 +11,10 @@ from gpu_checks.bench import DTYPES, Bench
 from gpu_checks.result import TOLERANCE, relative, require
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.models.attention import SequenceBorders, varlen_attention
-from rlhfuse.models.paged_attention import CacheShape, PagedQueries, choose_attention, obstacle
+from rlhfuse.models.attention.backends import choose_paged, varlen_attention
+from rlhfuse.models.attention.packed.sequences import SequenceBorders
+from rlhfuse.models.attention.paged.cache import CacheShape, PagedQueries
+from rlhfuse.models.attention.paged.flashinfer import obstacle as flashinfer_obstacle
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int) -> torch.Tensor:
@@ -47,18 +49,15 @@ def check_varlen(bench: Bench, kind: str) -> dict:
 
 
 def check_paged(bench: Bench, kind: str, block_tokens: int, library: str | None = None) -> dict:
-    """Attention over cache blocks in any order against the formula: decode with padding, and chunks after a prefix.
-
-    By our own kernels, or by a library's where it can serve.
-    """
+    """Attention over cache blocks, ours or flashinfer's, against its formula: padded decode, chunks after a prefix."""
     dtype, generator = DTYPES[kind], torch.Generator().manual_seed(3)
     heads, groups, dim = (32, 8, 128) if bench.on_gpu else (8, 2, 32)
     contexts = [1, 3000, 300, 17, 64, 1025] if bench.on_gpu else [1, 70, 17]
     rows, padding, width = len(contexts), 2, -(-max(contexts) // block_tokens) + 3
     shape = CacheShape(dtype, bench.where, heads, groups, dim, block_tokens, rows + padding)
-    if library and (reason := obstacle(library, shape)):
+    if library and (reason := flashinfer_obstacle(shape)):
         return {"skipped": reason}
-    chosen, spare = choose_attention(shape, library or bench.attention), rows * width
+    chosen, spare = choose_paged(shape, library or bench.attention), rows * width
 
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, generator=generator).to(dtype)
@@ -80,7 +79,7 @@ def check_paged(bench: Bench, kind: str, block_tokens: int, library: str | None 
             k, v = (x[tables[s].long()].flatten(0, 1)[:context] for x in (keys, values))
             wanted.append(reference_attention(own, k, v, context - count))
         errors[step] = relative(out, torch.cat(wanted))
-    return require(max(errors.values()) < TOLERANCE[dtype], {"attention": chosen.line(), **errors})
+    return require(max(errors.values()) < TOLERANCE[dtype], {"attention": chosen.line("generation"), **errors})
 
 
 def greedy_prompts() -> list[list[int]]:
@@ -89,9 +88,14 @@ def greedy_prompts() -> list[list[int]]:
 
 
 def greedy(model: Path, device: torch.device, dtype: torch.dtype, options: EngineOptions) -> list[dict[str, Any]]:
-    """Tokens and log-probabilities of every prompt."""
+    """The likeliest tokens of some prompts, and their log-probabilities."""
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-    results = Engine.from_pretrained(model, options, device=device, dtype=dtype).generate(greedy_prompts(), params)
+    return drawn(Engine.from_pretrained(model, options, device=device, dtype=dtype), greedy_prompts(), params)
+
+
+def drawn(engine: Engine, prompts: list[list[int]], params: Any) -> list[dict[str, Any]]:
+    """Tokens and log-probabilities of every prompt."""
+    results = engine.generate(prompts, params)
     return [{"tokens": list(result.tokens), "logprobs": list(result.logprobs)} for result in results]
 
 
@@ -139,18 +143,13 @@ def check_graphs(bench: Bench, kind: str) -> dict:
         )
         for on in (True, False)
     )
-
-    def drawn(engine: Engine) -> list[dict[str, Any]]:
-        results = engine.generate(prompts, params)
-        return [{"tokens": list(result.tokens), "logprobs": list(result.logprobs)} for result in results]
-
-    wanted, again = drawn(eager), []
+    wanted, again = drawn(eager, prompts, params), []
     for _ in range(2):
-        again += drawn(graphs)
+        again += drawn(graphs, prompts, params)
         graphs.pause()
         graphs.resume()
     detail = agreement(2 * wanted, again)
-    detail["capture_seconds"] = graphs.runner.recording_seconds
-    detail["captured_shapes"] = graphs.runner.recorded_shapes
+    detail["capture_seconds"] = graphs.forward.recording_seconds
+    detail["captured_shapes"] = graphs.forward.recorded_shapes
     good = detail["equal_tokens"] >= detail["tokens"] * 0.9 and detail["max_logprob_difference"] < TOLERANCE[dtype]
     return require(good, detail)

@@ -151,8 +151,7 @@ def _serve(pipe: Any, kind: str, references: Path | None) -> None:
 
 
 def _run(check: Check, kind: str, own: Path, references: Path | None) -> tuple[bool, float, Any]:
-    from gpu_checks.bench import Bench
-    from gpu_checks.references import References
+    from gpu_checks.bench import Bench, References
 
     start = time.monotonic()
     try:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_checks.bench import TINY, Bench, write_model
-from gpu_checks.programs import APART, differences, metrics, run, write_config
+from gpu_checks.bench import TINY, Bench
+from gpu_checks.programs import APART, differences, metrics, models_of, run, write_config
 from gpu_checks.result import require
 
 ITERATIONS = 3
@@ -25,15 +25,10 @@ def check_kept(bench: Bench) -> dict:
 
     Kept: all are recorded in the first, none again. Released, under a memory limit: in every one.
     """
-    models = {}
-    for role, head in (("actor", False), ("reward", True)):
-        folder = bench.folder / f"kept_{role}"
-        models[role] = {"path": str(write_model(folder, SHAPE if bench.on_gpu else TINY, scalar_head=head))}
     length = 512 if bench.on_gpu else 16
     rollout = {"ignore_eos": True, "max_response_tokens": length, "prompts_per_iteration": 8}
-    config = write_config(
-        bench, **models, rollout=rollout, trainer={"dtype": "bfloat16", "iterations": ITERATIONS, "export": False}
-    )
+    trainer = {"dtype": "bfloat16", "iterations": ITERATIONS, "export": False}
+    config = write_config(bench, **models_of(bench, SHAPE), rollout=rollout, trainer=trainer)
     kept, released = (bench.folder / name for name in ("kept", "released"))
     found: dict[str, Any] = {"kept": _watched(config, kept)}
     plan = json.loads((kept / "plan.json").read_text())
@@ -83,8 +78,8 @@ def _watch(file: Path) -> None:
     iterate, switch = Trainer.iterate, PhaseMeter.switch
 
     def iterated(self: Trainer, iteration: int) -> Any:
-        record, runner = iterate(self, iteration), self.engine.runner
-        rows.append({"recorded_shapes": runner.recorded_shapes, "recording_seconds": runner.recording_seconds})
+        record, forward = iterate(self, iteration), self.engine.forward
+        rows.append({"recorded_shapes": forward.recorded_shapes, "recording_seconds": forward.recording_seconds})
         file.write_text(json.dumps({"iterations": rows, "reserved": reserved}))
         return record
 

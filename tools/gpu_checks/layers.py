@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from gpu_checks.bench import DTYPES, Bench
 from gpu_checks.result import TOLERANCE, relative, require
-from gpu_checks.training import LR, OneRank, train_once
+from gpu_checks.training import LR, OneRank, apart, train_once
 
-from rlhfuse.gen.gpu import layer_kernels
-from rlhfuse.models.linear_logprobs import TileLimits, VocabularyShard, linear_logprobs
-from rlhfuse.models.transformer_engine import obstacle as engine_obstacle
+from rlhfuse.models.layers import decode_layer
+from rlhfuse.models.layers.transformer_engine import obstacle as engine_obstacle
+from rlhfuse.models.logprobs.linear_logprobs import TileLimits, VocabularyShard, linear_logprobs
 from rlhfuse.parallel.device import current_device_is_cpu, fake_cuda
 from rlhfuse.parallel.weight_gradients import add_product, fuse_accumulation
 
@@ -22,8 +22,8 @@ EPS = 1e-5
 
 def check_training_kernels(bench: Bench, kind: str) -> dict:
     """SwiGLU and rotation of training, with their gradients, against their formulas in float64."""
-    from rlhfuse.models.gpu.rotary import turn
-    from rlhfuse.models.gpu.swiglu import swiglu
+    from rlhfuse.models.layers.rotation_triton import turn
+    from rlhfuse.models.layers.swiglu_triton import swiglu
 
     dtype, generator = DTYPES[kind], torch.Generator().manual_seed(11)
     tokens, width, heads, dim = (300, 14336, 32, 128) if bench.on_gpu else (5, 80, 3, 16)
@@ -72,7 +72,7 @@ def check_linear_logprobs(bench: Bench, kind: str) -> dict:
 
 def check_layer_kernels(bench: Bench, kind: str) -> dict:
     """Residual and norm, and heads with their cache places, of a decode step against torch's operations here."""
-    kernels, dtype, generator = layer_kernels.triton_layer(), DTYPES[kind], torch.Generator().manual_seed(12)
+    kernels, dtype, generator = decode_layer.triton_layer(), DTYPES[kind], torch.Generator().manual_seed(12)
     tokens, size, groups, per_group, dim = (200, 4096, 8, 4, 128) if bench.on_gpu else (5, 64, 2, 2, 16)
     x, delta, qkv = (
         torch.randn(tokens, n, generator=generator).to(dtype) for n in (size, size, groups * (per_group + 2) * dim)
@@ -93,7 +93,7 @@ def check_layer_kernels(bench: Bench, kind: str) -> dict:
             ]  # fmt: skip
 
         ours, theirs = moved(bench.where), moved("cpu")
-        return (getattr(kernels, function)(*ours), ours), (getattr(layer_kernels, function)(*theirs), theirs)
+        return (getattr(kernels, function)(*ours), ours), (getattr(decode_layer, function)(*theirs), theirs)
 
     for name, added in (("norm", (None, None)), ("add_norm", (delta, None)), ("add_bias_norm", (delta, bias))):
         (found, ours), (wanted, theirs) = both("add_norm", x, *added, weight, EPS)
@@ -180,9 +180,6 @@ def check_transformer_engine(bench: Bench) -> dict:
     with bench.one_rank():
         model = bench.tiny()
         ours, theirs = (train_once(model, bench.device, torch.bfloat16, on) for on in (False, True))
-    errors = {name: relative(theirs["gradients"][name], wanted) for name, wanted in ours["gradients"].items()}
-    worst = max(errors, key=lambda name: errors[name])
-    detail = {"loss": theirs["loss"], "loss_of_ours": ours["loss"], "worst_gradient": worst, "error": errors[worst]}
-    bound = TOLERANCE[torch.bfloat16]
-    close = abs(theirs["loss"] - ours["loss"]) < bound * abs(ours["loss"])
-    return require(close and errors[worst] < 10 * bound, detail)
+    close, worst, error = apart(theirs, ours, torch.bfloat16)
+    detail = {"loss": theirs["loss"], "loss_of_ours": ours["loss"], "worst_gradient": worst, "error": error}
+    return require(close, detail)

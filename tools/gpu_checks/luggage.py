@@ -5,9 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from gpu_checks.bench import DTYPES, Bench, random_tensors
+from gpu_checks.bench import DTYPES, Bench, References, random_tensors
 from gpu_checks.generation import engine_reference
-from gpu_checks.references import References
 from gpu_checks.sampling import draws_reference
 from gpu_checks.training import training_reference
 

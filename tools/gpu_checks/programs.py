@@ -58,6 +58,14 @@ def write_config(bench: Bench, **settings: Any) -> Path:
     return file
 
 
+def models_of(bench: Bench, shape: dict) -> dict[str, Any]:
+    """Settings of an actor and a reward model of this shape, or tiny ones where there is no GPU."""
+    heads = {"actor": False, "reward": True}
+    shape, folder = shape if bench.on_gpu else TINY, bench.folder / "models"
+    made = {role: write_model(folder / role, shape, scalar_head=head) for role, head in heads.items()}
+    return {role: {"path": str(path)} for role, path in made.items()}
+
+
 def run(config: Path, out: Path, *overrides: str, **how: Any) -> str:
     """The program on `ranks` processes of this machine; returns what it said. `how`: as for `start`.
 
@@ -177,14 +185,10 @@ def _fused_and_serial(bench: Bench, layouts: str, ranks: int, share_gpu: bool, *
 
 def check_speedup(bench: Bench, ranks: int) -> dict:
     """bfloat16, a GPU for each rank: seconds of serial and fused iterations, beside the plan's; the same numbers."""
-    models = {}
-    for role, head in (("actor", False), ("reward", True)):
-        folder, shape = bench.folder / f"large_{role}", LARGE if bench.on_gpu else TINY
-        models[role] = {"path": str(write_model(folder, shape, scalar_head=head))}
     rollout = {"prompts_per_iteration": 16 * ranks, "max_response_tokens": 1024} if bench.on_gpu else {}
     config = write_config(
         bench,
-        **models,
+        **models_of(bench, LARGE),
         parallel=layouts_of("pipelines", ranks),
         rollout=rollout,
         fusion={"actor_microbatches": 4 * ranks if bench.on_gpu else 4},

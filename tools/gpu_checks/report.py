@@ -12,15 +12,16 @@ from typing import Any
 
 from gpu_checks.figures import Figure
 from gpu_checks.speed import ELEMENT, spec_of
+from text_table import aligned
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.collectives import RankGroup, send_seconds
+from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.hardware import ASSUMED, GPU_NAMES, DataSheet, data_sheets
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.costs.stage_cut import MicrobatchTokens
 
 STAGES = 3
 
@@ -160,11 +161,7 @@ def table(figures: Iterable[Figure], sheet: DataSheet, machines: Sequence[Hardwa
                 *(readable(price_seconds(figure, machine)) for machine in machines),
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
-        for row in rows
-    ]
+    return aligned(rows, left=(0,))
 
 
 def readable(seconds: float) -> str:

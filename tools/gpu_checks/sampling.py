@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_checks.bench import Bench
+from gpu_checks.bench import Bench, References
 from gpu_checks.figures import Figure, timed, told
-from gpu_checks.references import References
 from gpu_checks.result import require
 
 from rlhfuse.gen.core.draws import DrawBatch
+from rlhfuse.gen.cpu.sampling import draw_tokens
 from rlhfuse.gen.gpu.draws import DrawInputs, draw_array
-from rlhfuse.gen.sampler import draw_tokens
 
 ROWS, VOCAB = 96, 128256
 NEAR = 1e-4  # of log-probabilities

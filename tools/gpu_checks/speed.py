@@ -19,9 +19,11 @@ from rlhfuse.costs.flops import forward_flops
 from rlhfuse.gen.core.forward_batch import RunningTable
 from rlhfuse.gen.core.sequence import Sequence
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.model_runner import Attention
+from rlhfuse.gen.options import Attention
 from rlhfuse.gen.speculation.drafter import Drafter
-from rlhfuse.models.paged_attention import CacheShape, choose_attention, obstacle
+from rlhfuse.models.attention.backends import choose_paged
+from rlhfuse.models.attention.paged.cache import CacheShape
+from rlhfuse.models.attention.paged.flashinfer import obstacle as flashinfer_obstacle
 
 ELEMENT = 2  # bytes of a bfloat16
 RESPONSE = 32  # tokens of a sample beside those that it decodes while others still prefill
@@ -132,9 +134,9 @@ def prefill_seconds(engine: Engine, prompts: int, length: int) -> float:
 def verifying(engine: Engine, context: int) -> dict[str, float]:
     """A step that verifies three guesses of each of four sequences, beside their plain decode step."""
     plain, _ = decode_seconds(engine, VERIFIED, context)
-    engine.drafter = RandomGuesses(engine.spec.vocab, engine.runner.draft_rows, GUESSES)
+    engine.loop.drafter = RandomGuesses(engine.spec.vocab, VERIFIED * (1 + GUESSES), GUESSES)
     seconds, _ = decode_seconds(engine, VERIFIED, context)
-    engine.drafter = None
+    engine.loop.drafter = None
     return {"step_seconds": seconds, "over_decode_step": round(seconds / plain, 3)}
 
 
@@ -152,7 +154,7 @@ def check_decode(
     needed, blocks = needed_bytes(spec, points, block_tokens)
     if bench.on_gpu and (free := torch.cuda.mem_get_info(device)[0]) < needed:
         return {"skipped": f"{needed >> 20} MiB of device memory are needed, {free >> 20} MiB are free"}
-    if library and (reason := obstacle(library, _shape(spec, bench, block_tokens))):
+    if library and (reason := flashinfer_obstacle(_shape(spec, bench, block_tokens))):
         return {"skipped": reason}
     options = EngineOptions(
         blocks,
@@ -165,7 +167,7 @@ def check_decode(
         draft_rows=VERIFIED * (1 + GUESSES),
     )
     engine = Engine(spec, random_weights(spec, device, torch.bfloat16), options, device=device, dtype=torch.bfloat16)
-    engine.drafter, figures = None, []
+    engine.loop.drafter, figures = None, []
     kind = f"{size} {library}" if library else size
     kind += f" blocks of {block_tokens}" if block_tokens != 16 else ""
     kind += "" if graphs or not bench.on_gpu else " eager"
@@ -180,14 +182,14 @@ def check_decode(
     verify = verifying(engine, points[0][1])
     line = f"{kind}: a step that verifies {GUESSES} guesses of {VERIFIED} sequences costs {verify['over_decode_step']} "
     line += f"plain ones; up to {VERIFY_GOAL} rollout.draft_rows=64 is worth it"
-    if shapes := engine.runner.recorded_shapes:  # again: kernels are compiled and loaded the first time
-        recorded = engine.runner.recording_seconds
+    if shapes := engine.forward.recorded_shapes:  # again: kernels are compiled and loaded the first time
+        recorded = engine.forward.recording_seconds
         engine.pause()
         engine.resume()
         decode_seconds(engine, *points[1])
-        each = (engine.runner.recording_seconds - recorded) / (engine.runner.recorded_shapes - shapes)
+        each = (engine.forward.recording_seconds - recorded) / (engine.forward.recorded_shapes - shapes)
         figures.append(Figure(f"capture {kind}", each, ("capture", size)))
-    return told(*figures, lines=[engine.runner.lines[0], line], verify=verify)
+    return told(*figures, lines=[engine.lines[0], line], verify=verify)
 
 
 def needed_bytes(spec: ModelSpec, points: Points, block_tokens: int) -> tuple[int, int]:
@@ -207,7 +209,7 @@ def check_attention(bench: Bench, name: str) -> dict:
     """Decode attention of one layer of 8B alone: keys and values over its seconds."""
     name, points = (name, ((192, 1000), (16, 8192))) if bench.on_gpu else ("torch", ((2, 64),))
     spec, block = spec_of("8b" if bench.on_gpu else "tiny"), 16
-    if name == "flashinfer" and (reason := obstacle(name, _shape(spec, bench, block))):
+    if name == "flashinfer" and (reason := flashinfer_obstacle(_shape(spec, bench, block))):
         return {"skipped": reason}
     figures, repeats = [], 8
     for rows, context in points:
@@ -217,7 +219,7 @@ def check_attention(bench: Bench, name: str) -> dict:
         cache = (rows * width, block, spec.kv_heads, spec.head_dim)
         keys, values = (torch.randn(cache, device=bench.where, dtype=torch.bfloat16) for _ in range(2))
         q = torch.randn(rows, spec.heads, spec.head_dim, device=bench.where, dtype=torch.bfloat16)
-        attend = choose_attention(_shape(spec, bench, block, rows), name).kernels.decode(tables.to(bench.where), sizes)
+        attend = choose_paged(_shape(spec, bench, block, rows), name).kernels.decode(tables.to(bench.where), sizes)
         found = timed(bench, lambda: [attend(q, keys, values) for _ in range(repeats)], count=repeats)  # noqa: B023
         moved = rows * context * spec.kv_bytes_per_token(ELEMENT) / spec.layers
         seconds = found.device_seconds or found.seconds

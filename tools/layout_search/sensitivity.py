@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.planning.price import price, price_generation, weight_moves
@@ -37,9 +36,6 @@ class Swing:
     factor: float
     behind: float
     winner: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def sensitivity(setting: Setting, rows: Sequence[Row]) -> Iterator[Swing]:

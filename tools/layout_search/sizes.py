@@ -19,6 +19,7 @@ from rlhfuse.planning.settle import Facts, settle_but_layouts
 
 HEAD = ("ranks", "seconds", "samples/s", "per rank", "rank-s/sample", "generation", "inference", "actor_train")
 HEAD += ("critic_train", "M1", "recompute")
+LEFT = range(HEAD.index("generation"), len(HEAD))  # columns that begin at the left
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def sizes_of(config: RunConfig, facts: Facts, world_sizes: Sequence[int]) -> tup
 def render_sizes(sizes: Sequence[Size]) -> str:
     """A line for each, then the cheapest and the fastest."""
     fitting = [size for size in sizes if size.row]
-    lines = [*aligned([HEAD, *map(_cells, fitting)], left=HEAD.index("generation"))] if fitting else []
+    lines = [*aligned([HEAD, *map(_cells, fitting)], LEFT)] if fitting else []
     lines += [f"{size.world_size} ranks: {size.why_not}" for size in sizes if not size.row]
     if fitting:
         cheapest = min(fitting, key=lambda size: size.rank_seconds or 0.0)

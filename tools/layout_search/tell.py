@@ -6,19 +6,18 @@ Two searches of the same say the same to the last byte.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from math import inf
 from typing import Any
 
-from layout_search.memory_curve import memory_curve
 from layout_search.sensitivity import TABLES, Swing, sensitivity
 from layout_search.wishes import Wish, cheap_wishes, dear_wishes
 from text_table import aligned
 
 from rlhfuse.costs.profile_files import TensorProfiles
-from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.planning.price import CAPTURE, GENERATION, MOVES, OFFLOAD, SCHEDULES, STEPS
 from rlhfuse.planning.search.search import TOP, Found, Ranking, Row
 from rlhfuse.planning.training.training_problem import equal_microbatch
@@ -32,7 +31,7 @@ PHASES = {  # columns of the table, and the parts of a price that each sums
 }
 HEAD = ("", "seconds", *PHASES, "peak GB", "phase", "generation", "inference", "actor_train", "critic_train", "M1")
 HEAD += ("recompute", "sequence_parallel")
-LEFT = HEAD.index("phase")  # from here on columns begin at the left
+LEFT = range(HEAD.index("phase"), len(HEAD))  # columns that begin at the left
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class SearchAnswer:
             "drafted": found.drafted,
             "wishes": [{**wish.to_dict(), "table": wish.row and row_to_dict(wish.row)} for wish in self.wishes],
             "memory": [{"needed_bytes": row.needed_bytes, "seconds": row.seconds} for row in self.curve],
-            "sensitivity": [swing.to_dict() for swing in self.swings],
+            "sensitivity": [asdict(swing) for swing in self.swings],
             "doubts": list(self.doubts),
         }
 
@@ -201,8 +200,6 @@ def _measured(ranking: Ranking) -> str:
 def _beyond(ranking: Ranking, best: Row) -> str:
     """What of the best table is larger than anything that was measured, where a profile says what was."""
     draft = ranking.setting.draft(best.table)
-    if not isinstance(draft.costs, ProfiledCost):
-        return ""
     limits, shares = draft.limits, draft.ranks.shape.shares
     sequences = min(limits.max_sequences, -(-draft.config.samples_per_iteration // draft.batch.instances))
     pack = min(sequences * limits.longest, max(limits.score_tokens, limits.longest))
@@ -235,3 +232,45 @@ def _cells(number: int, row: Row) -> tuple[str, ...]:
         table.recompute,
         str(table.sequence_parallel).lower(),
     )
+
+
+def memory_curve(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The fastest first; each next one needs less of a rank."""
+    curve: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row.seconds, row.needed_bytes, row.table.text)):
+        if not curve or row.needed_bytes < curve[-1].needed_bytes:
+            curve.append(row)
+    return tuple(curve)
+
+
+def draw_memory_curve(rows: Sequence[Row], curve: Sequence[Row]) -> bytes:
+    """A PNG with the curve before all priced tables."""
+    from matplotlib import rc_context  # takes a second that a search without a picture need not wait for
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context({"font.size": 9}):
+        figure = Figure(figsize=(7, 4.5), dpi=110, layout="constrained")
+        axes = figure.add_subplot()
+        axes.scatter(*_points(rows), s=12, color="#9ecae1", label="priced")
+        axes.plot(*_points(curve), drawstyle="steps-post", marker="o", color="#08519c", label="none is better in both")
+        for number, row in enumerate(curve, start=1):
+            place = row.needed_bytes / 1e9, row.seconds
+            axes.annotate(str(number), place, xytext=(0, -11), textcoords="offset points", ha="center")
+            axes.plot([], [], " ", label=f"{number}  {_short(row)}")
+        axes.set_xlabel("peak memory of a rank, 10^9 bytes")
+        axes.set_ylabel("predicted seconds of an iteration")
+        axes.legend(frameon=False, fontsize=7)
+        axes.margins(0.15)
+        stream = io.BytesIO()
+        FigureCanvasAgg(figure).print_png(stream)
+    return stream.getvalue()
+
+
+def _points(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+    return [row.needed_bytes / 1e9 for row in rows], [row.seconds for row in rows]
+
+
+def _short(row: Row) -> str:
+    table = row.table
+    return f"{table.generation} / {table.actor_train} {table.critic_train or ''}".strip()

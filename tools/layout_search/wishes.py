@@ -59,14 +59,12 @@ class Wish:
 
 def cheap_wishes(ranking: Ranking, best: Row) -> tuple[Wish, ...]:
     """Another value of each decision that is open, and layouts by rule; the search knows most of the answer."""
-    ruled = by_rule(ranking, best)
-    return (*one_changes(ranking, best), *([ruled] if ruled else ()))
+    return tuple(filter(None, (*one_changes(ranking, best), by_rule(ranking, best))))
 
 
 def dear_wishes(setting: Setting, best: Row) -> tuple[Wish, ...]:
     """No fusion, and less memory: each is a search of its own."""
-    unfused = serial(setting, best)
-    return (*([unfused] if unfused else ()), *less_memory(setting, best))
+    return tuple(filter(None, (serial(setting, best), *less_memory(setting, best))))
 
 
 def one_changes(ranking: Ranking, best: Row) -> Iterator[Wish]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from placements.call_graph import GraphCall
 from placements.mesh import Mesh
 from placements.problem import Call, Choice, MeshPlan, MeshProblem
 
@@ -38,24 +37,6 @@ def best_lanes(problem: MeshProblem, actor: Mesh, critic: Mesh) -> tuple[float, 
         if best is None or seconds < best[0]:
             best = seconds, plan
     return best
-
-
-def repeated(problem: MeshProblem, plan: MeshPlan, iterations: int) -> list[GraphCall]:
-    """So many iterations as a graph, for `place_calls`: a training waits for all scores, a call that needs weights for
-    their training in the iteration before."""
-    graph = []
-    scorers = [name for name in plan if name.endswith("_inference")]
-    for number in range(iterations):
-        for name in (*ACTOR_LANE, *CRITIC_LANE):
-            if name not in plan:
-                continue
-            call, mesh = problem.calls[name], plan[name].mesh
-            parents = [f"{scorer}.{number}" for scorer in scorers] if name.endswith("_train") else []
-            parents += [f"generation.{number}"] if name in scorers else []
-            parents += [f"{call.source}.{number - 1}"] if call.source and number else []
-            seconds = problem.call_seconds(call, plan)
-            graph.append(GraphCall(f"{name}.{number}", (mesh.first, mesh.last), seconds, tuple(parents)))
-    return graph
 
 
 def _fitting(problem: MeshProblem, names: Sequence[str], mesh: Mesh) -> list[MeshPlan]:

@@ -15,7 +15,7 @@ from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.decisions.packing import deal, scoring_packs, split_samples
 from rlhfuse.planning.draft import instance_limits, kv_blocks
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.seconds import gen_infer_seconds
 
@@ -33,11 +33,10 @@ def generation_options(
     for layout in work.layouts("generation", ranks, hardware.devices_per_node):
         cost = work.cost("generation", layout, hardware)
         drawing = min(rollout.max_sequences_per_instance, rollout.max_batched_tokens)
-        passing = cost.weights_bytes() + cost.prefilling_bytes(rollout.max_batched_tokens, drawing)
+        passing = cost.memory.weights_bytes() + cost.memory.prefilling_bytes(rollout.max_batched_tokens, drawing)
         passing += work.config.fusion.bucket_mib << 20
-        if hardware.name != "cpu":
-            passing += cost.rotation_bytes(cost.spec.context)
-            passing += cost.prefilling_bytes(drawing, drawing) if rollout.cuda_graphs else 0
+        passing += cost.memory.rotation_bytes(cost.spec.context)
+        passing += cost.memory.graph_bytes(drawing) if rollout.cuda_graphs else 0
         caches = [(limits, passing + limits.kv_capacity_bytes / layout.tp) for limits in _caches(work, cost)]
         if min(need for _, need in caches) > room:
             continue
@@ -47,7 +46,7 @@ def generation_options(
                 continue
             tokens = min(limits.kv_capacity_tokens, most)  # more are never used
             if tokens not in known:
-                simulated = gen_infer_seconds(work.drawn.batches, layout.dp, JobCost(cost, ()), limits, [0])[0]
+                simulated = gen_infer_seconds(work.inputs.drawn.batches, layout.dp, JobCost(cost, ()), limits, [0])[0]
                 known[tokens] = max([simulated.generation, *known.values()])
             if need <= room:
                 yield Option(layout, known[tokens], 0.0, need, fetch, f"KV of {limits.kv_capacity_tokens} tokens")
@@ -61,12 +60,12 @@ def scoring_options(
     budget = work.config.rollout.max_batched_tokens
     for layout in work.layouts(task, ranks, hardware.devices_per_node):
         cost = work.cost(task, layout, hardware)
-        need = cost.weights_bytes() + cost.scoring_bytes(budget)
-        need += cost.rotation_bytes(work.longest_microbatch(1).tokens)
+        need = cost.memory.weights_bytes() + cost.memory.scoring_bytes(budget)
+        need += cost.memory.rotation_bytes(work.longest_tokens)
         if need > room:
             continue
         costs = JobCost(cost, (cost,), output_share=work.output_share)
-        seconds = fmean(_scored_seconds(batch, layout.dp, costs, budget) for batch in work.drawn.batches)
+        seconds = fmean(_scored_seconds(batch, layout.dp, costs, budget) for batch in work.inputs.drawn.batches)
         loaded, fetch = costs.swap_in_seconds(), 0.0
         if task == f"{Role.CRITIC}_inference":
             loaded, fetch = 0.0, 2 * loaded + _fetch_seconds(cost, world_size)  # rests on the host until then
@@ -85,7 +84,7 @@ def _scored_seconds(batch: SampleLengths, replicas: int, costs: JobCost, budget:
 
 def _caches(work: RunWork, cost: AnalyticCost) -> Iterator[InstanceLimits]:
     """Caches of one instance, from the largest; no smaller one than a sample needs."""
-    config, dp, batches = work.config, cost.layout.dp, work.drawn.batches
+    config, dp, batches = work.config, cost.layout.dp, work.inputs.drawn.batches
     whole, least = kv_blocks(config, dp), kv_blocks(config, config.samples_per_iteration)
     counts = {max(least, -(-whole // part)) for part in CACHES}
     for blocks in sorted({whole} if config.rollout.kv_blocks_per_instance else counts, reverse=True):
@@ -96,7 +95,7 @@ def _caches(work: RunWork, cost: AnalyticCost) -> Iterator[InstanceLimits]:
 def _most_tokens(work: RunWork, instances: int) -> int:
     """That the fullest instance of any batch could hold at once, one more for each sample's next token."""
     most = 0
-    for batch in work.drawn.batches:
+    for batch in work.inputs.drawn.batches:
         held = [prompt + output + 1 for prompt, output in zip(batch.prompt, batch.output)]
         shares = split_samples(len(held), instances)
         most = max(most, *(sum(held[sample] for sample in share) for share in shares))
@@ -107,8 +106,8 @@ def _fetch_seconds(cost: AnalyticCost, world_size: int) -> float:
     """Bringing a model's weights here from another layout (`weight_moves.plan_moves`): where there are several nodes,
     each is sent the model once, shared by its links; then every rank has its part from its node."""
     machine, layout = cost.hardware, cost.layout
-    seconds = cost.weights_bytes() / machine.node_link_bandwidth
+    seconds = cost.memory.weights_bytes() / machine.node_link_bandwidth
     if world_size <= machine.devices_per_node:
         return seconds
     links = min(layout.size, machine.devices_per_node)
-    return seconds + layout.tp * cost.weights_bytes() / links / machine.cross_link_bandwidth
+    return seconds + layout.tp * cost.memory.weights_bytes() / links / machine.cross_link_bandwidth

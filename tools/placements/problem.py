@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import permutations
 
-from placements.call_graph import GraphCall
 from placements.mesh import Mesh
 
 from rlhfuse.base.errors import InputError
@@ -100,17 +99,10 @@ class MeshProblem:
 
     def seconds(self, plan: MeshPlan) -> float:
         """Seconds of an iteration."""
-        return sum(self._phase(phase, plan)[0] for phase in self.phases)
-
-    def graph(self, plan: MeshPlan) -> list[GraphCall]:
-        """The calls so that `place_calls` runs them in the best order."""
-        graph, parents = [], ()
-        for phase in self.phases:
-            for call in self._phase(phase, plan)[1]:
-                mesh = plan[call.name].mesh
-                graph.append(GraphCall(call.name, (mesh.first, mesh.last), self.call_seconds(call, plan), parents))
-            parents = tuple(call.name for call in phase)
-        return graph
+        return sum(
+            _phase_seconds(tuple((plan[call.name].mesh, self.call_seconds(call, plan)) for call in phase))
+            for phase in self.phases
+        )
 
     def fits(self, plan: MeshPlan) -> bool:
         return all(need <= self.memory_bytes[rank] for rank, need in self._needs(plan))
@@ -134,11 +126,6 @@ class MeshProblem:
         pairs = enumerate(zip(self.memory_bytes, self.memory_bytes[1:]), 1)
         return frozenset(rank for rank, (before, own) in pairs if before != own)
 
-    def _phase(self, phase: Sequence[Call], plan: MeshPlan) -> tuple[float, tuple[Call, ...]]:
-        """Its seconds, and the best order of its calls."""
-        seconds, order = _best_order(tuple((plan[call.name].mesh, self.call_seconds(call, plan)) for call in phase))
-        return seconds, tuple(phase[number] for number in order)
-
 
 def on_equal_meshes(meshes: Iterable[Mesh], options: Mapping[int, Sequence[Option]]) -> dict[Mesh, Sequence[Option]]:
     """Where all ranks are alike: options by the number of ranks of a mesh."""
@@ -146,12 +133,9 @@ def on_equal_meshes(meshes: Iterable[Mesh], options: Mapping[int, Sequence[Optio
 
 
 @lru_cache(maxsize=1024)  # a walk changes one call at a time: most phases stay
-def _best_order(work: tuple[tuple[Mesh, float], ...]) -> tuple[float, tuple[int, ...]]:
-    """The end of calls in their best order, of equal ones the first, and this order."""
-    return min(
-        ((_end_in_order([work[number] for number in order]), order) for order in permutations(range(len(work)))),
-        key=lambda found: found[0],
-    )
+def _phase_seconds(work: tuple[tuple[Mesh, float], ...]) -> float:
+    """The end of calls in their best order."""
+    return min(map(_end_in_order, permutations(work)))
 
 
 def _end_in_order(work: Sequence[tuple[Mesh, float]]) -> float:

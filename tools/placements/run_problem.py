@@ -16,9 +16,9 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import HardwareSpec
-from rlhfuse.costs.machine import communicator_bytes
+from rlhfuse.costs.machine import communicator_bytes, memory_limit
 from rlhfuse.decisions.layouts import TASK_ROLES
-from rlhfuse.planning.memory import SCORERS, TRAINED, memory_limit
+from rlhfuse.planning.memory import SCORERS, TRAINED
 from rlhfuse.schedule.ir.ranks import rank_map
 
 SOURCES = {"generation": "actor_train", "critic_inference": "critic_train"}

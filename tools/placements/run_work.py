@@ -11,39 +11,23 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.machine import SharedCores
-from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import TASK_ROLES, Task, possible_layouts
 from rlhfuse.planning.draft import DraftInputs, task_costs
 from rlhfuse.planning.settled_run import SettledRun
-from rlhfuse.planning.training.drawn_batches import DrawnBatches
-from rlhfuse.planning.training.training_problem import longest_microbatch
 
 ENDLESS_GB = 1e6  # of a rank
 
 
 @dataclass(frozen=True)
 class RunWork:
-    """Layouts of `run` do not matter. `drawn`: the batches that the run's plan
-    is for; `output_share`: part of the tokens that are of responses; `cuts`: what training's sequence_parallel may be.
+    """Layouts of `run` do not matter, and may be open, as micro-batches and recomputation may. Its cache is as large as
+    memory allows unless it asks for another.
 
     Ranks on a part of a machine have that part of its cores.
     """
 
     run: SettledRun
-    drawn: DrawnBatches
-    output_share: float
-    cores: SharedCores
-    cuts: tuple[bool, ...]
-
-    @staticmethod
-    def of(run: SettledRun, inputs: DraftInputs) -> RunWork:
-        """Work of a run, whether or not it has a plan; its cache is as large as memory allows unless it asks for
-        another. Layouts, micro-batches and recomputation may be open."""
-        planned, cut = inputs.lengths.samples, run.config.parallel.sequence_parallel
-        responses = sum(planned.output) / (sum(planned.prompt) + sum(planned.output))
-        cuts = (False, True) if cut == AUTO else (bool(cut),)
-        return RunWork(run, inputs.drawn, responses, inputs.cores, cuts)
+    inputs: DraftInputs
 
     @property
     def config(self) -> RunConfig:
@@ -60,16 +44,21 @@ class RunWork:
         return replace(self, run=self.run.with_config(roomy))
 
     @property
-    def samples_per_minibatch(self) -> int:
-        return self.config.samples_per_iteration // int(self.config.algorithm.minibatches)
+    def output_share(self) -> float:
+        """Part of the tokens that are of responses."""
+        lengths = self.inputs.lengths.samples
+        return sum(lengths.output) / (sum(lengths.prompt) + sum(lengths.output))
 
     @property
-    def optimizer_steps(self) -> int:
-        return int(self.config.algorithm.minibatches) * self.config.algorithm.epochs
+    def cuts(self) -> tuple[bool, ...]:
+        """What training's sequence_parallel may be."""
+        cut = self.config.parallel.sequence_parallel
+        return (False, True) if cut == AUTO else (bool(cut),)
 
-    def longest_microbatch(self, samples: float) -> MicrobatchTokens:
-        """Micro-batch of so many samples that are as long as they can become."""
-        return longest_microbatch(self.config.longest_sample, samples)
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of a sample that is as long as it can become."""
+        return sum(self.config.longest_sample)
 
     def cost(
         self,
@@ -82,11 +71,11 @@ class RunWork:
         """The roofline of a task in a layout; the last two: in place of what `config` says."""
         tasks = [Task(task, dict(TASK_ROLES)[task], layout, (0, layout.size - 1))]
         how = {"recompute": recompute, "sequence_parallel": sequence_parallel}
-        return task_costs(self.config, self.specs, tasks, hardware, self.cores, **how)[task]
+        return task_costs(self.config, self.specs, tasks, hardware, self.inputs.cores, **how)[task]
 
     def layouts(self, task: str, ranks: int, devices_per_node: int) -> Iterator[ParallelLayout]:
         """Layouts of a task on so many ranks: whole tensor groups in a node, pipelines for training alone, and a sample
         at least for each replica."""
         role, trains = dict(TASK_ROLES)[task], task.endswith("_train")
-        most = self.samples_per_minibatch if trains else self.config.samples_per_iteration
+        most = self.config.samples_per_iteration // (int(self.config.algorithm.minibatches) if trains else 1)
         return possible_layouts(self.specs[role], ranks, devices_per_node, most, (1,) if trains else ())

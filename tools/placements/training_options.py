@@ -1,13 +1,13 @@
 """What the training of a model may choose from on a mesh: layout, micro-batches, recomputation, where its optimizer
 rests; each with seconds of an iteration and bytes of the fullest rank.
 
-A model trains alone, as fast as no order of its pipeline beats and a search nearly always is; it keeps what 1F1B does.
+A model trains alone, its schedule's problem and price those of a search's tables; it keeps what 1F1B does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from placements.problem import Option
@@ -16,26 +16,17 @@ from placements.run_work import RunWork
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.decisions.layouts import divisors
+from rlhfuse.costs.cost_model import MicrobatchTokens
+from rlhfuse.costs.job_cost import JobCost
+from rlhfuse.decisions.layouts import TASK_ROLES, batch_of, divisors
 from rlhfuse.planning.memory import RESTING, OptimizerOffload, input_bytes
+from rlhfuse.planning.search.floors import work_bound
 from rlhfuse.planning.training.stage_cuts import with_cut
+from rlhfuse.planning.training.training_problem import TICK_SECONDS, longest_microbatch, training_problem
+from rlhfuse.schedule.ir.problem import FusionProblem
+from rlhfuse.schedule.ir.ranks import fused_shape
 
 RECOMPUTE = ("none", "full")
-
-
-def pipeline_seconds(stages: Sequence[tuple[float, float]], microbatches: int, transfer: float = 0.0) -> float:
-    """Seconds of one model over stages (forward, backward), each a `transfer` from the next: each begins when all
-    before it have had the first micro-batch, does all of them, and those before end after it.
-
-    No order of work is faster (`latency_bound`), and without transfers 1F1B is as fast where no stage before the last
-    is slower than it.
-    """
-    before = most = 0.0
-    for hops, (forward, backward) in enumerate(stages):
-        way = before + 2 * hops * transfer
-        most = max(most, way + microbatches * (forward + backward))
-        before += forward + backward
-    return max(most, before + 2 * (len(stages) - 1) * transfer)
 
 
 def training_options(work: RunWork, task: str, ranks: int, hardware: HardwareSpec, room: float) -> list[Option]:
@@ -44,98 +35,67 @@ def training_options(work: RunWork, task: str, ranks: int, hardware: HardwareSpe
     for layout in work.layouts(task, ranks, hardware.devices_per_node):
         for recompute, cut in product(RECOMPUTE, work.cuts):
             if not cut or layout.tp > 1 or work.cuts == (True,):
-                found += _Training(work, task, work.cost(task, layout, hardware, recompute, cut)).options(room)
+                found += _layout_options(work, task, work.cost(task, layout, hardware, recompute, cut), room)
     return found
 
 
-class _Training:
-    """One layout of a model that trains; with each number of micro-batches its layers are cut as a run would."""
-
-    def __init__(self, work: RunWork, task: str, cost: AnalyticCost) -> None:
-        self.work, self.task, self.cost = work, task, cost
-        self._by_cut: dict[ParallelLayout, _Cut] = {}
-
-    def options(self, room: float) -> Iterator[Option]:
-        layout, samples = self.cost.layout, self.work.samples_per_minibatch / self.cost.layout.dp  # of a pipeline
-        offloading, on_gpu = self.work.config.trainer.offload_optimizer, self.cost.hardware.name != "cpu"
-        for microbatches in divisors(int(samples)):
-            each = samples / microbatches
-            cut = self._cut(each)
-            step = cut.minibatch_seconds(self.work, microbatches)
-            seconds = self.work.optimizer_steps * (step + cut.step_seconds)
-            note = f"M{microbatches}" + (", recompute" if self.cost.recompute else "")
-            note += ", sequence parallel" if self.cost.sequence_parallel and len(self.work.cuts) > 1 else ""
-            beside, passing = cut.activations(self.work, each, microbatches)
-            if offloading != "true" or not on_gpu:
-                held = [sum(parts) for parts in zip(cut.weights, cut.optimizer, beside)]
-                passes = [sum(parts) for parts in zip(cut.gradients, passing)]
-                yield from _fitting(Option(layout, seconds, note=note), held, passes, room)
-            if offloading != "false" and on_gpu:
-                most = max(cut.optimizer)
-                rests = OptimizerOffload(RESTING[0], most, most / self.cost.hardware.host_bandwidth)
-                held = [sum(parts) for parts in zip(cut.weights, beside)]
-                passes = [sum(parts) for parts in zip(cut.optimizer, cut.gradients, passing)]
-                seen = seconds + rests.seen_seconds(0.0, step)
-                yield from _fitting(Option(layout, seen, note=f"{note}, optimizer on the host"), held, passes, room)
-
-    def _cut(self, samples: float) -> _Cut:
-        """For micro-batches of so many samples, the longest."""
-        layout = with_cut(
-            self.work.config.parallel.stage_layers, self.task, self.cost, None, self.work.longest_microbatch(samples)
-        )
-        if layout not in self._by_cut:
-            self._by_cut[layout] = _Cut.of(replace(self.cost, layout=layout))
-        return self._by_cut[layout]
+def _layout_options(work: RunWork, task: str, uncut: AnalyticCost, room: float) -> Iterator[Option]:
+    """One layout with each number of micro-batches, for which its layers are cut as a run would."""
+    config, role, layout = work.config, dict(TASK_ROLES)[task], uncut.layout
+    offloading, on_gpu = config.trainer.offload_optimizer, uncut.hardware.device.own_memory
+    known: dict[ParallelLayout, AnalyticCost] = {}  # by cut: what a cost has computed it keeps
+    for microbatches in divisors(config.samples_per_iteration // int(config.algorithm.minibatches) // layout.dp):
+        batch = batch_of(config, layout, layout, layout, microbatches)
+        longest = longest_microbatch(config.longest_sample, batch.samples_per_microbatch)
+        cut = with_cut(config.parallel.stage_layers, uncut, uncut, longest)
+        cost = known.setdefault(cut, replace(uncut, layout=cut))
+        problem = training_problem({task: cost}, batch, work.inputs.drawn, longest, JobCost(cost, ()))
+        least = work.inputs.cores.least_time(problem, fused_shape({role: cut}))
+        step = max(work_bound(problem), float(least)) * TICK_SECONDS
+        seconds = batch.optimizer_steps * (step + cost.optimizer_step_seconds())
+        note = f"M{microbatches}" + (", recompute" if cost.recompute else "")
+        note += ", sequence parallel" if cost.sequence_parallel and len(work.cuts) > 1 else ""
+        places = _fullest_places(cost)
+        optimizer = [cost.memory.optimizer_bytes(place) for place in places]
+        held, passes = zip(*(_bytes_of(work, cost, problem, longest, place) for place in places))
+        if offloading != "true" or not on_gpu:
+            yield from _fitting(Option(layout, seconds, note=note), _sums(held, optimizer), passes, room)
+        if offloading != "false" and on_gpu:
+            most = max(optimizer)
+            seconds += OptimizerOffload(RESTING[0], most, most / cost.hardware.host_bandwidth).seen_seconds(0.0, step)
+            option = Option(layout, seconds, note=f"{note}, optimizer on the host")
+            yield from _fitting(option, held, _sums(passes, optimizer), room)
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """A model's layers on the stages of a pipeline; bytes of the `places` that none is fuller than: the ends, and of
-    those between the first with so many layers, which has the most micro-batches under way."""
-
-    cost: AnalyticCost
-    layers: tuple[int, ...]
-    places: tuple[int, ...]
-    weights: tuple[int, ...]
-    optimizer: tuple[int, ...]
-    gradients: tuple[int, ...]
-    step_seconds: float
-
-    @staticmethod
-    def of(cost: AnalyticCost) -> _Cut:
-        layers = tuple(map(len, cost.layout.stage_layers(cost.spec.layers)))
-        last = len(layers) - 1
-        between = {count: place for place, count in reversed(list(enumerate(layers))[1:last])}
-        places = tuple(sorted({0, last, *between.values()}))
-        weights, optimizer = map(cost.weights_bytes, places), map(cost.optimizer_bytes, places)
-        gradients, step = map(cost.gradient_bytes, places), cost.optimizer_step_seconds()
-        return _Cut(cost, layers, places, tuple(weights), tuple(optimizer), tuple(gradients), step)
-
-    def minibatch_seconds(self, work: RunWork, microbatches: int) -> float:
-        """Without its optimizer step; of micro-batches as the plan draws them. Where ranks share cores a mini-batch
-        takes the work of all at least, as `SharedCores.least_time` says."""
-        layout, cost = self.cost.layout, self.cost
-        micro = work.drawn.microbatch(layout.dp, microbatches, layout.pp)
-        stages = cost.stage_seconds(micro).of(self.layers)
-        worked = microbatches * sum(map(sum, stages)) / layout.pp
-        return max(pipeline_seconds(stages, microbatches, cost.send_seconds(micro.tokens)), worked * work.cores.waiting)
-
-    def activations(self, work: RunWork, samples: float, microbatches: int) -> tuple[list[float], list[float]]:
-        """Bytes of each place: buffers that stay; and what 1F1B keeps and what passes, of the longest samples."""
-        cost, longest, pp = self.cost, work.longest_microbatch(samples), self.cost.layout.pp
-        kept = cost.stage_costs(longest).activation
-        inputs = input_bytes(work.config, samples) // cost.layout.dp if cost.hardware.name != "cpu" else 0
-        stays = cost.gathering_bytes(longest.tokens) + cost.rotation_bytes(work.longest_microbatch(1).tokens)
-        beside, passing = [], []
-        for place in self.places:
-            beside.append(stays + cost.receiving_bytes(longest.tokens, place))
-            under_way = min(microbatches, pp - place) * kept[place]
-            passing.append(inputs + under_way + cost.passing_bytes(longest.tokens, place))
-        return beside, passing
+def _fullest_places(cost: AnalyticCost) -> list[int]:
+    """Places of a pipeline that none is fuller than: the ends, and of those between the first with so many layers,
+    which has the most micro-batches under way."""
+    layers = [len(stage) for stage in cost.layout.stage_layers(cost.spec.layers)]
+    last = len(layers) - 1
+    between = {count: place for place, count in reversed(list(enumerate(layers))[1:last])}
+    return sorted({0, last, *between.values()})
 
 
-def _fitting(option: Option, held: list[float], passing: list[float], room: float) -> Iterator[Option]:
+def _bytes_of(
+    work: RunWork, cost: AnalyticCost, problem: FusionProblem, longest: MicrobatchTokens, place: int
+) -> tuple[float, float]:
+    """What a place holds all the time beside its optimizer, and what passes in training, of the longest samples."""
+    (pipeline,), dp = problem.pipelines, cost.layout.dp
+    inputs = input_bytes(work.config, cost.hardware, longest.sequences) // dp
+    held = cost.memory.gathering_bytes(longest.tokens) + cost.memory.rotation_bytes(work.longest_tokens)
+    held += cost.memory.weights_bytes(place) + cost.memory.receiving_bytes(longest.tokens, place)
+    under_way = min(pipeline.microbatches, pipeline.stages - place) * pipeline.activation[place]
+    return held, cost.memory.gradient_bytes(place) + inputs + under_way + cost.memory.passing_bytes(
+        longest.tokens, place
+    )
+
+
+def _sums(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    return [one + other for one, other in zip(left, right)]
+
+
+def _fitting(option: Option, held: Sequence[float], passing: Sequence[float], room: float) -> Iterator[Option]:
     """With the bytes of the fullest ranks: while it trains, and while it does not."""
-    most, rests = max(map(sum, zip(held, passing))), max(held)
+    most, rests = max(_sums(held, passing)), max(held)
     if most <= room:
         yield replace(option, held_bytes=rests, passing_bytes=most - rests)

@@ -7,6 +7,7 @@ minor version of torch (shim.py), whose shim must be loaded.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 import threading
 from types import SimpleNamespace
@@ -111,16 +112,10 @@ def install(mode: FakeCuda) -> None:
     torch.distributed.broadcast_object_list = lambda *_, **__: None  # rank 0 would say what this rank says
     torch.nn.functional.scaled_dot_product_attention = attend_as_flash()
     torch.nn.functional.rms_norm = norm_as_fused
-    if "triton" in sys.modules or _has_triton():
+    if importlib.util.find_spec("triton"):
         from rehearsal.launches import count_launches
 
         count_launches(mode)
-
-
-def _has_triton() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("triton") is not None
 
 
 def _answer_for_cuda(mode: FakeCuda) -> None:

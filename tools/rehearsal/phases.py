@@ -6,8 +6,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from rehearsal.memory import DEVICE, HOST, PINNED
 from rehearsal.tensors import FakeCuda
@@ -41,9 +40,6 @@ class RankRehearsal:
     launches: dict[str, int]
     operations: int
     moved: int  # samples that the rank's instance has sent or received
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class PhaseLog:

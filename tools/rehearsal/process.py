@@ -6,6 +6,7 @@ import json
 import sys
 import time
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 from rehearsal.shim import load_shim
@@ -31,7 +32,7 @@ def main(job: Path, out: Path) -> None:
         print(f"rank {asked['rank']}, {time.perf_counter() - begin:4.0f} s: {text}", flush=True)
 
     rehearsal = Rehearsal(draft, plan, asked["rank"], progress)
-    out.write_text(json.dumps(rehearsal.run(tuple(asked["phases"])).to_dict()))
+    out.write_text(json.dumps(asdict(rehearsal.run(tuple(asked["phases"])))))
 
 
 if __name__ == "__main__":

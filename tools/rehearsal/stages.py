@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.config.load import read_specs
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
-from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
+from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.planning.settle import Facts, settle
 

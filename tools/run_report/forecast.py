@@ -16,20 +16,21 @@ from typing import Any
 from run_report.run_files import RunFiles
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.config.spec import DeviceKind
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import load_measured_cost
 from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.monitor.trace import Span
-from rlhfuse.planning.run_plan import PlanReport, reduction_on
+from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.planning.training.training_orders import RULES
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.times import TimedAction, makespan, program_times
-from rlhfuse.simulator.iteration import GenInferTimeline, simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.timeline import GenInferTimeline, simulate_gen_infer
 
 PHASES = ("reshard", "gen", "infer", "adv", "train", "step")  # as in the metrics timing_s/*
 PARTS = PHASES[:-1]
@@ -168,7 +169,7 @@ class Forecaster:
         """One mini-batch in this order, at `scale` times the seconds that its actions took in the spans `seen`."""
         seconds = action_seconds(seen)
         tied = frozenset(span.kind.split()[0] for span in seen if span.kind.endswith(" TE"))
-        programs = lower(schedule, self._ranks, tied=tied, reduce=reduction_on(self._plan.hardware))
+        programs = lower(schedule, self._ranks, tied=tied, reduce=DeviceKind.of(self._plan.hardware).reduction)
         return program_times(programs, self._ranks, lambda action: scale * seconds(action))
 
 

@@ -15,7 +15,7 @@ from statistics import mean
 
 import jinja2
 from run_report import charts
-from run_report.curves import CURVES, accepted_share, held_out_curve
+from run_report.charts import CURVES, accepted_share, held_out_curve
 from run_report.forecast import PHASES, Forecast, Forecaster
 from run_report.forecast_table import NAMES
 from run_report.fusion_gain import gen_infer_gain, training_gain
@@ -24,11 +24,11 @@ from run_report.run_files import RunFiles
 from schedule_drawing import draw_timelines
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.monitor.memory_table import MemoryTable
 from rlhfuse.monitor.phase_times import after_warm_up, idle_shares, phase_times, samples_per_second
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import iteration_figure
-from rlhfuse.planning.memory import readable_bytes
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.ir.schedule import Schedule
 
@@ -153,4 +153,5 @@ def _schedule(schedule: Schedule) -> str:
         for one in problem.pipelines
     ]
     problem = replace(problem, pipelines=tuple(pipelines), transfer=unit * problem.transfer)
-    return charts.inline(draw_timelines({"milliseconds": Schedule(problem, schedule.orders)}, "svg").decode())
+    svg = draw_timelines({"milliseconds": Schedule(problem, schedule.orders)}, "svg").decode()
+    return svg[svg.index("<svg") :]  # without the declarations of a file of its own

@@ -118,8 +118,8 @@ class GenInferIteration:
     def _generate(self, reporter: StoreReporter | None) -> None:
         """Until nothing is left for this instance to decode; the engine is then paused."""
         total, instances = len(self._requests), len(self._placement.instances)
-        runner = self._engine.runner
-        shapes, seconds = runner.recorded_shapes, runner.recording_seconds
+        forward = self._engine.forward
+        shapes, seconds = forward.recorded_shapes, forward.recording_seconds
         generation = Generation(
             self._engine,
             self._decoders,
@@ -151,7 +151,7 @@ class GenInferIteration:
         self._events.add_barrier(wall_seconds() - stopped)
         if plan and self._instance in plan.destinations:
             generation.decode_tail()
-        self._events.add_captures(runner.recorded_shapes - shapes, runner.recording_seconds - seconds)
+        self._events.add_captures(forward.recorded_shapes - shapes, forward.recording_seconds - seconds)
         start = time.perf_counter()
         self._engine.pause()
         self._stage.generation_done()

@@ -38,10 +38,7 @@ def gather_states(
     placement: Placement, instance: int, engine: Engine, finished: Sequence[Rollout], is_leader: bool
 ) -> tuple[list[Rollout], MigrationBarrier]:
     """The barrier, a collective: all finished samples by id, and what is unfinished; the same on every rank."""
-    states = [
-        UnfinishedSample(sample.sample_id, instance, sample.total_tokens, sample.kv_tokens, tuple(sample.shared_blocks))
-        for sample in engine.unfinished()
-    ]
+    states = engine.unfinished(instance)
     everyone = all_gather_objects((states, engine.free_blocks, finished) if is_leader else ([], 0, []))
     leaders = [everyone[ranks[0]] for ranks in placement.instances]
     samples = sorted((rollout for _, _, part in leaders for rollout in part), key=lambda r: r.sample_id)

@@ -109,7 +109,7 @@ class ScoringQueue:
             if published > taken:
                 lengths = [tokens_of(self._fetch(index)) for index in range(taken, published)]
                 workers = self.store.add_waiting(0) + self.store.add_scoring(0)  # who is busy wants work soon
-                count = streamed_pack(lengths, max(1, workers), self.score_tokens)
+                count = streamed_pack(lengths, sum(lengths), max(1, workers), self.score_tokens)
                 if self.store.try_take(taken, count, self.worker):
                     return STREAMED, taken, taken + count
                 continue  # another worker was quicker

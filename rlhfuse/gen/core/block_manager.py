@@ -67,9 +67,9 @@ class BlockManager:
         self._users[block] += 1
         seq.block_table.append(block)
 
-    def shared(self, seq: Sequence) -> list[int]:
+    def shared(self, seq: Sequence) -> tuple[int, ...]:
         """Blocks of `seq` that others use too."""
-        return [block for block in seq.block_table if self._users[block] > 1]
+        return tuple(block for block in seq.block_table if self._users[block] > 1)
 
     def can_allocate(self, known: list[int], fresh: int) -> bool:
         """Whether `fresh` free blocks are left once the blocks `known` are in use."""

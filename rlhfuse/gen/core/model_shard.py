@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -9,6 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.spec import ModelSpec
 
 Array = TypeVar("Array")
 
@@ -37,6 +41,52 @@ class ModelWeights:
     layers: tuple[LayerWeights[Tensor], ...]
     final_norm: Tensor
     output: Tensor
+
+    @staticmethod
+    def take(
+        weights: Mapping[str, Tensor], spec: ModelSpec, tp: int, dtype: torch.dtype, device: torch.device
+    ) -> ModelWeights:
+        """A rank's share, one of `tp`, by Megatron-core names. Raises InputError naming a missing or ill-shaped one."""
+
+        def take(name: str, *shape: int) -> Tensor:
+            if name not in weights:
+                raise InputError(f"weights lack {name}; give one tensor for each name of this model")
+            tensor = weights[name].detach()
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device.type != device.type:
+                raise InputError(
+                    f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device.type}, "
+                    f"but {dtype} {list(shape)} on {device.type} is needed (tp={tp})"
+                )
+            return tensor
+
+        embedding = "embedding.word_embeddings.weight"
+        rows = weights[embedding].shape[0] if embedding in weights else 0
+        if embedding in weights and rows * tp < spec.vocab:
+            raise InputError(f"{embedding} has {rows} rows on each of {tp} ranks, vocab is {spec.vocab}")
+        heads_dim = spec.heads // tp * spec.head_dim
+        qkv_dim = heads_dim + 2 * (spec.kv_heads // tp) * spec.head_dim
+        mlp = spec.mlp // tp
+
+        def layer(number: int) -> LayerWeights:
+            p = f"decoder.layers.{number}."
+            return LayerWeights(
+                input_norm=take(p + "input_layernorm.weight", spec.hidden),
+                qkv=take(p + "self_attention.linear_qkv.weight", qkv_dim, spec.hidden),
+                qkv_bias=take(p + "self_attention.linear_qkv.bias", qkv_dim) if spec.qkv_bias else None,
+                q_norm=take(p + "self_attention.q_layernorm.weight", spec.head_dim) if spec.qk_norm else None,
+                k_norm=take(p + "self_attention.k_layernorm.weight", spec.head_dim) if spec.qk_norm else None,
+                proj=take(p + "self_attention.linear_proj.weight", spec.hidden, heads_dim),
+                proj_bias=take(p + "self_attention.linear_proj.bias", spec.hidden) if spec.proj_bias else None,
+                mlp_norm=take(p + "pre_mlp_layernorm.weight", spec.hidden),
+                fc1=take(p + "mlp.linear_fc1.weight", 2 * mlp, spec.hidden),
+                fc2=take(p + "mlp.linear_fc2.weight", spec.hidden, mlp),
+            )
+
+        embedding_weight = take(embedding, rows, spec.hidden)
+        layers = [layer(number) for number in range(spec.layers)]
+        final_norm = take("decoder.final_layernorm.weight", spec.hidden)
+        output = embedding_weight if spec.tied_embeddings else take("output_layer.weight", rows, spec.hidden)
+        return ModelWeights(embedding_weight, tuple(layers), final_norm, output)
 
     def addresses(self) -> tuple[int, ...]:
         """Where the numbers lie. Equal addresses: the same memory, though its values may be new."""
@@ -87,6 +137,14 @@ class TensorParallel:
         local = tokens - self.rank * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
         return self.sum(F.embedding(local.where(mine, 0), table) * mine[:, None])
+
+    def first(self, number: int) -> int:
+        """The number of the group's first rank, of 64 bits; a collective."""
+        if self.group is None or self.size == 1:
+            return number
+        told = torch.tensor([number])
+        dist.broadcast(told, group=self.group, group_src=0)
+        return int(told)
 
     def _all_gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.size)]

@@ -1,4 +1,4 @@
-"""The forward pass for generation on CPU: numba kernels over panels of 16 tokens (models/cpu/decoder.py).
+"""The forward pass for generation on CPU: numba kernels over panels of 16 tokens (models/layers/).
 
 All intermediate results lie in one workspace that is kept between steps. In float32 a token's bits depend on its own
 sequence alone (docs/explanation/engine.md). In bfloat16 weights and cache are bfloat16, all between is float32.
@@ -6,18 +6,22 @@ sequence alone (docs/explanation/engine.md). In bfloat16 weights and cache are b
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.gen.core.draws import DrawBatch, Draws
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import LayerWeights, ModelWeights, TensorParallel
-from rlhfuse.models.cpu import decoder
-from rlhfuse.models.cpu.paged_attention import Queries, paged_attention
+from rlhfuse.gen.cpu.sampling import draw_tokens
+from rlhfuse.models.attention.paged.cpu import Queries, paged_attention
 from rlhfuse.models.cpu.tiles import FEW, LANES, lanes_up, panel_offsets, share_threads
-from rlhfuse.models.rotary import rotary_tables
+from rlhfuse.models.layers import decode_layer_cpu as decoder
+from rlhfuse.models.layers.rotation import rotary_tables
 
 WEIGHT_BYTES = 25e6  # that a step reads in the unit of prices, about a millisecond
 
@@ -69,11 +73,21 @@ class Workspace:
         return self._arrays[name][:panels]
 
 
+class DrawnStep(NamedTuple):
+    """A step that is done."""
+
+    places: np.ndarray
+    draws: Draws
+
+    def read(self) -> Draws:
+        return self.draws
+
+
 class CpuForward:
-    """Runs steps with the weights that were bound last."""
+    """Runs steps at once: what is launched is done. The interface is `Forward` of gen/forward.py."""
 
     cache_type: type[KVCache] = LaneKVCache
-    spare_blocks = 0
+    spare_blocks, runs_ahead, idle_rows = 0, False, LANES  # a step computes whole panels of tokens anyway
     recording_seconds, recorded_shapes = 0.0, 0
 
     def __init__(self, spec: ModelSpec, parallel: TensorParallel) -> None:
@@ -104,7 +118,7 @@ class CpuForward:
         del self.layers, self.embedding, self.output, self.final_norm
 
     def step_price(self, sequences: int, guesses: int) -> float:
-        """As `ModelRunner.step_price`, about milliseconds: weights once and panels; each row; the host's work."""
+        """About milliseconds: weights once and panels; each row; the host's work."""
         rows = sequences + guesses
         panels = 1.0 if rows <= FEW else 0.12 + 1.05 * -(-rows // LANES)
         host = 0.3 + 0.06 * sequences + (0.1 + 0.02 * guesses if guesses else 0.0)
@@ -113,6 +127,13 @@ class CpuForward:
     def release(self) -> None:
         """Give the working memory back."""
         self.space.clear()
+
+    def guesses_each(self, rows: int, sequences: int) -> int:
+        return rows  # packed: one may have them all
+
+    @torch.inference_mode()
+    def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> DrawnStep:
+        return DrawnStep(batch.draw_rows, draw_tokens(self.forward(batch, cache), draws))
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits [drawing rows, vocab] float32 of one step; keys and values go into the cache."""

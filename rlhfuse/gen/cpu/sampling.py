@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit, prange
+from torch import Tensor
 
+from rlhfuse.gen.core.draws import DrawBatch, Draws
 from rlhfuse.models.cpu.elementwise import F32, exp32, log32, neg_log_one_minus
+from rlhfuse.models.cpu.tiles import share_threads
 
 CHUNK = 64  # tokens read at a time, one short loop for each formula, so that LLVM vectorises every loop
 BINS = 1024
@@ -289,3 +292,22 @@ def draw_rows(logits, keys, temperatures, top_ks, top_ps, banned, starts, guesse
             if tokens[r] != guesses[r]:
                 break
     return tokens, logprobs
+
+
+def draw_tokens(logits: Tensor, batch: DrawBatch) -> Draws:
+    """One draw per row of `batch`; logits [R or more, vocab] float32 on the CPU."""
+    if not len(batch.keys):
+        return Draws([], [])
+    tokens, logprobs = draw_logits(logits, batch)
+    return Draws(tokens.tolist(), logprobs.tolist())
+
+
+def draw_logits(logits: Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [R] int64 and log-probabilities [R] float32."""
+    share_threads()
+    # Rows of a wider buffer are copied: the kernel is compiled for rows without gaps, which it reads several times.
+    rows = np.ascontiguousarray(logits.numpy())
+    guesses = np.full(len(batch.keys), -1) if batch.guesses is None else batch.guesses
+    starts = np.flatnonzero(np.concatenate(([True], guesses[:-1] < 0)))
+    parameters = batch.temperatures, batch.top_ks, batch.top_ps, batch.banned
+    return draw_rows(rows, batch.keys, *parameters, starts, guesses)

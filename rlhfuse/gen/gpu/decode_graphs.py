@@ -186,7 +186,8 @@ class DecodeGraphs:
     too, so all ranks must capture and replay in one order: the ranks of an engine take identical steps.
     """
 
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+    def __init__(self, recorder: Recorder | None, device: torch.device) -> None:
+        """`recorder` None: steps are launched one by one, and nothing is recorded."""
         self._recorder, self._device = recorder, device
         self._recorded: dict[DecodeShape, tuple[DecodeInputs, Callable[[], None]]] = {}
         self._addresses: tuple[int, ...] = ()
@@ -205,6 +206,8 @@ class DecodeGraphs:
 
         `work` must allocate nothing that outlives it, read nothing back, and write only what it would write again.
         """
+        if self._recorder is None:
+            return work(DecodeInputs(shape, staging.send(arrays)))
         inputs, replay = self._recorded.get(shape) or (DecodeInputs.empty(shape, self._device), None)
         staging.send(arrays, inputs.packed)
         if replay is None:
@@ -217,7 +220,7 @@ class DecodeGraphs:
 
     def release(self) -> None:
         """Drop all graphs and their memory."""
-        if self._recorded:
+        if self._recorder is not None and self._recorded:
             self._recorded.clear()
             self._recorder.release()
         self._addresses = ()

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhfuse.base.cuda_environment import recording_obstacle
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.decode_shapes import rounded_queries
+from rlhfuse.decisions.decode_shapes import queries_within, rounded_queries
 from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
@@ -33,14 +33,17 @@ from rlhfuse.gen.gpu.decode_graphs import (
     padded_places,
 )
 from rlhfuse.gen.gpu.draws import DrawInputs, DrawKernels, DrawOutputs, StepInFlight, draw_array
-from rlhfuse.gen.gpu.layer_kernels import LayerKernels
-from rlhfuse.models.paged_attention import Attend, PagedAttention, PagedQueries
-from rlhfuse.models.rotary import rotary_tables
+from rlhfuse.models.attention.paged.cache import Attend, PagedAttention, PagedQueries
+from rlhfuse.models.layers.decode_layer import LayerKernels
+from rlhfuse.models.layers.rotation import rotary_tables
 
 
 class DeviceForward:
+    """Launches steps without waiting for them. The interface is `Forward` of gen/forward.py."""
+
     cache_type: type[KVCache] = KVCache
     spare_blocks = 1  # the last of the cache: padding rows write and read there
+    runs_ahead, idle_rows = True, 0
 
     def __init__(
         self,
@@ -65,18 +68,18 @@ class DeviceForward:
         self._attention, self._layer_kernels = attention, layer_kernels
         self._rotary = rotary_tables(spec, device)
         self._staging = Staging(device)
-        self._graphs = DecodeGraphs(recorder, device) if recorder else None
+        self._graphs = DecodeGraphs(recorder, device)
         self._kernels, self._outputs = kernels, DrawOutputs(device, max(max_sequences, draft_rows))
         self._weights: ModelWeights | None = None
         self._weight_addresses: tuple[int, ...] = ()
 
     @property
     def recording_seconds(self) -> float:
-        return self._graphs.recording_seconds if self._graphs else 0.0
+        return self._graphs.recording_seconds
 
     @property
     def recorded_shapes(self) -> int:
-        return self._graphs.recorded_shapes if self._graphs else 0
+        return self._graphs.recorded_shapes
 
     def bind(self, weights: ModelWeights) -> None:
         """Read from these tensors from now on. Graphs stay if all lie where the old ones lay."""
@@ -89,17 +92,19 @@ class DeviceForward:
 
     @staticmethod
     def step_price(sequences: int, guesses: int) -> float:
-        """As `ModelRunner.step_price`: reading the weights is most of a step of few rows."""
+        """Reading the weights is most of a step of few rows."""
         return 1.0 + 0.02 * sequences + 0.01 * guesses
+
+    def guesses_each(self, rows: int, sequences: int) -> int:
+        """As many for each sequence: rows are padded."""
+        return max(0, queries_within(rows, sequences, self.max_sequences) - 1)
 
     def release(self) -> None:
         """Drop captured graphs and their memory, as before the cache is dropped."""
-        if self._graphs is not None:
-            self._graphs.release()
+        self._graphs.release()
 
     @torch.inference_mode()
     def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> StepInFlight:
-        """As `ModelRunner.launch`. A token ~i is what the step launched before drew at its place i."""
         assert cache.keys.shape[1] * cache.block_tokens < 2**31, "slots are sent as int32"
         if len(batch.tokens) == len(batch.contexts) or batch.guesses is not None:
             return self._outputs.send(self._decode_step(batch, draws, cache))
@@ -130,11 +135,8 @@ class DeviceForward:
         def work(inputs: DecodeInputs) -> None:
             self._kernels.draw(self.decode(inputs, cache), inputs.draws, self._outputs.newest)
 
-        if self._graphs is None:
-            work(DecodeInputs(shape, self._staging.send(arrays)))
-        else:
-            self._graphs.keep_for((*self._weight_addresses, cache.keys.data_ptr(), cache.values.data_ptr()))
-            self._graphs.run(shape, arrays, self._staging, work)
+        self._graphs.keep_for((*self._weight_addresses, cache.keys.data_ptr(), cache.values.data_ptr()))
+        self._graphs.run(shape, arrays, self._staging, work)
         return padded_places(batch, shape)[batch.draw_rows]
 
     def mixed(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> tuple[Tensor, DrawInputs]:

@@ -1,7 +1,7 @@
 """Proposes what samples will draw next, from all that the policy wrote lately, and learns where it is right.
 
-How likely a guess is to be right is counted, by how long a suffix was known and how far the guess was in front. No
-clock is read, so that the ranks of an engine guess alike. All is a cache: without it tokens and bits are the same.
+How likely a guess is to be right is counted, by how long a suffix was known and how far the guess was in front: the
+ranks of an engine guess alike. All is a cache: without it tokens and bits are the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlhfuse.costs.speculation import GuessRows
 from rlhfuse.decisions.decode_shapes import DRAFT_ITERATIONS
 from rlhfuse.gen.core.forward_batch import RunningTable
 from rlhfuse.gen.core.sequence import Sequence
@@ -42,9 +43,14 @@ def _piece(prompt: SequenceOf[int], response: SequenceOf[int], counted: int = 0)
 class Drafter:
     """`draft_rows` of a decode step are the most that samples and guesses fill together."""
 
-    def __init__(self, vocab: int, draft_rows: int, price: Callable[[int, int], float]) -> None:
-        """`price`: of a step of so many samples with so many guesses, in any unit, the same on all ranks."""
-        self.draft_rows, self._price = draft_rows, price
+    def __init__(
+        self, vocab: int, draft_rows: int, price: Callable[[int, int], float], measured: GuessRows | None = None
+    ) -> None:
+        """`price`: of a step of so many samples with so many guesses, in any unit, the same on all ranks.
+
+        `measured`: where guesses pay; None: wherever the price says so.
+        """
+        self.draft_rows, self._price, self.measured = draft_rows, price, measured
         self._prices: dict[int, np.ndarray] = {}  # by samples; of 0, 1, ... guesses
         self._room = np.zeros(vocab, np.float32), np.empty(vocab, np.int32)
         self._texts = np.zeros((0, 256), np.int32)  # a row for each sample that was guessed for
@@ -64,6 +70,10 @@ class Drafter:
         """Bytes of the tables, and of the tokens kept to fill them anew."""
         kept = sum(piece.tokens.nbytes for pieces in (*self._before, self._now) for piece in pieces)
         return kept + self._texts.nbytes + sum(table.nbytes for table in self._tables)
+
+    def rows(self, sequences: int) -> int:
+        """Rows that the coming step of so many may fill; to be asked once a step."""
+        return self.measured.rows(sequences) if self.measured else self.draft_rows
 
     def is_due(self, sequences: int) -> bool:
         """Whether a step of so many may get guesses."""

@@ -1,1 +1,1 @@
-"""CPU kernels whose bits do not depend on the batch."""
+"""What CPU kernels are made of."""

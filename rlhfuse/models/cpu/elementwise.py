@@ -1,4 +1,4 @@
-"""exp, log and bfloat16 for numba kernels, one scalar at a time, built to vectorise; errors are below 2 ulp.
+"""exp, log, rotation and bfloat16 for numba kernels, one scalar at a time, built to vectorise; errors are below 2 ulp.
 
 Straight lines of float32 operations without a table or a branch: vector and scalar code give the same bits, so that a
 value does not depend on where in an array it stood. numba's cache watches only the file of the cached function: after
@@ -35,6 +35,18 @@ def exp32(x):
     p = p * r * r + r + F32(1.0)
     bits = np.int32(F32(p).view(np.int32) + (F32(shifted).view(np.int32) << 23))
     return np.int32(bits).view(np.float32) if x >= _LOWEST else (F32(0.0) if x == x else x)
+
+
+@njit(forceinline=True, error_model="numpy")  # numba's own model looks at every divisor, which is not vectorised
+def sigmoid32(x):
+    """1 / (1 + e**-x) of a float32."""
+    return F32(1.0) / (F32(1.0) + exp32(min(-x, F32(88.0))))
+
+
+@njit(forceinline=True)
+def turned(a, b, cos, sin):
+    """The pair (a, b) turned by an angle: rotary embedding."""
+    return a * cos - b * sin, b * cos + a * sin
 
 
 @njit(forceinline=True)

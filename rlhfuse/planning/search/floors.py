@@ -19,15 +19,13 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.job_cost import JobCost
-from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import TrainingRow
-from rlhfuse.planning.training.stage_cuts import stage_seconds, with_cut
+from rlhfuse.planning.training.stage_cuts import with_cut
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, equal_microbatch, stage_costs, transfer_ticks
 from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
 NO_TIME = 1e-12  # ticks of a part of a problem's backward, which must take some
@@ -48,10 +46,10 @@ class TrainingFloors:
         batch, ticks = self.setting.batch(row), 0.0
         for share in row.shape.shares:
             micro = equal_microbatch(self.setting.inputs.drawn, batch, share)
-            key = "work", share.model, share.layout.tp, row.recompute, row.sequence_parallel, micro
+            key = "work", share.model, share.layout.tp, share.layout.stages, row.recompute, row.sequence_parallel, micro
             if key not in self._known:
                 cost = self._cost(row, Role(share.model))
-                seconds = stage_seconds(share.model, cost, self._costs(cost), micro)
+                seconds = self.setting.training_cost(share.model, cost).stage_seconds(micro)
                 forward, backward = seconds.layer
                 if seconds.split:
                     parts = backward, sum(seconds.split)
@@ -69,7 +67,7 @@ class TrainingFloors:
             cost = self._cost(row, role)
             key = "parameters", role, layout.tp, layout.pp
             if key not in self._known:
-                self._known[key] = fmean(cost.place_parameters())
+                self._known[key] = fmean(cost.memory.place_parameters())
             parameters, main = self._known[key], 0 if cost.element_bytes == 4 else 4
             weights += parameters * cost.element_bytes
             held += parameters * (cost.element_bytes + 4 + (8 + main) / layout.dp)
@@ -94,10 +92,10 @@ class TrainingFloors:
             cut, split = (cost.layout.tp, cost.layout.pp, cost.layout.chunks, cost.layout.cut), splits[share.model]
             key = "stages", share.model, cut, row.recompute, row.sequence_parallel, micro, longest, split
             if key not in self._known:
-                costs = self._costs(cost)
-                if isinstance(costs, ProfiledCost) and not costs.splits(share.model):  # a draft refuses what is asked
+                training = self.setting.training_cost(share.model, cost)
+                if not training.splits:  # a draft refuses what is asked
                     split = (False,)
-                made = [stage_costs(share.model, cost, micro, longest, costs, parts) for parts in split]
+                made = [stage_costs(cost, training, micro, longest, parts) for parts in split]
                 self._known[key] = made[0] if len(made) == 1 else no_longer_than(*made)
             stages[share.model] = self._known[key]
             transfer = max(transfer, transfer_ticks(cost, micro))
@@ -119,7 +117,7 @@ class TrainingFloors:
         key = "least steps", row.actor, row.critic, row.sequence_parallel
         if key not in self._known:
             costs = {f"{role}_train": self._cost(row, role) for role in row.layouts}
-            even = min(fmean(cost.place_parameters()) / cost.rank_parameters() for cost in costs.values())
+            even = min(fmean(cost.memory.place_parameters()) / cost.memory.rank_parameters() for cost in costs.values())
             self._known[key] = even * optimizer_step_seconds(costs)
         return self._known[key]
 
@@ -145,13 +143,9 @@ class TrainingFloors:
         stages = layout.tp, layout.pp, layout.chunks, layout.cut
         key = "cut", role, stages, row.recompute, row.sequence_parallel, longest
         if key not in self._known:
-            self._known[key] = with_cut(
-                self.setting.config.parallel.stage_layers, role, cost, self._costs(cost), longest
-            ).cut
+            training, how = self.setting.training_cost(role, cost), self.setting.config.parallel.stage_layers
+            self._known[key] = with_cut(how, cost, training, longest).cut
         return cost.with_cut(self._known[key])
-
-    def _costs(self, cost: AnalyticCost) -> CostModel | None:
-        return self.setting.training_profile(cost.layout.tp)
 
 
 def no_longer_than(whole: StageCosts, split: StageCosts) -> StageCosts:
@@ -204,18 +198,19 @@ def _batch_floor(
     batch: SampleLengths, costs: CostModel, limits: InstanceLimits, instances: int, replicas: int
 ) -> float:
     """What was measured ascends and need not be convex, so that contexts count as the shortest there."""
-    analytic, most = isinstance(costs, JobCost), min(limits.max_sequences, len(batch))
+    convex, most = costs.convex, min(limits.max_sequences, len(batch))
     counts = [max(0, output - 2) for output in batch.output]  # a prefill makes a token, and one more of what moves
     contexts = [prompt + (count + 1) / 2 for prompt, count in zip(batch.prompt, counts)]
     shortest = min(batch.prompt) + 1.0
     output, prompt = max(zip(batch.output, batch.prompt))
-    reached = prompt + (output - 1) / 2 if analytic else shortest
-    sizes = (1, most) if analytic else range(1, most + 1)  # a token is cheapest in the largest batch, alone a step is
-    step = min(costs.decode_step_seconds(size, reached if analytic else size * shortest) for size in sizes)
+    reached = prompt + (output - 1) / 2 if convex else shortest
+    sizes = (1, most) if convex else range(1, most + 1)  # a token is cheapest in the largest batch, alone a step is
+    step = min(costs.decode_step_seconds(size, reached if convex else size * shortest) for size in sizes)
     alone = costs.prefill_seconds(1, 1) + max(0, output - 2) * step + _least_score(costs, prompt + output, replicas)
-    context = sum(map(mul, counts, contexts)) / max(1, sum(counts)) if analytic else shortest
+    context = sum(map(mul, counts, contexts)) / max(1, sum(counts)) if convex else shortest
     decoding = sum(counts) * min(costs.decode_step_seconds(size, size * context) / size for size in sizes)
-    packs = [max(limits.score_tokens, limits.longest), *_measured_packs(costs, replicas)]
+    bends = (replicas * tokens for tokens in costs.score_bends())  # where a token may cost least
+    packs = [max(limits.score_tokens, limits.longest), *bends]
     scoring = (sum(batch.prompt) + sum(batch.output)) * min(_least_score(costs, p, replicas) / p for p in packs)
     return max(alone, (decoding + scoring) / instances)
 
@@ -224,9 +219,3 @@ def _least_score(costs: CostModel, tokens: float, replicas: int) -> float:
     """Least seconds of a pack of so many tokens, however many sequences: replicas share sequences. Analytic costs fall
     with their number, measured ones rise."""
     return min(costs.score_seconds(tokens, sequences) for sequences in (1, replicas, max(replicas, tokens)))
-
-
-def _measured_packs(costs: CostModel, replicas: int) -> tuple[float, ...]:
-    """Packs in which a token may cost least, where seconds bend."""
-    grids = costs.score.values() if isinstance(costs, ProfiledCost) else ()
-    return tuple(replicas * tokens for grid in grids for tokens in grid.axes[0])

@@ -9,6 +9,7 @@ Whichever has the lowest floor takes its next step, so tables come out in the or
 from __future__ import annotations
 
 import heapq
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from math import inf
 from statistics import fmean
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.readable_bytes import readable_bytes
+from rlhfuse.costs.machine import memory_limit
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.graph_capture import graph_capture
-from rlhfuse.planning.memory import KEEPING_PART, MemoryRefusal, PhaseMemory, memory_limit, readable_bytes
+from rlhfuse.planning.memory import KEEPING_PART, MemoryRefusal, PhaseMemory
 from rlhfuse.planning.price import (
     GenerationPrice,
     Price,
@@ -33,7 +36,7 @@ from rlhfuse.planning.search.setting import GenerationBytes, Setting
 from rlhfuse.planning.search.space import GenerationRow, TrainingRow, space_of
 from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.rules.builders import min_memory
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits
 
 TOP = 5
 CLOSEST = 50  # training rows that are drafted to find which table lacks least, where none fits
@@ -138,8 +141,11 @@ class Ranking:
         """All that any question has priced exactly until now."""
         return tuple(self._rows.values())
 
-    def ranked(self, allowed: Allowed | None = None) -> Iterator[tuple[Row, int]]:
-        """The tables whose rows are `allowed`, the fastest first, each with how many were priced until then."""
+    def ranked(self, allowed: Allowed | None = None, until: float = inf) -> Iterator[tuple[Row, int]]:
+        """The tables whose rows are `allowed`, the fastest first, each with how many were priced until then.
+
+        Ends unfinished at `until`, in `time.monotonic`, which no search that decides sets.
+        """
         queue = [
             ((training + generation) * (1 - ROUNDING), 0, t, g)
             for t, training in enumerate(self._training_floors)
@@ -149,7 +155,7 @@ class Ranking:
         ]
         heapq.heapify(queue)
         steps = self._by_work, self._by_moves, self._by_draft, self._by_room, self._by_split, self._by_price
-        while queue:
+        while queue and (until == inf or time.monotonic() < until):
             _, step, t, g = heapq.heappop(queue)
             if step == len(steps):
                 yield self._rows[t, g], len(self._rows)

@@ -11,11 +11,10 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
+from rlhfuse.costs.layout_moves import layout_moves
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.costs.profile_files import TensorProfiles, run_costs
-from rlhfuse.costs.stage_cut import MicrobatchTokens
-from rlhfuse.decisions.layout_moves import layout_moves
+from rlhfuse.costs.profile_files import run_costs
 from rlhfuse.decisions.layouts import BatchArithmetic, Task, batch_of, training_layouts
 from rlhfuse.planning.draft import (
     CACHE_PARTS,
@@ -33,7 +32,7 @@ from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.split_choice import given_split, obstacle
 from rlhfuse.planning.training.training_problem import longest_microbatch
 from rlhfuse.schedule.ir.ranks import rank_map
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
 
@@ -71,7 +70,7 @@ class Setting:
         config = run.config
         given = given or Given.of(config)
         split, notes = given_split(config.fusion, config.trained()), ()
-        if split is None and obstacle("", config.trainer.transformer_impl, None, ()):
+        if split is None and obstacle(config.trainer.transformer_impl):
             split = frozenset()
         inputs = DraftInputs.of(run, lengths)
         if isinstance(inputs.measured, MeasuredCost) and not (given.generation and given.inference):
@@ -125,14 +124,10 @@ class Setting:
         how = {"recompute": row.recompute, "sequence_parallel": row.sequence_parallel}
         return task_costs(self.config, self.specs, tasks, self.inputs.hardware, self.inputs.cores, **how)
 
-    def training_profile(self, tp: int) -> CostModel | None:
-        """The costs that training in this degree is priced by, None: analytic. Raises InputError where not measured."""
+    def training_cost(self, role: str, analytic: AnalyticCost) -> TrainingCost:
+        """Costs of training a model on its layout. Raises InputError where its tensor degree was not measured."""
         measured = self.inputs.measured
-        if not isinstance(measured, TensorProfiles):
-            return measured
-        if tp not in measured.degrees:
-            raise InputError(f"tensor degree {tp} was not measured")
-        return measured.profiles[measured.degrees.index(tp)]
+        return analytic if measured is None else measured.training_cost(role, analytic)
 
     def generation_costs(self, table: Table) -> CostModel:
         """Whatever trains. Raises InputError where a profile does not have the degrees of the other rows."""
@@ -140,7 +135,8 @@ class Setting:
         config = replace(table, actor_train=table.generation, critic_train=critic).of(self.config)
         if self.inputs.measured is not None:
             return run_costs(self.inputs.measured, config, self.specs)
-        return generation_cost(self.run.with_config(config), table.generation.dp, self.inputs.hardware)
+        made = self.run.with_config(config)
+        return generation_cost(made, table.generation.dp, self.inputs.hardware, self.inputs.cores)
 
     def limits(self, table: Table, costs: CostModel) -> InstanceLimits:
         """With room for all samples of an instance."""
@@ -153,7 +149,7 @@ class Setting:
         last, roles = self.world_size - 1, self.config.scorers()
         tasks = [Task("generation", Role.ACTOR, table.generation, (0, last))]
         tasks += [Task(f"{role}_inference", role, table.inference, (0, last)) for role in roles]
-        copy, *scorers = (cost.weights_bytes() for cost in self._costs(tasks).values())
+        copy, *scorers = (cost.memory.weights_bytes() for cost in self._costs(tasks).values())
         tp = table.generation.tp
         cache, block = limits.kv_capacity_bytes / tp, limits.block_tokens * limits.kv_bytes_per_token / tp
         cut = 0.0 if self.config.rollout.kv_blocks_per_instance else cache / CACHE_PARTS + (1 + SPARE_BLOCKS) * block
@@ -168,7 +164,7 @@ class Setting:
         tasks += [Task(f"{role}_inference", role, inference, every) for role in self.config.scorers()]
         tasks += [Task(f"{role}_train", role, layout, every) for role, layout in trained.items()]
         ranks = rank_map(training_layouts(tuple(tasks)), self.config.fusion.alternates)
-        machine = self.inputs.cores.together(self.inputs.hardware)
+        machine = self.inputs.cores.rates(self.inputs.hardware, "moves")
         moves = layout_moves(tuple(tasks), ranks, self.specs, self.config.trainer.element_bytes, machine)
         return sum(move.seconds for move in moves)
 

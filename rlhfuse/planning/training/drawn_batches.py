@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rlhfuse.costs.stage_cut import MicrobatchTokens
+from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.decisions.balance import cut_minibatches, microbatch_sums
 from rlhfuse.simulator.lengths import SampleLengths
 

@@ -7,15 +7,14 @@ the search's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import inf
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import FusionConfig
-from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.profiled import ProfiledCost
+from rlhfuse.costs.cost_model import TrainingCost
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound, quick_bound
 from rlhfuse.schedule.io import load_schedule
@@ -67,14 +66,11 @@ def given_split(fusion: FusionConfig, models: Sequence[str]) -> frozenset[str] |
     return frozenset(pipeline.model for pipeline in load_schedule(fusion.schedule).problem.pipelines if pipeline.split)
 
 
-def choose_split(fusion: FusionConfig, layers: str, costs: CostModel, stated: Stated) -> SplitChoice:
-    """As fusion.split_backward says; `layers`: trainer.transformer_impl. Raises InputError where what it asks for
-    cannot be."""
-    whole = stated(frozenset())
-    asked, reason = (
-        f"fusion.split_backward={fusion.split_backward}",
-        obstacle(fusion.profile, layers, costs, whole.models),
-    )
+def choose_split(fusion: FusionConfig, layers: str, training: Collection[TrainingCost], stated: Stated) -> SplitChoice:
+    """Choose as fusion.split_backward says; `layers`: trainer.transformer_impl; `training`: costs of the models that
+    train. Raises InputError where what it asks for cannot be."""
+    whole, asked = stated(frozenset()), f"fusion.split_backward={fusion.split_backward}"
+    reason = obstacle(layers, fusion.profile, training)
     if fusion.split_backward == "false":
         return SplitChoice(frozenset(), whole, f"{asked}: all backwards are whole")
     if fusion.split_backward == "true":
@@ -94,11 +90,11 @@ def choose_split(fusion: FusionConfig, layers: str, costs: CostModel, stated: St
     return SplitChoice(split, whole, asked, stated(split or frozenset(whole.models)))
 
 
-def obstacle(profile: str, layers: str, costs: CostModel | None, models: Sequence[str]) -> str:
-    """Why backwards cannot be split, with what would do; '' if they can. `costs`: of the file `profile`, if any."""
+def obstacle(layers: str, profile: str = "", training: Collection[TrainingCost] = ()) -> str:
+    """Why backwards cannot be split, with what would do; '' if they can. `training`: costs, of the file `profile`."""
     if layers == "transformer_engine":
         return "Transformer Engine's layers make both gradients at once; set trainer.transformer_impl=local"
-    if isinstance(costs, ProfiledCost) and not all(map(costs.splits, models)):
+    if not all(cost.splits for cost in training):
         return f"{profile} has no times of split backwards; run tools/profile_costs.py again"
     return ""
 

@@ -1,16 +1,22 @@
-"""How the models that train are cut into pipeline stages: as the layout says, evenly, or as the cost model finds."""
+"""Layers per pipeline stage of the models that train: as the layout says, evenly, or the cut whose slowest rank is
+fastest.
+
+All layers of a model weigh the same; embedding, output layer and loss come on top of the first and the last stage. So
+layers are dealt one by one to the least loaded rank, which is exact and needs no search and no clock.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.profiled import ProfiledCost
-from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds, fastest_cut
+from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, StageSeconds, TrainingCost
 from rlhfuse.decisions.layouts import Task
+
+EXACT_SECONDS = 1e-9  # seconds are compared in whole numbers of these: ties are ties on every rank
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,8 @@ def stage_balances(
         if task.training and task.layout.stages > 1:
             cost = analytic[task.name]
             cut = tuple(map(len, cost.layout.stage_layers(cost.spec.layers)))
-            ranks = stage_seconds(task.role, cost, costs, micro).of_ranks(cut, cost.layout.pp)
+            seconds = costs.training_cost(task.role, cost).stage_seconds(micro)
+            ranks = seconds.of_ranks(cut, cost.layout.pp)
             found.append(StageBalance(task.role, cut, max(ranks), sum(ranks) / len(ranks)))
     return tuple(found)
 
@@ -54,20 +61,20 @@ def with_cuts(
 
     `stage_layers`: as parallel has it. `micro`: of the longest samples, which need no known lengths.
     """
-    return tuple(
-        replace(task, layout=with_cut(stage_layers, task.role, analytic[task.name], costs, micro))
-        if task.training
-        else replace(task, layout=_tidy(task.layout))
-        for task in tasks
-    )
+
+    def layout(task: Task) -> ParallelLayout:
+        if not task.training:
+            return _tidy(task.layout)
+        cost = analytic[task.name]
+        return with_cut(stage_layers, cost, costs.training_cost(task.role, cost), micro)
+
+    return tuple(replace(task, layout=layout(task)) for task in tasks)
 
 
-def with_cut(
-    stage_layers: str, role: str, cost: AnalyticCost, costs: CostModel | None, micro: MicrobatchTokens
-) -> ParallelLayout:
+def with_cut(stage_layers: str, cost: AnalyticCost, training: TrainingCost, micro: MicrobatchTokens) -> ParallelLayout:
     """The layout of a model that trains, likewise."""
     if cost.layout.cut is None and stage_layers == "auto":
-        return _fastest(cost, stage_seconds(role, cost, costs, micro))
+        return _fastest(cost, training.stage_seconds(micro))
     return _tidy(cost.layout)
 
 
@@ -76,18 +83,52 @@ def _tidy(layout: ParallelLayout) -> ParallelLayout:
     return layout.with_cut(layout.cut) if layout.cut else layout
 
 
-def stage_seconds(role: str, cost: AnalyticCost, costs: CostModel | None, micro: MicrobatchTokens) -> StageSeconds:
-    """Seconds of one micro-batch: measured where `costs` is a profile, else analytic."""
-    if isinstance(costs, ProfiledCost):
-        return costs.stage_seconds(role, cost.layout, micro)
-    return cost.stage_seconds(micro)
-
-
 def _fastest(cost: AnalyticCost, seconds: StageSeconds) -> ParallelLayout:
-    """On CPU the even cut unless another is faster: bytes are the machine's, whichever rank has them."""
+    """The even cut unless another is faster, where bytes are the machine's, whichever rank has them."""
     layout, spec = cost.layout, cost.spec
-    found = fastest_cut(spec.layers, layout.pp, seconds, spec.layer_parameters, cost.end_parameters())
-    if cost.hardware.name == "cpu":
+    found = fastest_cut(spec.layers, layout.pp, seconds, spec.layer_parameters, cost.memory.end_parameters())
+    if not cost.hardware.device.own_memory:
         even, best = (max(seconds.of_ranks(cut, layout.pp)) for cut in (layout.even_cut(spec.layers), found))
         return layout if even <= best * (1 + 1e-6) else layout.with_cut(found)
     return layout.with_cut(found)
+
+
+def fastest_cut(
+    layers: int, places: int, seconds: StageSeconds, layer_parameters: int, end_parameters: Sequence[int]
+) -> tuple[int, ...]:
+    """Layers of each stage, one at least, of a pipeline over `places` ranks; `end_parameters`: by stage.
+
+    No cut has a faster slowest rank; of those that tie none has a leaner fullest rank, and the rest is shared evenly.
+    The stages of one rank share its layers so that the slowest of them is fastest.
+    """
+    stages = len(seconds.ends)
+    chunks = stages // places
+    layer_ticks, *end_ticks = (round(sum(part) / EXACT_SECONDS) for part in (seconds.layer, *seconds.ends))
+    least, most = [chunks] * places, [layers] * places
+    for unit, ends in ((layer_ticks, end_ticks), (layer_parameters, end_parameters)):
+        fixed = [sum(ends[place::places]) for place in range(places)]
+        dealt = _deal(layers, unit, fixed, least, most)
+        largest = max(count * unit + end for count, end in zip(dealt, fixed))
+        most = [min(limit, (largest - end) // unit) if unit else limit for limit, end in zip(most, fixed)]
+    dealt, cut = _deal(layers, 1, [0] * places, least, most), [0] * stages
+    if chunks == 1:
+        return tuple(dealt)
+    for place, count in enumerate(dealt):
+        cut[place::places] = _deal(count, layer_ticks, end_ticks[place::places], [1] * chunks, [count] * chunks)
+    return tuple(cut)
+
+
+def _deal(layers: int, unit: int, fixed: Sequence[int], least: Sequence[int], most: Sequence[int]) -> list[int]:
+    """`least` layers to each, the others to whoever is then least loaded, up to `most`; ties to the first with the
+    fewest layers."""
+    counts = list(least)
+    heap = [((n + 1) * unit + fixed[place], n, place) for place, n in enumerate(counts) if n < most[place]]
+    heapq.heapify(heap)
+    for _ in range(layers - sum(least)):
+        load, count, place = heap[0]
+        counts[place] = count + 1
+        if count + 1 < most[place]:
+            heapq.heapreplace(heap, (load + unit, count + 1, place))
+        else:
+            heapq.heappop(heap)
+    return counts

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.profiled import ProfiledCost
-from rlhfuse.costs.stage_cut import MicrobatchTokens
+from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
 from rlhfuse.decisions.layouts import TASK_ROLES, BatchArithmetic
 from rlhfuse.planning.memory import TRAINED
 from rlhfuse.planning.training.drawn_batches import DrawnBatches
@@ -43,7 +41,7 @@ def training_problem(
     """One mini-batch on one fused group, without a memory cap; backwards of the models in `split` in two parts.
 
     What a stage computes reaches the next one a `transfer` later, by the slowest hop of any model; the sender goes on.
-    Times are for the micro-batches of `drawn`, in ticks of TICK_SECONDS: measured where `costs` is a ProfiledCost, else
+    Times are for the micro-batches of `drawn`, in ticks of TICK_SECONDS: measured where `costs` has them, else
     analytic. Activations are for the `longest`, in bytes.
     """
     trained = {dict(TASK_ROLES)[task]: analytic[task] for task in TRAINED if task in analytic}
@@ -53,7 +51,7 @@ def training_problem(
     for model, cost in trained.items():
         micro = equal_microbatch(drawn, batch, shape.share(model))
         transfer = max(transfer, transfer_ticks(cost, micro))
-        stages[model] = stage_costs(model, cost, micro, longest, costs, model in split)
+        stages[model] = stage_costs(cost, costs.training_cost(model, cost), micro, longest, model in split)
     return replace(fused_problem(layouts, batch.actor_microbatches, stages, alternate=alternate), transfer=transfer)
 
 
@@ -63,17 +61,11 @@ def transfer_ticks(cost: AnalyticCost, micro: MicrobatchTokens) -> int:
 
 
 def stage_costs(
-    model: str,
-    cost: AnalyticCost,
+    analytic: AnalyticCost,
+    training: TrainingCost,
     micro: MicrobatchTokens,
     longest: MicrobatchTokens,
-    costs: CostModel | None,
     split: bool = False,
 ) -> StageCosts:
     """Costs of a model's stages: times for `micro`, activations for `longest`, as in `training_problem`."""
-    if isinstance(costs, ProfiledCost):
-        times = costs.stage_costs(model, cost, micro, TICK_SECONDS, split)
-    else:
-        times = cost.stage_costs(micro, TICK_SECONDS, split)
-    most = cost.stage_costs(longest, split=split)
-    return replace(times, activation=most.activation, weight_activation=most.weight_activation)
+    return analytic.stage_costs(longest, TICK_SECONDS, split, training.stage_seconds(micro))

@@ -36,7 +36,6 @@ class Kind(str, Enum):
 COMPUTE = (Kind.F, Kind.B, Kind.W)
 SENDS = (Kind.SF, Kind.SB)
 RECEIVES = (Kind.RF, Kind.RB)
-WEIGHTS = (Kind.TE, Kind.RG, Kind.ST)
 SEND_OF = {Kind.F: Kind.SF, Kind.B: Kind.SB}
 RECEIVE_OF = {Kind.F: Kind.RF, Kind.B: Kind.RB}
 _TEXT = re.compile(r"([^\s:<>]+):(\d+)(?:(SF|RF|SB|RB|F|B|W)(\d+)|(TE|RG|ST))")

@@ -262,46 +262,32 @@ def fused_problem(
     layouts: Mapping[str, ParallelLayout],
     microbatches: int,
     costs: Mapping[str, StageCosts],
-    others: Mapping[str, int] | None = None,
     alternate: bool = True,
 ) -> FusionProblem:
     """The problem of one fused group; every replica runs its schedule. `transfer` is 0 here and there is no cap.
 
-    `microbatches` are per pipeline of the first model; the other models' follow from K1*M1 = Kn*Mn, and those given
-    in `others` are checked against it. A merged stage costs the sum of its sub-stages in time; in memory it counts
-    its fullest sub-stage, since each lives on ranks of its own. Raises InputError with the arithmetic that fails.
+    `microbatches` are per pipeline of the first model; the other models' follow from K1*M1 = Kn*Mn. A merged stage
+    costs the sum of its sub-stages in time; in memory it counts its fullest sub-stage, since each lives on ranks of its
+    own. Raises InputError with the arithmetic that fails.
     """
     shape = fused_shape(layouts, alternate)
     first = shape.shares[0]
-    _check_count(f"{first.model}_microbatches", microbatches)
+    if microbatches < 1:
+        raise InputError(f"{first.model}_microbatches is {microbatches}; at least 1 is needed")
     pipelines: tuple[Pipeline, ...] = ()
     for number, share in enumerate(shape.shares, start=1):
-        count = _microbatches(first, microbatches, share, number, (others or {}).get(share.model))
-        pipelines += _pipelines(share, count, costs[share.model])
+        pipelines += _pipelines(share, _microbatches(first, microbatches, share, number), costs[share.model])
     return FusionProblem(nodes=shape.nodes, pipelines=pipelines)
 
 
-def _check_count(what: str, value: int) -> None:
-    if value < 1:
-        raise InputError(f"{what} is {value}; at least 1 is needed")
-
-
-def _microbatches(first: ModelShare, microbatches: int, share: ModelShare, number: int, given: int | None) -> int:
+def _microbatches(first: ModelShare, microbatches: int, share: ModelShare, number: int) -> int:
     """Micro-batches per pipeline of the `number`-th model."""
     total = first.pipelines * microbatches
-    product = f"K1*M1 = {first.pipelines}*{microbatches} = {total}"
-    layouts = f"({first.layout} with {share.layout})"
-    if given is not None:
-        _check_count(f"{share.model}_microbatches", given)
-        if total != share.pipelines * given:
-            raise InputError(
-                f"{product} but K{number}*M{number} = {share.pipelines}*{given} = {share.pipelines * given} {layouts}; "
-                "all models train on the same micro-batches, make the products equal"
-            )
     if total % share.pipelines:
         raise InputError(
-            f"{product} micro-batches do not divide over K{number} = {share.pipelines} {share.model} pipelines "
-            f"{layouts}; make {first.model}_microbatches a multiple of {share.pipelines}"
+            f"K1*M1 = {first.pipelines}*{microbatches} = {total} micro-batches do not divide over K{number} = "
+            f"{share.pipelines} {share.model} pipelines ({first.layout} with {share.layout}); make "
+            f"{first.model}_microbatches a multiple of {share.pipelines}"
         )
     return total // share.pipelines
 

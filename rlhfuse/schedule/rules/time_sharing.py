@@ -7,8 +7,6 @@ M sum_k(f_k + b_k) + (P - 1) max_k(f_k + b_k).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rlhfuse.base.errors import InputError
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
@@ -20,7 +18,7 @@ def time_sharing(problem: FusionProblem) -> Schedule:
     """1F1B over the micro-batches of all models in a row, in order of the models' appearance.
 
     Valid under any times and lags. Raises InputError naming a pipeline that shares nodes with another of a
-    different placement (`same_layout_problem` aligns them) and one that visits a node twice.
+    different placement, and one that visits a node twice.
     """
     rows: list[list[Action]] = [[] for _ in range(problem.nodes)]
     for placement, sharers in _sharers(problem).items():
@@ -30,24 +28,6 @@ def time_sharing(problem: FusionProblem) -> Schedule:
             backwards = [Action(name, stage, Kind.B, m) for name, m in sequence]
             rows[node] = one_forward_one_backward(forwards, backwards, len(placement) - stage - 1)
     return schedule_of_rows(problem, rows)
-
-
-def same_layout_problem(problem: FusionProblem) -> FusionProblem:
-    """`problem` with every model's pipelines placed as the first model's, so that all run in one direction.
-
-    Raises InputError naming a model whose pipelines differ from the first one's in number or stages.
-    """
-    first = [p for p in problem.pipelines if p.model == problem.models[0]]
-    placed: dict[str, Pipeline] = {}
-    for model in problem.models:
-        mine = [p for p in problem.pipelines if p.model == model]
-        if [p.stages for p in mine] != [p.stages for p in first]:
-            raise InputError(
-                f"time-sharing: model {model} has pipelines of {[p.stages for p in mine]} stages but {first[0].model} "
-                f"of {[p.stages for p in first]}; give both the same layout"
-            )
-        placed |= {p.name: replace(p, placement=leader.placement) for p, leader in zip(mine, first)}
-    return replace(problem, pipelines=tuple(placed[p.name] for p in problem.pipelines))
 
 
 def _sharers(problem: FusionProblem) -> dict[tuple[int, ...], list[Pipeline]]:

@@ -14,8 +14,8 @@ from testkit.programs import eventually
 from testkit.sim_helpers import limits, linear_cost
 
 from rlhfuse.costs.fits import Line
-from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.timeline import simulate_gen_infer
 
 LENGTHS = {
     "long tail": (3, 5, 2, 4, 6, 3, 60, 4, 5, 2, 3, 7, 4, 44, 3, 5),

@@ -17,12 +17,12 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
-from rlhfuse.gen.core.model_shard import TensorParallel
+from rlhfuse.gen.core.model_shard import ModelWeights, TensorParallel
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.forward import choose_forward
 from rlhfuse.gen.gpu.decode_graphs import DecodeGraphs, DecodeInputs, DecodeShape, Staging, padded_arrays, padded_places
 from rlhfuse.gen.gpu.draws import DrawKernels
 from rlhfuse.gen.gpu.forward import DeviceForward
-from rlhfuse.gen.model_runner import ModelRunner
 
 POOL_RANKS = 2
 TIED = tiny_spec(tied_embeddings=True, kv_heads=4)
@@ -46,7 +46,7 @@ def test_tensor_ranks_record_no_step_whose_replay_would_read_elsewhere(monkeypat
         monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
     spec, parallel = tiny_spec(), TensorParallel(None)
     parallel.size = ranks
-    built = torch_engine(spec=spec).runner._forward
+    built = torch_engine(spec=spec).forward
     kernels = built._kernels, built._attention, built._layer_kernels
     if refused:
         with pytest.raises(InputError, match="export NCCL_GRAPH_REGISTER=0, or set rollout.cuda_graphs=false"):
@@ -59,13 +59,13 @@ def test_tensor_ranks_record_no_step_whose_replay_would_read_elsewhere(monkeypat
 def filled(engine: Engine, prompts: list[list[int]] = PROMPTS, steps: int = 3) -> ForwardBatch:
     """Run an engine until all its sequences decode; returns its last batch, which may be run again."""
     seen: list[ForwardBatch] = []
-    launch = engine.runner.launch
-    engine.runner.launch = lambda batch, draws, cache: seen.append(batch) or launch(batch, draws, cache)
+    launch = engine.forward.launch
+    engine.forward.launch = lambda batch, draws, cache: seen.append(batch) or launch(batch, draws, cache)
     add_all(engine, prompts, replace(GREEDY, max_tokens=100))
     for _ in range(steps):
         engine.step()
         engine.settle()
-    engine.runner.launch = launch
+    engine.forward.launch = launch
     assert len(seen[-1].tokens) == len(prompts) == len(seen[-1].contexts)
     return seen[-1]
 
@@ -81,7 +81,7 @@ def decoded(engine: Engine, batch: ForwardBatch, shape: DecodeShape) -> torch.Te
     arrays = padded_arrays(batch, greedy(len(batch.tokens)), shape, cache.keys.shape[1] - 1, cache.block_tokens)
     with torch.inference_mode():
         inputs = DecodeInputs(shape, Staging(CPU).send(arrays))
-        return engine.runner._forward.decode(inputs, cache)[: len(batch.tokens)].float()
+        return engine.forward.decode(inputs, cache)[: len(batch.tokens)].float()
 
 
 @pytest.mark.parametrize("spec", [tiny_spec(), WIDE, TIED, tiny_spec(kv_heads=1)], ids=["plain", "wide", "tied", "one"])
@@ -125,7 +125,7 @@ def test_a_step_that_does_not_draw_every_row():
     """A chunk of one token decodes like the others, but its logits are not asked for."""
     engine = torch_engine()
     batch = filled(engine)
-    forward, cache = engine.runner._forward, engine._cache
+    forward, cache = engine.forward, engine._cache
     tokens, logprobs = forward.launch(batch, greedy(8), cache).read()
     some = ForwardBatch(**{**vars(batch), "draw_rows": np.array([1, 4])})
     assert forward.launch(some, greedy(2), cache).read() == ([tokens[1], tokens[4]], [logprobs[1], logprobs[4]])
@@ -134,7 +134,7 @@ def test_a_step_that_does_not_draw_every_row():
 def test_recording_follows_shapes_cache_and_weights():
     repeater, weights = Repeater(), random_weights(WIDE)
     engine = torch_engine(repeater, weights=weights)
-    graphs = engine.runner._forward._graphs
+    graphs = engine.forward._graphs
     expected = torch_engine().generate(PROMPTS, GREEDY)
     assert engine.generate(PROMPTS, GREEDY) == expected
     assert tuple(graphs._recorded) == (DecodeShape(8, 16),) and repeater.recorded == 1
@@ -168,20 +168,20 @@ def test_seconds_of_a_step_leave_recording_out(monkeypatch):
             return super().record(work)
 
     engine = torch_engine(Slow())
-    launch = engine.runner.launch
-    engine.runner.launch = lambda *batch: now.append(now.pop() + 1) or launch(*batch)
+    launch = engine.forward.launch
+    engine.forward.launch = lambda *batch: now.append(now.pop() + 1) or launch(*batch)
     engine.add(0, PROMPTS[1], GREEDY)
     for recorded in (0, 100):  # the first decode step records
         engine.step()
         engine.settle()
-        assert engine.last_step.seconds == 1 and engine.runner.recording_seconds == recorded
+        assert engine.last_step.seconds == 1 and engine.forward.recording_seconds == recorded
 
 
 def on_rank(rank: int) -> tuple:
     repeater = Repeater()
     engine = torch_engine(repeater, tp_group=dist.group.WORLD)
     results = engine.generate(THREE, SamplingParams(max_tokens=12, ignore_eos=True))
-    return results, repeater.recorded, tuple(engine.runner._forward._graphs._recorded)
+    return results, repeater.recorded, tuple(engine.forward._graphs._recorded)
 
 
 def test_two_tensor_parallel_ranks_record_the_same_shapes_and_agree(workers):
@@ -207,13 +207,14 @@ def test_graphs_give_what_eager_gives(dtype):
         graphs.resume()
 
 
-def meta_runner(spec: ModelSpec, kernels: str) -> ModelRunner:
+def meta_forward(spec: ModelSpec, kernels: str) -> DeviceForward:
     """One without numbers, whose draws do nothing."""
     weights = {name: w.to(META, torch.bfloat16) for name, w in random_weights(spec).items()}
     options = EngineOptions(max_sequences=8, kernels=kernels, attention=kernels)
-    runner = ModelRunner(spec, weights, options, device=META, dtype=torch.bfloat16)
-    runner._forward._kernels = DrawKernels(lambda tokens, newest: None, lambda logits, inputs, outputs: None)
-    return runner
+    forward, _ = choose_forward(spec, options, META, torch.bfloat16, None)
+    forward.bind(ModelWeights.take(weights, spec, 1, torch.bfloat16, META))
+    forward._kernels = DrawKernels(lambda tokens, newest: None, lambda logits, inputs, outputs: None)
+    return forward
 
 
 def meta_cache(spec: ModelSpec, block_tokens: int) -> KVCache:
@@ -225,7 +226,7 @@ def meta_cache(spec: ModelSpec, block_tokens: int) -> KVCache:
 def test_tensors_without_numbers_pass_through_so_nothing_is_read_back(monkeypatch, kernels):
     """On the meta device there are only shapes and types: reading a number back, or mixing devices, would raise."""
     launched = launches(monkeypatch)
-    forward, cache = meta_runner(WIDE, kernels)._forward, meta_cache(WIDE, 256)
+    forward, cache = meta_forward(WIDE, kernels), meta_cache(WIDE, 256)
     three = np.arange(3)
     batch = ForwardBatch(three, three, three, np.array([0, 3]), np.array([300]), np.zeros((1, 2), np.int32), three[2:])
     with torch.inference_mode():
@@ -270,10 +271,10 @@ def test_a_decode_layer_is_nine_launches(monkeypatch, spec):
 
     def step(layers: int) -> list[str]:
         shape = replace(spec, layers=layers)
-        runner, inputs = meta_runner(shape, "triton"), DecodeInputs.empty(DecodeShape(4, 16), META)
+        forward, inputs = meta_forward(shape, "triton"), DecodeInputs.empty(DecodeShape(4, 16), META)
         names.clear()
         with torch.inference_mode(), Operators(names):
-            runner._forward.decode(inputs, meta_cache(shape, 16))
+            forward.decode(inputs, meta_cache(shape, 16))
         return ["product" if name in ("linear", "mm", "addmm") else name for name in names]
 
     one, three = step(1), step(3)
@@ -300,7 +301,7 @@ def test_triton_computes_what_torch_computes(spec, dtype):
         torch_engine(spec=spec, **sizes, **chosen)
         for chosen in (dict(kernels="torch"), dict(kernels="triton", attention="triton"))
     )
-    assert tritons.runner.lines == ("attention of generation: triton",)
+    assert tritons.lines == ("attention of generation: triton",)
     expected, found = (engine.generate(THREE, replace(GREEDY, max_tokens=4)) for engine in (torchs, tritons))
     if dtype == torch.float32:
         assert_near(found, expected)
@@ -313,9 +314,9 @@ def test_triton_computes_what_torch_computes(spec, dtype):
 def test_guesses_are_verified_in_a_decode_step_of_several_queries(kernels):
     """Recorded like any decode step: logits are those of a mixed step over the same tokens, ragged ones padded."""
     engine = torch_engine(max_sequences=8, attention=kernels, draft_rows=32)
-    engine.drafter = None  # these are chosen here
+    engine.loop.drafter = None  # these are chosen here
     filled(engine, PROMPTS[:5])
-    scheduler, forward, cache = engine.scheduler, engine.runner._forward, engine._cache
+    scheduler, forward, cache = engine.scheduler, engine.forward, engine._cache
     guesses = [[3, 4, 5], [], [7], [9, 10], [11]]
     scheduled = scheduler.add_guesses(scheduler.schedule(), guesses)
     batch = ForwardBatch.of(scheduled, scheduler.table, cache.block_tokens)

@@ -30,7 +30,7 @@ def test_nothing_is_recorded_twice_where_memory_is_kept(keep, recorded):
         for count in (8, 3):  # each a shape of its own
             assert engine.generate(PROMPTS[:count], NINE) == plain.generate(PROMPTS[:count], NINE)
         engine.pause()
-        shapes.append(engine.runner.recorded_shapes)
+        shapes.append(engine.forward.recorded_shapes)
     assert repeater.recorded == shapes[-1] == recorded
     assert shapes == ([2, 2, 2] if keep else [2, 4, 6])
     assert repeater.released == (0 if keep else 3) and len(caches) == (1 if keep else 3)
@@ -53,7 +53,10 @@ def test_a_paused_engine_that_keeps_its_memory_is_a_paused_engine(kernels):
             assert transfer.manifest.num_blocks  # with keys and values, for which a paused engine has no use
             with engine.import_sequences(transfer.manifest) as transaction:
                 assert transaction.recomputed == [0] and transaction.missing_blocks == []
-        assert all(sample.waiting and sample.blocks == 0 for sample in engine.unfinished())
+        assert (
+            all(sample.kv_tokens == 0 for sample in engine.unfinished())
+            and engine.free_blocks == engine.options.num_blocks
+        )
         assert move_sequences(engine, source, [0]) == [0]  # leaves as tokens
         assert engine.free_blocks == 200
         engine.check_integrity()

@@ -53,10 +53,10 @@ class AheadPair(EnginePair):
         same_sample(result, alone)
 
     def note(self, engine: Engine, ran_before: set[int]) -> None:
-        if (flying := engine._in_flight) is not None:
+        if (flying := engine.loop.in_flight) is not None:
             self.seen["in flight"] += 1
-            self.seen["a row too many"] += sum(seq.finish_reason is not None for seq, _ in flying.drawing)
-            self.seen["in flight and preempted"] += sum(seq in engine.scheduler.waiting for seq, _ in flying.drawing)
+            self.seen["a row too many"] += sum(seq.finish_reason is not None for seq, *_ in flying.drawing)
+            self.seen["in flight and preempted"] += sum(seq in engine.scheduler.waiting for seq, *_ in flying.drawing)
 
 
 def same_sample(found: GenerationResult, wanted: GenerationResult) -> None:
@@ -83,16 +83,16 @@ def test_random_lives_end_as_they_do_without_running_ahead():
 def test_triton_draws_in_a_running_engine_are_the_cpus():
     params = [SamplingParams(max_tokens=4, top_k=k, min_tokens=2, stop_token_ids=(5, 6)) for k in (0, 3, 0)]
     engines = [torch_engine(Repeater()) for _ in range(2)]
-    engines[0].runner._forward._kernels = DrawKernels(sampling.feed, sampling.draw)
+    engines[0].forward._kernels = DrawKernels(sampling.feed, sampling.draw)
     assert engines[0].generate(PROMPTS[:3], params) == engines[1].generate(PROMPTS[:3], params)
 
 
 def test_a_decode_step_is_one_copy_and_one_replay_and_reads_the_one_before(monkeypatch):
     repeater, log = Repeater(), []
     engine = torch_engine(repeater)
-    send, end = Staging.send, engine._end
+    send, end = Staging.send, engine.loop._end
     monkeypatch.setattr(Staging, "send", lambda *args: log.append("copy") or send(*args))
-    engine._end = lambda step: log.append("read") or end(step)
+    engine.loop._end = lambda step: log.append("read") or end(step)
     add_all(engine, PROMPTS, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     engine.step()
     assert log == ["copy"] and repeater.replayed == 0 and engine.last_step.batch == 0, "the prompts, not read yet"
@@ -114,10 +114,10 @@ def test_a_failure_forgets_what_was_in_flight_and_draws_it_again(monkeypatch, ke
     expected = torch_engine(run_ahead=False).generate(PROMPTS, params)
     results = add_all(engine, PROMPTS, params, steps=5)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "launch", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr(engine.forward, "launch", lambda *_: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(MemoryError):
             engine.step()
-    assert engine._in_flight is None and all(token >= 0 for s in engine.scheduler.waiting for token in s.tokens)
+    assert engine.loop.in_flight is None and all(token >= 0 for s in engine.scheduler.waiting for token in s.tokens)
     for found, wanted in zip(run_out(engine, results=results), expected, strict=True):
         same_sample(found, wanted)
 

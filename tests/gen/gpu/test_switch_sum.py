@@ -9,7 +9,7 @@ import torch.distributed as dist
 from testkit.gen_models import engine_of, tiny_spec
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.gen import model_runner
+from rlhfuse.gen import forward
 from rlhfuse.gen.core.model_shard import TensorParallel
 from rlhfuse.gen.engine import SamplingParams
 from rlhfuse.gen.gpu.switch_sum import SwitchParallel, choose_parallel
@@ -43,7 +43,7 @@ def samples() -> list:
     sizes = dict(num_blocks=24, max_sequences=8, max_batched_tokens=32)
     engine = engine_of(SPEC, kernels="torch", tp_group=dist.group.WORLD, **sizes)
     found = engine.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, seed=4))
-    return [engine.runner.lines[1], [result.tokens for result in found], [result.logprobs for result in found]]
+    return [engine.lines[1], [result.tokens for result in found], [result.logprobs for result in found]]
 
 
 def on_rank(rank: int) -> dict:
@@ -57,7 +57,7 @@ def on_rank(rank: int) -> dict:
         found[f"{fault} by name"] = str(error.value)
     found["plain"] = samples()
     memory = GlooMemory()
-    with mock.patch.object(model_runner, "choose_parallel", partial(choose_parallel, memory=memory)):
+    with mock.patch.object(forward, "choose_parallel", partial(choose_parallel, memory=memory)):
         found["switch"] = samples()
     found["sums made"] = memory.sums
     parallel = SwitchParallel(group, memory, memory.buffer(2 * SPEC.hidden, torch.float32))

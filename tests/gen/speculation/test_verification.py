@@ -40,7 +40,7 @@ def scripted(kind: str, params: SamplingParams, draft_rows: int = 16, **options)
     """An engine whose guesses are by rule, from what the samples will draw."""
     expected, _ = plain(params)
     engine = make(draft_rows=draft_rows, **options)
-    engine.drafter = ScriptedDrafter(TINY.vocab, draft_rows, kind, lambda i: expected[i].tokens, random.Random(0))
+    engine.loop.drafter = ScriptedDrafter(TINY.vocab, draft_rows, kind, lambda i: expected[i].tokens, random.Random(0))
     return engine
 
 
@@ -74,7 +74,7 @@ def test_wrong_guesses_never_enter_the_prefix_index():
     engine = scripted("wrong", params, block_tokens=2)
     engine.generate([PROMPTS[0]], params)
     for known in (4, 9, 20):
-        engine.drafter = ScriptedDrafter(TINY.vocab, 16, "random", lambda _: (), random.Random(0))
+        engine.loop.drafter = ScriptedDrafter(TINY.vocab, 16, "random", lambda _: (), random.Random(0))
         wrong = [(token + 1) % TINY.vocab for token in expected.tokens[known:]]
         guessed = [*PROMPTS[0], *expected.tokens[:known], *wrong]
         plain = make(draft_rows=0).generate([guessed], params, [77])[0]
@@ -90,19 +90,44 @@ def test_a_sample_whose_logits_are_not_finite_behind_a_wrong_guess_goes_on():
     unused = next(t for t in range(TINY.vocab) if all(t not in (*r.tokens, *r.prompt_tokens) for r in expected))
     weights["embedding.word_embeddings.weight"][unused] = torch.inf
     engine = engine_of(weights=weights, draft_rows=16)
-    engine.drafter = ScriptedDrafter(TINY.vocab, 16, "right", lambda _: (unused,) * 99, random.Random(0))
+    engine.loop.drafter = ScriptedDrafter(TINY.vocab, 16, "right", lambda _: (unused,) * 99, random.Random(0))
     assert engine.generate(PROMPTS, params) == expected
 
 
 def test_history_of_earlier_iterations_is_a_cache():
     """With it there are fewer steps, without it the same bits: as after a restart."""
     params = SamplingParams(max_tokens=60, ignore_eos=True, seed=5)
-    knows, fresh = make(), make()
+    knows, fresh = make(draft_rows=16), make(draft_rows=16)
     expected, steps = plain(params)
     knows.learn([(r.prompt_tokens, r.tokens) for r in expected])
     found, fewer, _ = serve(knows, params)
     assert found == expected == serve(fresh, params)[0]
     assert fewer < 0.5 * steps
+
+
+def test_guesses_that_are_slower_by_the_engines_clock_are_turned_off():
+    """Steps with guesses take five times as long, which right ones do not make up for; it says so once."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=6)
+    expected, steps = plain(params)
+    for slow, least, most in ((5.0, 4, 20), (1.0, 25, steps)):
+        engine, now = make(), [0.0]
+        guess = ScriptedDrafter(TINY.vocab, 16, "right", lambda i: expected[i].tokens[:-1], random.Random(0))
+        assert engine.loop.drafter
+        engine.loop.drafter.propose = lambda *asked, guess=guess: [tokens[:1] for tokens in guess.propose(*asked)]
+        engine.loop._now = lambda now=now: now[0]
+        launch, guessed = engine.forward.launch, []
+
+        def timed(batch, *rest, launch=launch, slow=slow, now=now, guessed=guessed):
+            guessed.append(batch.guesses is not None)
+            now[0] += slow if guessed[-1] else 1.0
+            return launch(batch, *rest)
+
+        engine.forward.launch = timed
+        engine.loop.drafter.told = guess.told
+        assert serve(engine, params)[0] == expected
+        assert least <= sum(guessed) <= most, (slow, sum(guessed))
+        assert ("guesses are off in steps of" in engine.news()) == (slow > 1)
+        assert engine.news() == ""
 
 
 def test_an_engine_that_never_guesses_right_is_as_fast_in_steps():

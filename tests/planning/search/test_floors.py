@@ -35,7 +35,7 @@ from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.rules.builders import greedy, min_memory, serial_1f1b
 from rlhfuse.schedule.search.search import SearchSettings, search
-from rlhfuse.simulator.iteration import simulate_gen_infer
+from rlhfuse.simulator.timeline import simulate_gen_infer
 
 ABOVE = 1 + 1e-9  # rounding
 

@@ -11,7 +11,15 @@ from dataclasses import replace
 
 import pytest
 from testkit.profiles import share
-from testkit.schedule_cases import capped_greedy, plain, random_instance, random_problem, table_3, verdict
+from testkit.schedule_cases import (
+    capped_greedy,
+    plain,
+    random_instance,
+    random_problem,
+    same_layout_problem,
+    table_3,
+    verdict,
+)
 
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.bounds.bounds import latency_bound
@@ -21,7 +29,7 @@ from rlhfuse.schedule.ir.evaluate import evaluate, over_cap
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import greedy, one_at_a_time, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b, interleaved_problem
-from rlhfuse.schedule.rules.time_sharing import same_layout_problem, time_sharing
+from rlhfuse.schedule.rules.time_sharing import time_sharing
 from rlhfuse.schedule.search.search import SearchSettings, search
 
 BUILDERS = {

@@ -7,9 +7,8 @@ from testkit.programs import call_tool
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.device_defaults import resolve_device
-from rlhfuse.config.load import load_config
+from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.costs.profile_files import load_costs
-from rlhfuse.planning.draft import read_specs
 
 POOL_RANKS = 2
 

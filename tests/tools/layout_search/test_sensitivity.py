@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from layout_search.sensitivity import CONSTANTS, FACTORS, Swing, seconds_of, sensitivity, with_constant
+from layout_search.sensitivity import CONSTANTS, FACTORS, seconds_of, sensitivity, with_constant
 from testkit.search_cases import GPUS, known
 
 from rlhfuse.planning.search.search import Ranking
@@ -38,4 +38,3 @@ def test_a_table_that_no_longer_fits_is_no_winner():
     made, (row, *_) = known(2, **GPUS)
     tight = replace(made, run=made.run.with_config(made.config.with_(trainer={"memory_limit_gb": 0.001})))
     assert seconds_of(tight, row.table) == float("inf") and list(sensitivity(tight, [row])) == []
-    assert Swing("flops", 0.8, 0.1, 2).to_dict() == {"constant": "flops", "factor": 0.8, "behind": 0.1, "winner": 2}

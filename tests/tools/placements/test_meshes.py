@@ -34,7 +34,6 @@ def check_best(problem, tree=None):
     found = best_plan(problem, tree)
     assert problem.fits(found.plan) and problem.seconds(found.plan) == found.seconds == expected
     assert found.bound >= found.seconds and found.priced <= found.placements
-    assert graph_seconds(problem.graph(found.plan)) == pytest.approx(found.seconds)
 
 
 @pytest.mark.parametrize("seed", range(share(10)))
@@ -132,8 +131,6 @@ def test_a_phase_in_its_best_order_and_what_weights_cost():
     plan = {"left": Choice(left, half[0]), "both": Choice(whole, both[0]), "right": Choice(right, half[0])}
     plan |= {call.name: Choice(whole, call.options[whole][0]) for call in (train, generate)}
     assert problem.seconds(plan) == 2 + (2 + 3) + 5
-    times = place_calls(problem.graph(plan))
-    assert times["train"] == (7, 12) and {times["left"], times["right"]} == {times["left"]}
     fetched = plan | {"generate": Choice(whole, generate.options[whole][1])}  # another layout
     assert problem.seconds(fetched) == 13
     with pytest.raises(InputError, match=r"call generate takes weights from 'nobody'; sources are \['train'\]"):

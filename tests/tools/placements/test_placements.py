@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from placements.across_iterations import best_lanes, period_seconds, repeated
-from placements.call_graph import place_calls
+from placements.across_iterations import ACTOR_LANE, CRITIC_LANE, best_lanes, period_seconds
+from placements.call_graph import GraphCall, place_calls
 from placements.mesh import Mesh
 from placements.placements import OVERLAPPED, SHAPES, placements
 from placements.problem import Call, Choice, MeshProblem, Option
@@ -76,6 +76,20 @@ def obeys(name, run_problem, plan):
         return lanes and all(at[call] == mesh for mesh, calls in own.items() for call in calls)
     assert name in ("REAL's heuristic", "free")
     return name == "free" or rest_is_everywhere(run_problem, plan)
+
+
+def repeated(problem, plan, iterations):
+    """A graph in which a training waits for all scores, a call that needs weights for their training before."""
+    graph, scorers = [], [name for name in plan if name.endswith("_inference")]
+    for number in range(iterations):
+        for name in (name for name in (*ACTOR_LANE, *CRITIC_LANE) if name in plan):
+            call, mesh = problem.calls[name], plan[name].mesh
+            parents = [f"{scorer}.{number}" for scorer in scorers] if name.endswith("_train") else []
+            parents += [f"generation.{number}"] if name in scorers else []
+            parents += [f"{call.source}.{number - 1}"] if call.source and number else []
+            ranks, seconds = (mesh.first, mesh.last), problem.call_seconds(call, plan)
+            graph.append(GraphCall(f"{name}.{number}", ranks, seconds, tuple(parents)))
+    return graph
 
 
 def steady_state(problem, plan):

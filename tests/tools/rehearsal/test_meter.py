@@ -1,9 +1,14 @@
 """Storages that live are counted in the allocators' steps, and what held most is kept; what NCCL and kernels refuse."""
 
+from inspect import signature
+
 import pytest
 import torch
 from rehearsal.memory import DEVICE, PINNED, Meter
-from rehearsal.rules import refuse_bad_collective, refuse_bad_operands
+from rehearsal.stand_ins.others import OtherRanks
+from rehearsal.tensors import refuse_bad_collective, refuse_bad_operands
+
+from rlhfuse.fusion.inter.iteration_store import IterationStore
 
 MM, COPY = torch.ops.aten.mm.default, torch.ops.aten.index_copy.default
 
@@ -45,3 +50,10 @@ def test_operands_that_a_kernel_refuses(operator, arguments, message):
 
 def test_a_collective_of_a_tensor_on_the_cpu_is_refused():
     assert refuse_bad_collective("all_reduce", [torch.ones(4)]) == "all_reduce of a tensor on the CPU: [4]"
+
+
+def test_the_other_ranks_store_is_asked_as_the_runs_own():
+    shared = {name for name in vars(OtherRanks).keys() & vars(IterationStore).keys() if not name.startswith("_")}
+    for name in {"clear", *shared}:
+        ours, theirs = (list(signature(getattr(kind, name)).parameters) for kind in (OtherRanks, IterationStore))
+        assert ours == theirs, name

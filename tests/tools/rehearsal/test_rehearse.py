@@ -5,7 +5,6 @@ import shutil
 import sys
 
 import pytest
-from rehearsal.report import RankReport
 from rehearsal.stages import WHOLE, distinct_ranks, planned_bytes, rehearsal_draft, rehearse
 from testkit.llama3 import SHARED, SIZES
 from testkit.paths import ROOT
@@ -60,7 +59,7 @@ def report(programs, run_yaml):
     plan = make_plan(draft)
     assert plan.report.keeps_generation
     found = rehearse(run_yaml, [], plan, 6, WHOLE, print)
-    return RankReport(found, planned_bytes(draft, plan, 6), plan.report.memory_limit)
+    return tool.RankReport(found, planned_bytes(draft, plan, 6), plan.report.memory_limit)
 
 
 def test_whole_iterations_run_twice_as_on_cuda_and_are_saved_and_resumed(report):
@@ -113,7 +112,7 @@ def test_split_backwards_hold_what_was_planned(programs, run_yaml, tmp_path):
     rank = max(distinct_ranks(draft), key=lambda rank: planned_bytes(draft, plan, rank)["training"])
     assert max(peaks) > 0 and all(pipeline.split for pipeline in plan.schedule.problem.pipelines)
     found = rehearse(run_yaml, [*asked, f"fusion.schedule={file}"], plan, rank, ("training",), print)
-    planned = RankReport(found, planned_bytes(draft, plan, rank), plan.report.memory_limit)
+    planned = tool.RankReport(found, planned_bytes(draft, plan, rank), plan.report.memory_limit)
     beside = draft.memory.generation.weights + draft.memory.generation.kv  # which is kept, and was not rehearsed
     assert plan.report.keeps_generation and found["problems"] == {}
     training = (planned.planned["training"] - beside) / planned.peaks["training"]["peak"] - 1
@@ -184,7 +183,7 @@ def found(problems: dict[str, int], *peaks: int) -> dict:
 
 
 def test_the_fullest_iteration_of_a_phase_stands_for_it():
-    report = RankReport(found({}, 10, 30, 20), {"training": 27}, 29.0)
+    report = tool.RankReport(found({}, 10, 30, 20), {"training": 27}, 29.0)
     assert report.peaks["training"]["iteration"] == 1 and report.too_full == ("training",)
     assert "-10.00%  over the limit" in report.text()
 

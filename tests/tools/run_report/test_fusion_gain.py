@@ -11,7 +11,7 @@ from testkit.finished_run import GATHER, RANKS, START, costs_of, lengths_of, wri
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.schedule.rules.builders import greedy, one_at_a_time
-from rlhfuse.simulator.iteration import simulate_gen_infer
+from rlhfuse.simulator.timeline import simulate_gen_infer
 
 
 @pytest.fixture(scope="module")

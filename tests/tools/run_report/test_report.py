@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 from run_report import charts
-from run_report.curves import CURVES, Curve, accepted_share, held_out_curve
+from run_report.charts import CURVES, Curve, accepted_share, held_out_curve
 from run_report.report import chosen_samples, compare_phases, readable_seconds, render_report
 from run_report.run_files import RunFiles
 from testkit.finished_run import write_run

@@ -195,7 +195,7 @@ class OtherRanks:
     def add_waiting(self, change: int) -> int:
         return 1
 
-    def clear(self) -> None:
+    def clear(self, instances: int) -> None:
         pass
 
 

@@ -1,0 +1,99 @@
+"""Next-token training of a causal language model on whole texts, packed without padding.
+
+Texts are joined into windows; the position of each token counts from the start of its own text, by which attention
+keeps neighbours apart:     tokens  <s> a b </s> <s> c </s>         positions  0 1 2 3 0 1 2
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from reward_training import FitSettings, fit
+from stories import generator
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class Window(NamedTuple):
+    """One packed row: `tokens`, `positions` and `targets` are int64 [window_tokens]; target -100 is ignored."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    targets: torch.Tensor
+
+
+def pack(texts: Sequence[Sequence[int]], window_tokens: int, given: Sequence[int] = ()) -> list[Window]:
+    """Join whole texts, in the order given, into windows; a text that is longer is cut at the end.
+
+    The first `given` tokens of each text (of all of them 1 if empty) are not learnt, only what follows them. The rest
+    of a window is filled with a text of its own that nothing is learnt from.
+    """
+    windows: list[Window] = []
+    tokens: list[int] = []
+    positions: list[int] = []
+    targets: list[int] = []
+
+    def close() -> None:
+        room = window_tokens - len(tokens)
+        rows = (tokens + [0] * room, positions + list(range(room)), targets + [-100] * room)
+        windows.append(Window(*(torch.tensor(row) for row in rows)))
+        for row in (tokens, positions, targets):
+            row.clear()
+
+    for text, first in zip(texts, given or [1] * len(texts), strict=True):
+        text = list(text[:window_tokens])
+        if len(tokens) + len(text) > window_tokens:
+            close()
+        tokens += text
+        positions += range(len(text))
+        learnt = [token if place >= first else -100 for place, token in enumerate(text)]
+        targets += learnt[1:] + [-100]  # the last token of a text predicts nothing
+    if tokens:
+        close()
+    return windows
+
+
+def window_batches(windows: Sequence[Window], batch_windows: int, rng: random.Random) -> Iterator[Window]:
+    """Endless batches [batch_windows, window_tokens], the windows in a new order each time round."""
+    size = min(batch_windows, len(windows))
+    while True:
+        order = rng.sample(range(len(windows)), len(windows))
+        for start in range(0, len(order) - size + 1, size):
+            rows = [windows[i] for i in order[start : start + size]]
+            yield Window(*(torch.stack(column) for column in zip(*rows)))
+
+
+def next_token_loss(model: torch.nn.Module, batch: Window) -> torch.Tensor:
+    """Mean negative log-likelihood (nats per predicted token) of a transformers causal model."""
+    # use_cache=False: a cache would switch off the separation of texts by their positions.
+    logits = model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """A model trained from nothing: `steps` optimizer steps of `batch_windows` windows each."""
+
+    seed: int
+    steps: int
+    batch_windows: int
+    lr: float
+
+    def run(self, config: LlamaConfig, windows: Sequence[Window], folder: Path) -> float:
+        """Train a model of this shape and save it in `folder` in bfloat16; the last training loss."""
+        torch.manual_seed(self.seed)
+        model = LlamaForCausalLM(config)
+        batches = window_batches(windows, self.batch_windows, generator(self.seed, "windows"))
+        settings = FitSettings(self.steps, self.lr, warmup_steps=min(50, self.steps))
+        loss = fit(model, batches, lambda batch: next_token_loss(model, batch), settings, say)
+        model.generation_config.do_sample = True
+        model.bfloat16().save_pretrained(folder)
+        return loss
+
+
+def say(line: str) -> None:
+    print(line, flush=True)

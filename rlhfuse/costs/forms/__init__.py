@@ -1,0 +1,1 @@
+"""Forms in which work is priced, by Python and by compiled kernels alike."""

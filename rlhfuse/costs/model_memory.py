@@ -1,0 +1,317 @@
+"""Bytes of a model on one rank, at a place of a pipeline or on the fullest: on a CPU, and on a GPU with flash
+attention, fused norms and SwiGLU, and tiles of logits.
+
+T tokens, H hidden (a rank's part of it under sequence parallelism); cut by tp: A the query heads' elements, K the key
+heads', W the MLP's width, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import CPU, GPU, HardwareSpec, ModelSpec
+
+TILE_BYTES = 512 << 20  # of the loss: a tile of logits and what its gradient is made of
+LINE_BYTES = 128 << 20  # of each float32 sum of its gradients
+TILE_ELEMENT_BYTES = 10
+
+
+@dataclass(frozen=True)
+class ModelMemory(ABC):
+    """Weights and what follows from their number; activations are a device's. Bytes, unless said otherwise."""
+
+    spec: ModelSpec
+    layout: ParallelLayout
+    element_bytes: int
+    scalar_head: bool
+    sequence_parallel: bool
+    recompute: bool
+
+    # ---- parameters
+
+    def rank_parameters(self) -> int:
+        """Parameters on the fullest rank."""
+        return max(self.place_parameters())
+
+    def place_parameters(self) -> tuple[int, ...]:
+        """Parameters of a rank at each place of a pipeline; of an interleaved one it holds several stages.
+
+        Norms, and the row of a scalar head, are whole on every tensor rank.
+        """
+        return self._by_place
+
+    @cached_property
+    def _by_place(self) -> tuple[int, ...]:
+        spec, tp, places = self.spec, self.layout.tp, [0] * self.layout.pp
+        for stage, layers in enumerate(self.layout.stage_layers(spec.layers)):
+            whole = len(layers) * spec.norm_parameters
+            if stage == self.layout.stages - 1:
+                whole += spec.hidden * (2 if self.scalar_head else 1)
+            held = len(layers) * spec.layer_parameters + self.end_parameters()[stage]
+            places[stage % self.layout.pp] += -(-(held - whole) // tp) + whole
+        return tuple(places)
+
+    def end_parameters(self) -> tuple[int, ...]:
+        """Parameters of each stage beside its layers: embedding; final norm and output layer, unless tied here."""
+        spec, ends = self.spec, [0] * self.layout.stages
+        ends[0] += spec.embedding_parameters
+        tied_here = spec.tied_embeddings and len(ends) == 1
+        ends[-1] += spec.hidden
+        ends[-1] += spec.hidden if self.scalar_head else (0 if tied_here else spec.embedding_parameters)
+        return tuple(ends)
+
+    def parameters(self, place: int | None) -> int:
+        """Parameters of a rank there; None: of the fullest."""
+        return self.rank_parameters() if place is None else self.place_parameters()[place]
+
+    def weights_bytes(self, place: int | None = None) -> int:
+        return self.parameters(place) * self.element_bytes
+
+    def gradient_bytes(self, place: int | None = None) -> int:
+        """Gradients are accumulated in float32."""
+        return self.parameters(place) * 4
+
+    def optimizer_bytes(self, place: int | None = None) -> int:
+        """Adam's two moments in float32, and the main weights, cut over dp (ZeRO-1)."""
+        return -(-self.parameters(place) * 8 // self.layout.dp) + self.main_weights_bytes(place)
+
+    def largest_weight_bytes(self, place: int) -> int:
+        """The largest matrix of weights on a rank there."""
+        spec, end = self.spec, place == 0 or place == self.layout.pp - 1 and not self.scalar_head
+        elements = max(2 * spec.mlp * spec.hidden, spec.embedding_parameters if end else 0)
+        return -(-elements // self.layout.tp) * self.element_bytes
+
+    def main_weights_bytes(self, place: int | None = None) -> int:
+        """A float32 copy of lower-precision weights, cut over dp."""
+        return 0 if self.element_bytes == 4 else -(-self.parameters(place) * 4 // self.layout.dp)
+
+    def kv_bytes_per_token(self) -> float:
+        """Keys and values of one token."""
+        return self.spec.kv_bytes_per_token(self.element_bytes) / self.layout.tp
+
+    # ---- activations
+
+    @property
+    def hidden(self) -> float:
+        """Elements per token of one hidden state between the matrix products."""
+        return self.spec.hidden / (self.layout.tp if self.sequence_parallel else 1)
+
+    @property
+    def cuts_tokens(self) -> bool:
+        return self.sequence_parallel and self.layout.tp > 1
+
+    def hidden_bytes(self, tokens: float) -> float:
+        """One hidden state between two stages."""
+        return tokens * self.hidden * self.element_bytes
+
+    def logits_bytes(self, tokens: float) -> float:
+        """Float32 logits of `tokens` tokens; of a scalar head one value each."""
+        return tokens * 4 * (1 if self.scalar_head else self.spec.vocab / self.layout.tp)
+
+    def stage_bytes(self, cut: Sequence[int], tokens: float) -> tuple[int, ...]:
+        """What each stage with so many layers keeps of a micro-batch from its forward to its backward."""
+        layer = self.kept_layer_bytes(tokens)
+        return tuple(int(layers * layer + self._kept_end_bytes(stage, tokens)) for stage, layers in enumerate(cut))
+
+    def kept_layer_bytes(self, tokens: float) -> float:
+        """What one layer keeps from its forward to its backward: its input alone where it is run again."""
+        return self.hidden_bytes(tokens) if self.recompute else self.layer_activation_bytes(tokens)
+
+    def kept_for_weights(self, cut: Sequence[int], tokens: float) -> tuple[int, ...]:
+        """What each stage keeps from B to W."""
+        layer = self.split_layer_bytes(tokens)
+        return tuple(int(layers * layer) for layers in cut)
+
+    def split_layer_bytes(self, tokens: float) -> float:
+        """What a split backward keeps of a layer from B to W: input and output gradient of its four linear layers.
+
+        Of the layers cut by outputs (qkv, fc1) the input as it was kept and the part of the output's gradient; of those
+        cut by inputs (proj, fc2) the part of the input and the whole gradient of the output.
+        """
+        spec, tp = self.spec, self.layout.tp
+        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        inputs = 2 * self.hidden + (queries + spec.mlp) / tp
+        gradients = (queries + 2 * keys + 2 * spec.mlp) / tp + 2 * spec.hidden
+        return tokens * (inputs + gradients) * self.element_bytes
+
+    def split_passing_bytes(self, tokens: float) -> tuple[float, float]:
+        """What passes in B of a split backward less than in a whole one, for it is held until W and counted so, where
+        layers are run again; and in W: inputs that are gathered, of one product and the next."""
+        kept = self.split_layer_bytes(tokens)
+        return max(0.0, kept - self.kept_layer_bytes(tokens)), 2 * self.gathering_bytes(tokens)
+
+    @abstractmethod
+    def layer_activation_bytes(self, tokens: float) -> float:
+        """What the backward of one layer needs."""
+
+    @abstractmethod
+    def _kept_end_bytes(self, stage: int, tokens: float) -> float:
+        """What a stage keeps beside its layers."""
+
+    @abstractmethod
+    def passing_bytes(self, tokens: float, place: int | None = None) -> float:
+        """What passes while one micro-batch runs, beside what is kept."""
+
+    @abstractmethod
+    def prefilling_bytes(self, tokens: float, outputs: float) -> int:
+        """What a step of the engine over so many tokens holds: a layer's activations, then logits of `outputs`."""
+
+    @abstractmethod
+    def scoring_bytes(self, tokens: float) -> int:
+        """What a forward over a packed batch holds, with an output for every token."""
+
+    def graph_bytes(self, sequences: float) -> int:
+        """What recorded decode steps of so many sequences reserve for their activations."""
+        return 0
+
+    def receiving_bytes(self, tokens: float, place: int) -> float:
+        """Memory that stays for what stages receive."""
+        return 0.0
+
+    def gathering_bytes(self, tokens: float) -> float:
+        """Memory that stays for hidden states that sequence parallelism has cut."""
+        return 0.0
+
+    def rotation_bytes(self, tokens: float) -> float:
+        """Memory that stays for cosines and sines of so many positions."""
+        return 0.0
+
+
+class CpuMemory(ModelMemory):
+    """Kernels for float32 that keep little, Megatron's own for others; logits are whole."""
+
+    def layer_activation_bytes(self, tokens: float) -> float:
+        """Kept whole on every tensor rank, but cut under sequence parallelism: of both norms the input in float32, the
+        normed input and the output. Always cut by tp: query, key and value joined, query and key once more after the
+        rotation, the attention's output of each sequence and of all, and gate, its activation, up and their product.
+
+        In float32 of a norm the input, the output and one number, of attention query, key, value and output once each,
+        and one number a head; not the activation.
+        """
+        spec, norms = self.spec, 2 * self.hidden
+        if self.element_bytes == 4:
+            cut = 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads + 3 * spec.mlp
+            return tokens * 4 * (2 * norms + norms / spec.hidden + cut / self.layout.tp)
+        cut = (4 * spec.heads + 3 * spec.kv_heads) * spec.head_dim + 4 * spec.mlp
+        return tokens * (norms * (4 + 2 * self.element_bytes) + cut / self.layout.tp * self.element_bytes)
+
+    def _kept_end_bytes(self, stage: int, tokens: float) -> float:
+        last = stage == self.layout.stages - 1
+        return tokens * self.spec.vocab * 4 / self.layout.tp if last and not self.scalar_head else 0
+
+    def passing_bytes(self, tokens: float, place: int | None = None) -> float:
+        """Gradients of one layer's activations, where layers are run again one of these, and on the last stage logits
+        and their gradient."""
+        last = place in (None, self.layout.pp - 1)
+        return self.layer_activation_bytes(tokens) * (2 if self.recompute else 1) + 2 * last * self.logits_bytes(tokens)
+
+    def prefilling_bytes(self, tokens: float, outputs: float) -> int:
+        return int(max(self.layer_activation_bytes(tokens), 2 * self.logits_bytes(outputs)))
+
+    def scoring_bytes(self, tokens: float) -> int:
+        return self.prefilling_bytes(tokens, tokens)
+
+
+class GpuMemory(ModelMemory):
+    """What the CUDA kernels of this project keep; on a stage also what it receives, in memory that stays."""
+
+    def layer_activation_bytes(self, tokens: float) -> float:
+        """Both norms' inputs and outputs with one float32 a row; query, key and value joined, query and key once more
+        after the rotation, attention's output and one float32 a row and head; gate and up, and their product."""
+        spec = self.spec
+        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        cut = ((3 * queries + 3 * keys + 3 * spec.mlp) * self.element_bytes + 4 * spec.heads) / self.layout.tp
+        return tokens * (4 * self.hidden * self.element_bytes + 2 * 4 * self.hidden / spec.hidden + cut)
+
+    def _kept_end_bytes(self, stage: int, tokens: float) -> float:
+        """Its output, on the last stage what goes into the final norm, the head, and the loss; less the received input,
+        which `receiving_bytes` counts."""
+        last = stage == self.layout.stages - 1
+        hidden, whole = self.hidden * self.element_bytes, self.spec.hidden * self.element_bytes
+        head = 4 * self.spec.hidden if self.scalar_head else whole  # the rows that the head multiplies
+        return tokens * ((2 * hidden + head if last else hidden) - (hidden if stage > 0 else 0))
+
+    def kept_for_weights(self, cut: Sequence[int], tokens: float) -> tuple[int, ...]:
+        """The gradient that a stage receives is counted as received."""
+        received = 0 if self.cuts_tokens else self.hidden_bytes(tokens)
+        layer, last = self.split_layer_bytes(tokens), len(cut) - 1
+        return tuple(int(layers * layer - received * (stage < last)) for stage, layers in enumerate(cut))
+
+    def passing_bytes(self, tokens: float, place: int | None = None) -> float:
+        """Gradients of one layer's activations, where layers are run again one of these; on the last stage a tile of
+        logits and its gradient; on the first the table's gradient, when its layers keep nothing any more."""
+        back = self._layer_backward_bytes(tokens)  # a layer's input is kept already
+        back += self.layer_activation_bytes(tokens) - self.hidden_bytes(tokens) if self.recompute else 0
+        if place in (None, 0):
+            kept = len(self.layout.stage_layers(self.spec.layers)[0]) * self.kept_layer_bytes(tokens)
+            table = (tokens * self.spec.hidden + self.spec.embedding_parameters / self.layout.tp) * self.element_bytes
+            back = max(back, table - kept)
+        loss = place in (None, self.layout.pp - 1) and not self.scalar_head
+        return max(back, self.loss_bytes(tokens) if loss else 0)
+
+    def _layer_backward_bytes(self, tokens: float) -> float:
+        """While the MLP of a stage's last layer runs back, beside the gradient of its output: gradients of the product
+        and the second weights; of the product, gate and up; of gate and up, the first weights and their input, which no
+        longer need gate, up and product. Gradients of what tensor ranks multiply are whole on each; under sequence
+        parallelism that of the input also as this rank's part."""
+        width, whole, hidden = self.spec.mlp / self.layout.tp, self.spec.hidden, self.hidden
+        second = tokens * (width + whole - hidden) + width * whole
+        inner = tokens * 2 * width
+        first = tokens * (whole - width + (hidden if hidden < whole else 0)) + 2 * width * whole
+        return (tokens * hidden + max(second, inner, first)) * self.element_bytes
+
+    def loss_bytes(self, tokens: float, backward: bool = True) -> float:
+        """Log-probabilities by tiles: one tile; backwards, the float32 sum of a chunk of rows, to which products add,
+        and gradients of the rows and of all hidden states."""
+        hidden = self.spec.hidden
+        rows = min(tokens, LINE_BYTES // (4 * hidden))
+        most = TILE_BYTES / (TILE_ELEMENT_BYTES * rows)
+        columns = min(most, LINE_BYTES // (4 * hidden), self.spec.vocab / self.layout.tp)
+        if not backward:
+            return rows * columns * 8
+        return rows * columns * TILE_ELEMENT_BYTES + 4 * hidden * rows + 2 * tokens * hidden * self.element_bytes
+
+    def prefilling_bytes(self, tokens: float, outputs: float) -> int:
+        """Query, key and value joined, the rotated query, gate and up, and their product; with what was there before
+        the layer and the product of that before, or with the normed input and the output."""
+        spec, tp = self.spec, self.layout.tp
+        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        cut = (2 * queries + 2 * keys + 3 * spec.mlp) / tp
+        layer = tokens * (2 * spec.hidden + cut + max(spec.mlp / tp, spec.hidden)) * self.element_bytes
+        return int(max(layer, 2 * self.logits_bytes(outputs)))
+
+    def scoring_bytes(self, tokens: float) -> int:
+        """Embeddings, a layer's input, both norms' outputs and attention's sum; with gate, up and their product, or
+        with its output before and after it is added. Then the loss beside the rows that it is of."""
+        hidden = self.spec.hidden
+        layer = tokens * (5 * hidden + max(3 * self.spec.mlp / self.layout.tp, 2 * hidden)) * self.element_bytes
+        if self.scalar_head:
+            return int(layer)
+        return int(max(layer, tokens * hidden * self.element_bytes + self.loss_bytes(tokens, backward=False)))
+
+    def graph_bytes(self, sequences: float) -> int:
+        return self.prefilling_bytes(sequences, sequences)
+
+    def receiving_bytes(self, tokens: float, place: int) -> float:
+        """Gradients of the output of each stage here, and as many hidden states as micro-batches are under way, in
+        training's usual order, and one that came early."""
+        stages, last = range(place, self.layout.stages, self.layout.pp), self.layout.stages - 1
+        slots = sum((self.layout.pp - place + 1 if stage > 0 else 0) + (stage < last) for stage in stages)
+        return slots * self.hidden_bytes(tokens)
+
+    def gathering_bytes(self, tokens: float) -> float:
+        """Megatron's buffer."""
+        return tokens * self.spec.hidden * self.element_bytes if self.cuts_tokens else 0.0
+
+    def rotation_bytes(self, tokens: float) -> float:
+        """In float32."""
+        return tokens * self.spec.head_dim * 4
+
+
+def memory_on(hardware: HardwareSpec) -> type[ModelMemory]:
+    """How memory is counted on such a device."""
+    return {CPU: CpuMemory, GPU: GpuMemory}[hardware.device]

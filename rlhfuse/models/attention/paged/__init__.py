@@ -1,0 +1,1 @@
+"""Attention over the blocks of a cache, for generation."""

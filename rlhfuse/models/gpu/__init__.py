@@ -1,1 +1,0 @@
-"""Kernels of our own for GPUs, in Triton, and those of libraries."""

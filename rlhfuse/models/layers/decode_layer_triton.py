@@ -1,0 +1,133 @@
+"""What a decoder layer does between its products, in Triton kernels: residual with norm, heads' places; and swiglu.py.
+
+A layer is then nine launches: add_norm, qkv, place_heads, attention, proj, add_norm, fc1, swiglu, fc2. Sums and
+products are float32; each is rounded where the training side rounds it. Letters: T tokens, C hidden, H query heads, G
+key/value heads, D head_dim, F columns of the MLP; bytes are of 16-bit numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _add_norm_kernel(
+    x, delta, bias, weight, out, eps,
+    size: tl.constexpr, DELTA: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row)."""
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    at = tl.program_id(0).to(tl.int64) * size + columns
+    kind = x.dtype.element_ty
+    row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if DELTA:
+        added = tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            added = (added + tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+        rounded = (row + added).to(kind)
+        tl.store(x + at, rounded, mask=inside)
+        row = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row, 0) / size + eps)
+    normed = row * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, normed.to(kind), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # parts of one tensor: it follows from the rows
+def _place_heads_kernel(
+    qkv, q_norm, k_norm, cos, sin, positions, slots, q, keys, values, eps, groups: tl.constexpr, heads: tl.constexpr,
+    half: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program (token, group): rows 0:heads of a tile are queries, row `heads` is the key; the value is copied."""
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dim: tl.constexpr = 2 * half
+    kind = qkv.dtype.element_ty
+    rows, columns = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    visible = columns < half
+    inside = (rows <= heads)[:, None] & visible[None, :]
+    base = qkv + (token * groups + group) * (heads + 2) * dim
+    at = rows[:, None] * dim + columns[None, :]
+    first = tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(base + at + half, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / dim + eps)[:, None]
+        key = (rows == heads)[:, None]
+        of_queries = tl.load(q_norm + columns, mask=visible, other=0.0).to(tl.float32)[None, :]
+        of_keys = tl.load(k_norm + columns, mask=visible, other=0.0).to(tl.float32)[None, :]
+        first = (first * scale * tl.where(key, of_keys, of_queries)).to(kind).to(tl.float32)
+        of_queries = tl.load(q_norm + half + columns, mask=visible, other=0.0).to(tl.float32)[None, :]
+        of_keys = tl.load(k_norm + half + columns, mask=visible, other=0.0).to(tl.float32)[None, :]
+        second = (second * scale * tl.where(key, of_keys, of_queries)).to(kind).to(tl.float32)
+    angle = tl.load(positions + token) * half + columns
+    c = tl.load(cos + angle, mask=visible, other=0.0)[None, :]
+    s = tl.load(sin + angle, mask=visible, other=0.0)[None, :]
+    turned = (first * c - second * s).to(kind)
+    turned_second = (second * c + first * s).to(kind)
+    queries = (rows < heads)[:, None] & visible[None, :]
+    q_at = q + (token * groups + group) * heads * dim + at
+    tl.store(q_at, turned, mask=queries)
+    tl.store(q_at + half, turned_second, mask=queries)
+
+    place = (tl.load(slots + token) * groups + group) * dim
+    key = (rows == heads)[:, None] & visible[None, :]
+    k_at = keys + place + columns[None, :] + rows[:, None] * 0
+    tl.store(k_at, turned, mask=key)
+    tl.store(k_at + half, turned_second, mask=key)
+    v = base + (heads + 1) * dim + columns
+    tl.store(values + place + columns, tl.load(v, mask=visible, other=0.0), mask=visible)
+    tl.store(values + place + half + columns, tl.load(v + half, mask=visible, other=0.0), mask=visible)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """As decode_layer.py's; x and delta contiguous.
+
+    Bytes: 8 T C, or 4 T C without a delta: x and delta read, x and the result written.
+    """
+    tokens, size = x.shape
+    out = torch.empty_like(x)
+    if tokens:
+        block = _power_of_two(size)
+        launch: Any = _add_norm_kernel[(tokens,)]
+        some = x if delta is None else delta
+        constants = dict(size=size, DELTA=delta is not None, BIAS=bias is not None, BLOCK=block)
+        warps = min(8, max(1, block // 512))
+        launch(x, some, x if bias is None else bias, weight, out, eps, **constants, num_warps=warps)
+    return out
+
+
+def place_heads(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    rotary: tuple[Tensor, Tensor],
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """As decode_layer.py's; qkv contiguous.
+
+    Bytes: 4 T (H + 2 G) D, each number read and written once, and 4 T D of angles, mostly from L2.
+    """
+    groups, dim = keys.shape[2:]
+    tokens, heads = len(qkv), qkv.shape[1] // (groups * dim) - 2
+    q = qkv.new_empty(tokens, groups * heads, dim)
+    if tokens:
+        weights = norms or (qkv, qkv)
+        block_h, block_d = _power_of_two(heads + 1), _power_of_two(dim // 2)
+        warps = min(4, max(1, block_h * block_d // 256))
+        launch: Any = _place_heads_kernel[(tokens, groups)]
+        launch(
+            qkv, *weights, *rotary, positions, slots, q, keys, values, eps, groups=groups, heads=heads, half=dim // 2,
+            NORM=norms is not None, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=warps,
+        )  # fmt: skip
+    return q
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()

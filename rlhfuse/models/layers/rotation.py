@@ -1,0 +1,89 @@
+"""Rotary position embedding, the same numbers for training, scoring and generation.
+
+Position p turns the pair (x[d], x[d + D/2]) by the angle p * theta^(-2d/D) ("rotate half", as in Hugging Face and
+Megatron). Scaling stretches the wavelengths: linear by one factor, llama3 by one that fades in from short to long.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhfuse.config.spec import ModelSpec, RopeScaling
+
+SHORTEST = 256  # rows of a table
+
+
+def rotary_frequencies(spec: ModelSpec) -> Tensor:
+    """Radians per position of each pair of head dimensions: float32 [head_dim / 2], on the CPU."""
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    return _scaled(1.0 / spec.rope_theta**exponents, spec.rope_scaling)
+
+
+def _scaled(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    wavelengths = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    # 0 for wavelengths beyond original_context / low (fully stretched), 1 below original_context / high (kept).
+    keep = ((scaling.original_context / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+
+
+def rotary_tables(spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [context, head_dim / 2] float32."""
+    return _tables(spec.context, rotary_frequencies(spec), device)
+
+
+class RotaryTables:
+    """cos and sin of a model's angles, as far as its sequences have been long; its layers share them."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        self._frequencies, self._device = rotary_frequencies(spec), device
+        self._tables = torch.empty(0, 0), torch.empty(0, 0)
+
+    def up_to(self, length: int) -> tuple[Tensor, Tensor]:
+        """Each [`length` or more, head_dim / 2] float32."""
+        if length > len(self._tables[0]):
+            rows = 1 << max(length - 1, SHORTEST - 1).bit_length()
+            self._tables = _tables(rows, self._frequencies, self._device)
+        return self._tables
+
+
+def _tables(rows: int, frequencies: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    angles = torch.outer(torch.arange(rows).float(), frequencies)
+    return angles.cos().to(device), angles.sin().to(device)
+
+
+def rotate_packed(x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
+    """x [T, heads, D] turned by the positions [T] of its tokens; differentiable once, and of x nothing is kept.
+
+    Angles and products are float32 whatever x is, and the result is rounded once, as the engine does it.
+    """
+    return _Rotation.apply(x, *tables, positions)  # pyright: ignore[reportReturnType]
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin, positions)
+        return _turn(x, cos, sin, positions)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _turn(gradient, *(saved.detach() for saved in ctx.saved_tensors), back=True), None, None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, back: bool = False) -> Tensor:
+    if x.is_cuda:
+        from rlhfuse.models.layers.rotation_triton import turn
+
+        return turn(x, cos, sin, positions, back)
+    cos, sin = (table[positions][:, None] for table in (cos, -sin if back else sin))
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

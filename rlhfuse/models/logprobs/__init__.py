@@ -1,0 +1,1 @@
+"""Log-probabilities of tokens from hidden states, without whole logits."""

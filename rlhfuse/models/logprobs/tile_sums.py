@@ -1,0 +1,79 @@
+"""What a softmax needs of one tile of logits, and the tile's gradient: plain torch, or Triton on CUDA.
+
+Sums of R rows are one tensor [4, R] float32: the largest logit m so far, the sums of exp(z - m) and of
+exp(z - m) (z - m), and the target's logit, 0 until its tile has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOWEST = -1e30  # of no logit yet: finite, because it is multiplied by zero
+
+
+@dataclass(frozen=True)
+class TileFunctions:
+    add: Callable[[Tensor, Tensor, float, Tensor], None]  # as `add_tile`
+    gradient: Callable[..., Tensor]  # as `tile_gradient`
+
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> Tensor:
+        """Sums of no tile."""
+        sums = torch.zeros(4, rows, dtype=torch.float32, device=device)
+        sums[0].fill_(LOWEST)
+        return sums
+
+
+def tile_functions(device: torch.device) -> TileFunctions:
+    """Those of this device."""
+    if device.type == "cuda":
+        from rlhfuse.models.logprobs import tile_sums_triton as kernels
+
+        return TileFunctions(kernels.add_tile, kernels.tile_gradient)
+    return TileFunctions(add_tile, tile_gradient)
+
+
+def add_tile(logits_RW: Tensor, targets_R: Tensor, temperature: float, sums_4R: Tensor) -> None:
+    """Add a tile to the sums, in place; the logits are overwritten. Targets outside 0..W-1 are in other tiles."""
+    z, (old, total, moment, picked) = logits_RW.div_(temperature), sums_4R
+    inside, place = _inside(targets_R, z.shape[1])
+    picked += torch.where(inside, z.gather(1, place)[:, 0], 0.0)
+    top = torch.maximum(old, z.amax(dim=1))
+    shrink = (old - top).exp_()
+    weights = z.sub_(top[:, None]).exp()
+    moment.add_((old - top) * total).mul_(shrink)
+    total.mul_(shrink).add_(weights.sum(dim=1))
+    moment.add_(z.mul_(weights).sum(dim=1))
+    old.copy_(top)
+
+
+def tile_gradient(
+    logits_RW: Tensor,
+    targets_R: Tensor,
+    temperature: float,
+    log_total_R: Tensor,
+    entropy_R: Tensor,
+    by_logprob_R: Tensor,
+    by_entropy_R: Tensor | None,
+    *,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradient [R, W] of the logits in `dtype`, which are overwritten: (target - p) dl - p (log p + entropy) dh."""
+    z = logits_RW.div_(temperature).sub_(log_total_R[:, None])
+    inside, place = _inside(targets_R, z.shape[1])
+    down = by_logprob_R[:, None] / temperature
+    if by_entropy_R is None:
+        z.exp_().mul_(-down)
+    else:
+        share = z.exp()
+        z.add_(entropy_R[:, None]).mul_(by_entropy_R[:, None] / temperature).add_(down).mul_(share).neg_()
+    return z.scatter_add_(1, place, torch.where(inside[:, None], down, 0.0)).to(dtype)
+
+
+def _inside(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Whether each target is in the tile, [R], and its column there or any, [R, 1]."""
+    return (targets >= 0) & (targets < width), targets.clamp(0, width - 1)[:, None]

@@ -1,0 +1,102 @@
+"""Batches as the kernel of generation and inference takes them.
+
+The kernel is compiled at its first use on a machine, in a process of its own, which says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+
+import numpy as np
+
+from rlhfuse.base.kernel_cache import KernelGroup, compile_apart, tell_what_is_compiled
+from rlhfuse.costs import fits
+from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.fits import Line
+from rlhfuse.costs.forms import form
+from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.decisions import packing
+from rlhfuse.decisions.migration import check_threshold, destination_count
+from rlhfuse.decisions.packing import split_samples
+from rlhfuse.simulator.cost_numbers import cost_numbers
+from rlhfuse.simulator.gen_infer_kernel import gen_infer
+from rlhfuse.simulator.instance_kernel import SAMPLE, SPAN, Batch, MoveNumbers, State
+from rlhfuse.simulator.instance_limits import InstanceLimits, check_lengths, move_cost
+from rlhfuse.simulator.lengths import SampleLengths
+
+SPANS = 6  # of an instance at most, beside those of scored packs
+
+
+class Simulation:
+    """Batches of samples on so many instances, at the costs and within the limits of one."""
+
+    def __init__(self, batches: Sequence[SampleLengths], instances: int, costs: CostModel, limits: InstanceLimits):
+        """Raises InputError for lengths beyond the limits."""
+        for lengths in batches:
+            check_lengths(lengths, instances, limits)
+        self._limits, self._instances = limits, instances
+        most = min(limits.max_sequences, max(map(len, batches)))
+        self._costs, move = cost_numbers(costs, most), MoveNumbers(*map(float, astuple(move_cost(costs, limits))))
+        self._batches = [self._batch(lengths, move) for lengths in batches]
+
+    def run(self, thresholds: Sequence[int]) -> np.ndarray:
+        """OUTCOME [batches, thresholds]; R_t descend. Raises InputError for one that is none of a batch's."""
+        return np.array([self._run(batch, thresholds, spans=0)[0] for batch in self._batches])
+
+    def trace(self, threshold: int) -> tuple[np.ndarray, State, np.ndarray]:
+        """OUTCOME of the first batch, how it ended, and SPAN of what its instances did. Raises InputError likewise."""
+        batch = self._batches[0]
+        outcomes, state = self._run(batch, (threshold,), spans=len(batch.samples) + SPANS * self._instances)
+        return outcomes[0], state, state.spans[: state.written[0]]
+
+    def _run(self, batch: Batch, thresholds: Sequence[int], spans: int) -> tuple[np.ndarray, State]:
+        for threshold in thresholds:
+            check_threshold(threshold, len(batch.samples))
+        if not gen_infer.signatures:
+            compile_apart([kernel_group()])
+        sizes = self._limits.bs_max, self._limits.sample_kv_bytes, self._limits.kv_capacity_bytes
+        several = self._instances > 1
+        counts = [destination_count(threshold, *sizes, self._instances) if several else 0 for threshold in thresholds]
+        return gen_infer(batch, self._costs, np.array(thresholds), np.array(counts), np.zeros(spans, SPAN))
+
+    def _batch(self, lengths: SampleLengths, move: MoveNumbers) -> Batch:
+        limits, samples = self._limits, np.zeros(len(lengths), SAMPLE)
+        samples["prompt"], samples["output"], samples["ended"] = lengths.prompt, lengths.output, np.nan
+        samples["scored"] = limits.padded_score_tokens or samples["prompt"] + samples["output"]
+        shares = map(len, split_samples(len(lengths), self._instances))
+        samples["home"] = samples["at"] = np.repeat(np.arange(self._instances), list(shares))
+        return Batch(
+            samples=samples,
+            longest_first=np.argsort(-samples["scored"], kind="stable"),
+            instances=self._instances,
+            max_sequences=limits.max_sequences,
+            capacity=limits.kv_capacity_tokens,
+            block_tokens=limits.block_tokens,
+            score_tokens=limits.score_tokens,
+            models=limits.scoring_models,
+            early_models=limits.early_models,
+            reward_workers=limits.reward_workers,
+            move=move,
+        )
+
+
+def kernel_group() -> KernelGroup:
+    """What `compile_apart` compiles for simulations."""
+    return KernelGroup(
+        (gen_infer,), "rlhfuse.simulator.simulation", sources=(form.__file__, fits.__file__, packing.__file__)
+    )
+
+
+def _compile_kernel() -> None:
+    """Simulate one sample, so that the kernel is in numba's cache afterwards."""
+    line = Line(1.0, (0.0, 0.0))
+    costs = MeasuredCost(line, line, line, Line(1.0, (0.0,)), swap_in=0.0, meeting=0.0, release=0.0)
+    simulation = Simulation([SampleLengths((1,), (1,))], 1, costs, InstanceLimits(1, 2.0, 1.0, 1, 1, 1, 1, 1))
+    (batch,) = simulation._batches
+    gen_infer(batch, simulation._costs, np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(0, SPAN))
+
+
+if __name__ == "__main__":
+    tell_what_is_compiled()
+    _compile_kernel()

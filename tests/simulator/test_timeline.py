@@ -1,0 +1,136 @@
+"""Serial and fused time lines of generation and inference: closed forms and what every time line must keep."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from testkit.profiles import examples
+from testkit.sim_helpers import (
+    equal,
+    lengths_strategy,
+    limits,
+    linear_cost,
+    long_tail,
+    spans_of,
+    tight,
+)
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.simulator.instance_limits import move_cost
+from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.timeline import simulate_gen_infer
+
+
+def kinds_of(line, instance=0):
+    return [span.kind for span in spans_of(line, instance)]
+
+
+def test_serial_closed_form():
+    """Two instances, equal samples: generation, cache out, weights in, then 4 x 30 tokens on each in one packed batch;
+    each instance's reward function takes its four samples one after the other."""
+    lengths, costs = equal(8, 10, 20), replace(linear_cost(reward=0.3), meeting=0.25, release=0.125)
+    line = simulate_gen_infer(lengths, 2, costs, limits(), 0)
+    generation = line.generation_seconds
+    context = sum(4 * (10 + done) for done in range(1, 20))
+    assert generation == pytest.approx(2e-3 + 40 * 1e-4 + 19 * 14e-3 + context * 1e-6)
+    scored = generation + 0.375 + 0.5 + 5e-3 + 120 * 1e-3
+    assert (line.total_seconds, line.reward_seconds) == pytest.approx((generation + 1.2, generation + 1.2 - scored))
+    assert kinds_of(line) == ["generate", "meet", "idle", "swap_in", "score", "reward"]
+    assert simulate_gen_infer(lengths, 2, costs, limits(reward_workers=2), 0).total_seconds == pytest.approx(scored)
+
+
+def test_weights_that_come_in_while_samples_decode():
+    """From the end of the prefill on, at 6 ms; with two models the second follows, or waits for the cache to go."""
+    for tokens, ready in ((20, 0.506), (40, None)):
+        lengths = equal(8, 10, tokens)
+        line = simulate_gen_infer(lengths, 2, linear_cost(), limits(early_models=1), 0)
+        begin = ready or line.generation_seconds  # hidden
+        assert line.total_seconds == pytest.approx(begin + 5e-3 + 4 * (10 + tokens) * 1e-3)
+        kinds = ["generate", "swap_in", "score"] if ready else ["generate", "score"]
+        assert kinds_of(line) == kinds
+    two = limits(scoring_models=2, early_models=1)
+    line = simulate_gen_infer(lengths, 2, linear_cost(), two, 0)
+    seconds = 5e-3 + 200 * 1e-3
+    second = max(line.generation_seconds + seconds / 2, line.generation_seconds + 0.25)
+    assert line.total_seconds == pytest.approx(second + seconds / 2)
+
+
+def test_the_destination_scores_at_once_with_weights_that_came_meanwhile():
+    """Its last samples end together: instance 1 takes one pack of them, and who has decoded them another."""
+    lengths = SampleLengths((10,) * 8, (150, 20, 150, 20, 150, 20, 150, 20))
+    late, early = (
+        simulate_gen_infer(lengths, 2, linear_cost(), limits(bs_max=4, early_models=count), 4) for count in (0, 1)
+    )
+    assert late.plan.destinations == early.plan.destinations == (0,)
+    assert late.generation_seconds == early.generation_seconds
+    assert early.total_seconds <= late.total_seconds - 0.1
+    assert "swap_in" in kinds_of(late) and "swap_in" not in kinds_of(early)
+
+
+def test_fused_closed_form():
+    """Instance 0 has one long sample, instance 1 ends early, frees itself and scores three; then the long one."""
+    lengths = SampleLengths((10, 10, 10, 10), (20, 200, 20, 20))
+    line = simulate_gen_infer(lengths, 2, linear_cost(), limits(), 1)
+    finish = simulate_gen_infer(lengths, 2, linear_cost(), limits(), 0).sample_seconds
+    assert line.plan.destinations == (0,) and line.plan.moves == ()
+    assert line.generation_seconds == pytest.approx(finish[1])  # nothing moved, nothing waited
+    scored = [line.trigger_seconds + 0.5 + 5e-3 + 60 * 1e-3]  # packs may shrink to a quarter of 256 tokens
+    scored.append(scored[0] + 5e-3 + 30 * 1e-3)
+    assert line.scored_before_generation_end == 3
+    assert [span.kind for span in spans_of(line, 1) if span.kind != "idle"] == ["generate", "swap_in", *["score"] * 3]
+    assert [span.end for span in spans_of(line, 1) if span.kind == "score"][:2] == pytest.approx(scored)
+    assert line.total_seconds == pytest.approx(finish[1] + 5e-3 + 210 * 1e-3)
+
+
+def test_a_moved_sample_pays_for_its_keys_and_values():
+    lengths = SampleLengths((10, 10, 10, 10), (200, 200, 20, 190))
+    line = simulate_gen_infer(lengths, 2, linear_cost(), limits(), 3)
+    (move,) = line.plan.moves
+    assert (move.sample_id, move.source, move.destination, move.mode) == (3, 1, 0, "kv")
+    assert line.migrated_bytes == move.kv_tokens * 100
+    assert line.migration_seconds == pytest.approx(1e-3 + line.migrated_bytes * 1e-9)
+
+
+@examples(60)
+@given(lengths_strategy(), st.integers(2, 6), st.floats(0, 1), st.integers(150, 900))
+def test_every_time_line_keeps_the_rules(lengths, instances, ratio, capacity):
+    lim, threshold = tight(capacity), int(ratio * len(lengths))
+    line = simulate_gen_infer(lengths, instances, linear_cost(), lim, threshold)
+    for instance in range(instances):
+        clock = 0.0
+        for span in spans_of(line, instance):  # spans tile the time without overlap
+            assert span.start == pytest.approx(clock) and span.end > span.start
+            clock = span.end
+        assert clock == pytest.approx(line.total_seconds)
+    tokens = sum(lengths.prompt) + sum(lengths.output)
+    scoring = [span for span in line.spans if span.kind == "score"]
+    spent = sum(span.end - span.start for span in scoring)
+    assert spent == pytest.approx(tokens * 1e-3 + 5e-3 * len(scoring))  # each token is scored exactly once
+    assert line.total_seconds >= line.generation_seconds
+    assert line == simulate_gen_infer(lengths, instances, linear_cost(), lim, threshold)
+    assert not line.plan or len(line.plan.moves) + len(line.plan.stays) <= threshold
+
+
+def test_move_cost_reads_linear_costs_exactly():
+    cost = move_cost(linear_cost(), limits())
+    assert (cost.transfer_latency_seconds, cost.transfer_seconds_per_byte) == pytest.approx((1e-3, 1e-9))
+    assert (cost.prefill_latency_seconds, cost.prefill_seconds_per_token) == pytest.approx((2e-3, 1e-4))
+
+
+def test_equal_lengths_have_a_closed_form():
+    """8 samples of 10 + 50 tokens: one prefill, then 49 steps of 10 + 8 ms and 1 us per context token."""
+    context = sum(8 * (10 + done) for done in range(1, 50))
+    expected = 2e-3 + 80 * 1e-4 + 49 * 18e-3 + context * 1e-6
+    line = simulate_gen_infer(equal(8, 10, 50), 1, linear_cost(), limits(), 0)
+    assert line.sample_seconds == pytest.approx((expected,) * 8)
+
+
+def test_too_little_room_is_refused():
+    with pytest.raises(InputError, match="KV of 299 tokens, fewer than one sample of 100 \\+ 200 = 300"):
+        limits(kv_capacity_bytes=29900.0)
+
+
+def test_a_threshold_beyond_the_batch_is_refused():
+    with pytest.raises(InputError, match="R_t = 17: a number from 0 .serial. to the 16 samples"):
+        simulate_gen_infer(long_tail(16), 2, linear_cost(), limits(), 17)

@@ -1,1 +1,0 @@
-"""What tools/make_tiny_models.py makes the embedded models from."""
