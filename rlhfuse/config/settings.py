@@ -390,9 +390,9 @@ class TrainerConfig(Settings):
     )
     hardware: Text = key(
         "auto",
-        "auto, cpu, a100, h100, h800, h200, measured:FILE (what `scripts/gpu_check.sh --hardware FILE` measured of "
-        "this machine), or machines of several kinds with counts in the order of the ranks, as a100:8,h100:8: used by "
-        "the planner",
+        "auto (where machines differ, the least of each), cpu, a100, h100, h800, h200, measured:FILE (what "
+        "`scripts/gpu_check.sh --hardware FILE` measured of this machine), or machines of several kinds with counts in "
+        "the order of the ranks, as a100:8,h100:8: used by the planner",
     )
     memory_limit_gb: NonNegative = key(
         0.0,
