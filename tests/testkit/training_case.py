@@ -38,7 +38,7 @@ from testkit.whole_model import BETAS, EPS, SGD, Recipe, ReferenceStep, train_wh
 SAMPLES = 24
 # How far a recording may be off whole models in float64. The bounds are float32's own: in one process its gradients of
 # these models are 4e-7 to 7e-7 of each tensor's largest away from float64's.
-GRADIENTS = 1e-6  # of each tensor's largest
+GRADIENTS = 2e-6  # of each tensor's largest; tensor ranks add up in another order
 LOSSES = NORMS = 1e-6  # of the largest loss, of the norm
 WEIGHTS = {"sgd": 1e-6, "adam": 5e-5}  # absolute, after the last step
 LATER = {"sgd": 1e-6, "adam": 5e-6}  # losses and norms of the steps that begin with such weights

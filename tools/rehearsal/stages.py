@@ -76,6 +76,8 @@ def rehearse(
         words = [sys.executable, "-m", "rehearsal.process", str(asked), str(out)]
         # kernels are to be launched, not interpreted
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        places = str(Path(__file__).parent.parent), environment.get("PYTHONPATH", "")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))  # where this package is found
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None
             for line in process.stdout:
