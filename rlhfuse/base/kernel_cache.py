@@ -54,7 +54,7 @@ def compile_apart(groups: Sequence[KernelGroup], progress: Callable[[str], None]
     """
     if not _missing(groups):
         return
-    folder = Path(os.path.commonpath([kernel.stats.cache_path for group in groups for kernel in group.kernels]))
+    folder = Path(min(kernel.stats.cache_path for group in groups for kernel in group.kernels))
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "compiling.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other ranks of this machine want the same: they wait, and find it
