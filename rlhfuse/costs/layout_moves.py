@@ -48,7 +48,7 @@ class MoveLoad:
     def of(moves: WeightMoves, devices_per_node: int) -> MoveLoad:
         """The sums of a plan's rows."""
         world = 1 + int(moves.rows[:, 1:3].max())
-        return MoveLoad(_sums(moves.rows, moves.parts[:, 3], devices_per_node, world), moves.minimum_across)
+        return MoveLoad(add_rows(moves.rows, moves.parts[:, 3], devices_per_node, world), moves.minimum_across)
 
     def seconds(self, hardware: HardwareSpec) -> float:
         """Seconds until the busiest rank is done: its copies, its node's links and the network, one after the other."""
@@ -122,7 +122,7 @@ def model_load(
 
 
 @njit(cache=True)
-def _sums(rows: np.ndarray, size: np.ndarray, devices_per_node: int, world: int) -> np.ndarray:
+def add_rows(rows: np.ndarray, size: np.ndarray, devices_per_node: int, world: int) -> np.ndarray:
     sums = np.zeros((3, 2, world), np.int64)
     for row in range(len(rows)):
         source, target, moved = rows[row, 1], rows[row, 2], size[rows[row, 0]]

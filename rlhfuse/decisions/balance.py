@@ -46,7 +46,7 @@ def microbatch_sums(token_lengths: np.ndarray, parts: int) -> np.ndarray:
     """
     _check_samples(len(token_lengths), parts)
     _check_weights(token_lengths.tolist(), parts)
-    return _differencing(np.ascontiguousarray(token_lengths, np.int64), parts)[1]
+    return differencing(np.ascontiguousarray(token_lengths, np.int64), parts)[1]
 
 
 def _check_samples(samples: int, parts: int) -> None:
@@ -66,7 +66,7 @@ def partition(weights: Sequence[int], parts: int) -> list[list[int]]:
     """
     _check_weights(weights, parts)
     lists: list[list[int]] = [[] for _ in range(parts)]
-    for position, part in enumerate(_differencing(np.array(weights, np.int64), parts)[0].tolist()):
+    for position, part in enumerate(differencing(np.array(weights, np.int64), parts)[0].tolist()):
         lists[part].append(position)
     return lists
 
@@ -77,7 +77,7 @@ def _check_weights(weights: Sequence[int | float], parts: int) -> None:
 
 
 @njit(cache=True)
-def _differencing(weights: np.ndarray, parts: int) -> tuple[np.ndarray, np.ndarray]:
+def differencing(weights: np.ndarray, parts: int) -> tuple[np.ndarray, np.ndarray]:
     """The list of `partition` in which each position is, and the sum of each list.
 
     Empty parts are not stored but follow from counts. Only a partial partition of two weights or more has a row; it

@@ -89,7 +89,7 @@ def plan_moves(has: WeightHolders, wants: WeightHolders, devices_per_node: int) 
     parts = np.column_stack([np.repeat(np.arange(len(names)), counts), pieces[:, :2], size])
     nodes = int(max(has.ranks.max(), wants.ranks.max())) // devices_per_node + 1
     held, needed = (side.bounds(devices_per_node, nodes) for side in (has, wants))
-    rows = _choose(parts, pieces[:, 2:], has.ranks, held, wants.ranks, needed)
+    rows = choose_rows(parts, pieces[:, 2:], has.ranks, held, wants.ranks, needed)
     return WeightMoves(names, parts, rows, _minimum_across(size, pieces[:, 2:], np.diff(held) > 0, np.diff(needed) > 0))
 
 
@@ -117,7 +117,7 @@ def _minimum_across(size: np.ndarray, lists: np.ndarray, holding: np.ndarray, ne
 
 
 @njit(cache=True)
-def _choose(
+def choose_rows(
     parts: np.ndarray,
     lists: np.ndarray,
     holders: np.ndarray,

@@ -133,8 +133,6 @@ def train(config: RunConfig, name: str) -> int:
     inputs = check_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
     trainer = inputs.config.trainer
     device = choose_device(trainer.device, local_rank(), trainer.threads_per_rank, trainer.share_gpu)
-    if not device.is_cuda:
-        check_arithmetic(inputs.draft)
     torch.manual_seed(trainer.seed)
     allow_many_files()
     if device.backend == shared_gpu.SHARED_GPU:
@@ -211,6 +209,7 @@ def compile_at_first_use(inputs: RunInputs, rank: int, device: Device, progress:
         compile_kernels(dtype)
     if not device.is_cuda:
         dist.barrier()
+        check_arithmetic(inputs.draft)
 
 
 def check_arithmetic(draft: PlanDraft) -> None:

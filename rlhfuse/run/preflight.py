@@ -34,6 +34,7 @@ from rlhfuse.models.layers.transformer_engine import choose_layers
 from rlhfuse.models.tokenizer import chat_tokens, load_tokenizer, resolve_tokens
 from rlhfuse.parallel.device import device_kind
 from rlhfuse.planning.draft import PlanDraft, draft_plan
+from rlhfuse.planning.draft_kernels import compile_for_drafts
 from rlhfuse.planning.settle import Facts, StoredLayouts, settle, settle_but_layouts
 from rlhfuse.run.checkpoint.checkpoint import METRICS, Checkpoint, check_resumed, checkpoints_in, find_checkpoint
 from rlhfuse.run.checkpoint.compatibility import RunCompatibility
@@ -86,6 +87,7 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False, host: Ho
     if config.reward.function:
         facts = replace(facts, signature=check_reward_function(config, (*prompts.prompts, *val_prompts.prompts)))
     resume = find_checkpoint(config)
+    compile_for_drafts()
     run = settle(config, replace(facts, stored=_stored(resume)))
     draft = draft_plan(run)
     for role in config.roles():
