@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from rlhfuse.base.parallel_layout import ParallelLayout
@@ -155,8 +156,7 @@ class SharedCores:
 
     def rates(self, core: HardwareSpec, work: Work) -> HardwareSpec:
         """Rates of a rank in this work, of those of a core or a GPU."""
-        alone = self.in_turns(core) if work == "training" else self.together(core)
-        return slowed(alone, self.ratios.of(work))
+        return _rates(self, core, work)
 
     def together(self, core: HardwareSpec) -> HardwareSpec:
         """Rates of a rank while all compute, of those of a core."""
@@ -184,3 +184,9 @@ class SharedCores:
             f"{self.ranks} ranks{threads} share this machine's {self.count:g} cores{others}: work of all at once takes "
             f"x{self.waiting:.3g}, and a mini-batch at least all ranks' work over the cores",
         )
+
+
+@lru_cache(maxsize=64)  # every table of layouts asks for the same
+def _rates(cores: SharedCores, core: HardwareSpec, work: Work) -> HardwareSpec:
+    alone = cores.in_turns(core) if work == "training" else cores.together(core)
+    return slowed(alone, cores.ratios.of(work))

@@ -6,7 +6,7 @@ tables have in common is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from operator import mul
@@ -24,11 +24,12 @@ from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import TrainingRow
 from rlhfuse.planning.training.stage_cuts import with_cut
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, equal_microbatch, stage_costs, transfer_ticks
-from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
+from rlhfuse.schedule.ir.problem import FusionProblem, Number, StageCosts, fused_problem
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
 NO_TIME = 1e-12  # ticks of a part of a problem's backward, which must take some
+Bound = Callable[[FusionProblem], Number]  # ticks that no schedule beats
 
 
 class TrainingFloors:
@@ -103,9 +104,9 @@ class TrainingFloors:
         problem = fused_problem(layouts, row.microbatches, stages, alternate=self.setting.config.fusion.alternates)
         return replace(problem, transfer=transfer)
 
-    def seconds(self, row: TrainingRow, problem: FusionProblem) -> float:
-        """Seconds of an iteration: the work of every node with the shortest ways to it and from it, and the steps."""
-        ticks = max(work_bound(problem), self.setting.inputs.cores.least_time(problem, row.shape))
+    def seconds(self, row: TrainingRow, problem: FusionProblem, bound: Bound) -> float:
+        """Seconds of an iteration: a bound of its schedules, and the steps."""
+        ticks = max(float(bound(problem)), self.setting.inputs.cores.least_time(problem, row.shape))
         return self.setting.batch(row).optimizer_steps * (ticks * TICK_SECONDS + self._steps(row))
 
     def cut_layouts(self, row: TrainingRow) -> dict[Role, ParallelLayout]:

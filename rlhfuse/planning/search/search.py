@@ -1,7 +1,8 @@
 """The fastest tables, by proof: best first, every table by a floor of its price until no other can be faster.
 
-A table takes seven steps, each with a higher floor: mean work of a node; work of every node; weights moved; generation
-simulated in all room; in the room there is; work with backwards split as they may be; the proved bound of training.
+A table takes eight steps, each with a higher floor: mean work of a node; work of every node; weights moved; generation
+simulated in all room; in the room there is; work with backwards split as they may be; the same with their order; the
+proved bound of training.
 Whichever has the lowest floor takes its next step, so tables come out in the order of their price, then of their text
 (RLHFuse section 6 and REAL's plan search, exactly).
 """
@@ -31,10 +32,11 @@ from rlhfuse.planning.price import (
     simulate_generation,
     with_schedules,
 )
-from rlhfuse.planning.search.floors import TrainingFloors, generation_floor
+from rlhfuse.planning.search.floors import Bound, TrainingFloors, generation_floor, work_bound
 from rlhfuse.planning.search.setting import GenerationBytes, Setting
 from rlhfuse.planning.search.space import GenerationRow, TrainingRow, space_of
 from rlhfuse.planning.search.table import Table
+from rlhfuse.schedule.bounds.bounds import quick_bound
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.instance_limits import InstanceLimits
 
@@ -110,7 +112,7 @@ class Ranking:
         self._captures = [0.0] * len(self.space.generation)  # seconds of an iteration that records graphs
         self._works: dict[int, float | None] = {}
         self._held: dict[int, float] = {}
-        self._split: set[int] = set()  # whose works know what a draft may choose
+        self._bounded: set[tuple[int, Bound]] = set()  # of whose works bounds of all that a draft may choose are part
         self._drafts: dict[tuple[int, int], PlanDraft | None] = {}
         self._generated: dict[tuple[int, InstanceLimits], GenerationPrice] = {}
         self._moved: dict[Hashable, float] = {}
@@ -154,7 +156,8 @@ class Ranking:
             if generation is not None and (not allowed or allowed(self.space.training[t], self.space.generation[g]))
         ]
         heapq.heapify(queue)
-        steps = self._by_work, self._by_moves, self._by_draft, self._by_room, self._by_split, self._by_price
+        rough = self._by_work, self._by_moves, self._by_draft, self._by_room, self._by_split, self._by_order
+        steps = *rough, self._by_price
         while queue and (until == inf or time.monotonic() < until):
             _, step, t, g = heapq.heappop(queue)
             if step == len(steps):
@@ -195,7 +198,9 @@ class Ranking:
             row = self.space.training[t]
             problem, held = self._floors.problem(row), self._floors.rough_bytes(row)[0]
             self._held[t] = held + fmean(min_memory(problem))
-            self._works[t] = self._floors.seconds(row, problem) if self._held[t] <= self.training_limit else None
+            self._works[t] = (
+                self._floors.seconds(row, problem, work_bound) if self._held[t] <= self.training_limit else None
+            )
         generation, needs = self._generation_floors[g], self._generation_bytes[g]
         assert generation is not None and needs is not None, "only rows with floors are paired"
         if (training := self._works[t]) is None:
@@ -257,11 +262,21 @@ class Ranking:
 
     def _by_split(self, t: int, g: int) -> float:
         """With the least of training that a draft may choose."""
-        if self.setting.split is None and t not in self._split:
-            row = self.space.training[t]
-            self._works[t] = min(self._floors.seconds(row, problem) for problem in self._floors.problems(row))
-            self._split.add(t)
+        if self.setting.split is None:
+            self._bound(t, work_bound)
         return self._by_room(t, g)
+
+    def _by_order(self, t: int, g: int) -> float:
+        """With a bound that knows what comes before what, which takes longer."""
+        self._bound(t, quick_bound)
+        return self._by_room(t, g)
+
+    def _bound(self, t: int, bound: Bound) -> None:
+        if (t, bound) not in self._bounded:
+            row, work = self.space.training[t], self._works[t]
+            least = min(self._floors.seconds(row, problem, bound) for problem in self._floors.problems(row))
+            self._works[t] = max(least, work)
+            self._bounded.add((t, bound))
 
     def _by_price(self, t: int, g: int) -> float | None:
         """With the backwards that the run has; where they are split memory may refuse it yet."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class Windows:
     room: np.ndarray
     first: np.ndarray
     holds: tuple[Hold, ...]
-    capacity: tuple[float, ...] | None = None
+    capacity: tuple[float, ...] = ()  # of each node; none: not regarded
 
     @staticmethod
     def of(problem: FusionProblem) -> Windows:
@@ -112,21 +113,22 @@ class Windows:
         if np.sum(np.diff(self.first) ** 2) > NARROW_WORK:
             return False
         links = self.upstream, self.lag, self.previous, self.room
-        clashes = self._clashes(self.capacity) if disjunctions and self.capacity else np.zeros((0, 10), np.int64)
+        clashes = self._clashes if disjunctions else np.zeros((0, 10), np.int64)
         return contradiction(
             heads, tails, self.duration, *links, *orders, self.first, clashes, float(makespan), MAX_PASSES
         )
 
-    def _clashes(self, capacity: tuple[float, ...]) -> np.ndarray:
+    @cached_property
+    def _clashes(self) -> np.ndarray:
         """Per row two pipelines' holds on a node and the least numbers (x, y) of them that do not fit together.
 
         int64[k, 10]: first forward, first release, step to the next micro-batch, micro-batches and x or y of either.
         """
         rows = []
-        for a, b in itertools.combinations(self.holds, 2):
+        for a, b in itertools.combinations(self.holds if self.capacity else (), 2):
             if a.node != b.node or a.pipeline == b.pipeline or not a.activation or not b.activation:
                 continue
-            fewest, space = len(b.forward) + 1, capacity[a.node] * (1 + SLACK)
+            fewest, space = len(b.forward) + 1, self.capacity[a.node] * (1 + SLACK)
             for x in range(1, len(a.forward) + 1):
                 y = max(0, int((space - x * a.activation) // b.activation) + 1)
                 if 0 < y < fewest:

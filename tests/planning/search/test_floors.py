@@ -69,7 +69,7 @@ def check_floors(case: SearchCase) -> None:
         t, g = numbers[one.table]
         row, made, draft = space.training[t], one.price, one.draft
         training = made.schedules + made.steps
-        rough, work = floors.rough_seconds(row), floors.seconds(row, floors.problem(row))
+        rough, work = floors.rough_seconds(row), floors.seconds(row, floors.problem(row), work_bound)
         assert 0 < rough <= work * ABOVE and work <= training * ABOVE
         least = min_memory(draft.problem)
         process = draft.hardware.process_bytes
