@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,13 +73,20 @@ class Speculation:
         return DecodeRow(guessing=self.guess_seconds * guesses * batch, tokens=tokens)
 
 
+class SearchedStep(NamedTuple):
+    """A decode step for which guesses were looked for: whether it had some, seconds, tokens that each sequence got."""
+
+    guessed: bool
+    seconds: float
+    tokens: float
+
+
 @dataclass
 class StepSpeeds:
     """The last decode steps of about so many sequences; seconds are in units of what such a step roughly takes."""
 
-    plain: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))  # seconds of a step without guesses
-    guessed: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))  # of one with guesses
-    tokens: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))  # that these gave each sequence
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))  # seconds; nobody looked for guesses
+    searched: deque[SearchedStep] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
     asked: int = 0  # steps that could have had guesses
     off: bool = False
     wait: int = SHORTEST_WAIT
@@ -86,11 +94,16 @@ class StepSpeeds:
 
     @property
     def known(self) -> bool:
-        return min(len(self.plain), len(self.guessed)) >= LEAST_STEPS
+        return min(len(self.plain), len(self.searched)) >= LEAST_STEPS
 
     def parts(self) -> tuple[float, float]:
-        """Seconds of a step with guesses, in those of one without, and the tokens that it gives each sequence."""
-        return median(self.guessed) / median(self.plain), fmean(self.tokens)
+        """Seconds of a step that guesses are looked for, in those of another, and the tokens that it gives a sequence.
+
+        Medians, as a step may wait for anything, but apart for what was found and what was sought in vain.
+        """
+        kinds = [[step.seconds for step in self.searched if step.guessed is kind] for kind in (False, True)]
+        seconds = sum(len(kind) * median(kind) for kind in kinds if kind) / len(self.searched)
+        return seconds / median(self.plain), fmean(step.tokens for step in self.searched)
 
     def pays(self) -> bool:
         """Whether a token of each sequence takes less time with guesses; supposed until both kinds are known."""
@@ -100,15 +113,14 @@ class StepSpeeds:
         return tokens >= LEAST_GAIN * seconds
 
     def guesses_next(self) -> bool:
-        """Whether the coming step has guesses: by counts and `off`, no clock."""
+        """Whether the coming step may have guesses: by counts and `off`, no clock."""
         self.asked += 1
         if self.off and self.asked >= self.again:
             self.off = False
-            self.guessed.clear()
-            self.tokens.clear()
+            self.searched.clear()
         if self.off or self.known:
             return not self.off and self.asked % PLAIN_EVERY > 0
-        return len(self.guessed) <= len(self.plain)
+        return len(self.searched) <= len(self.plain)
 
     def turn(self, off: bool) -> None:
         if off and not self.off:
@@ -139,19 +151,21 @@ class GuessRows:
             return 0
         return self.most if self._speeds[_size_class(sequences)].guesses_next() else 0
 
-    def observe(self, step: DecodeObservation) -> None:
-        """Take in what a decode step took and gave; now and then, decide anew: the same on all ranks."""
+    def observe(self, step: DecodeObservation, searched: bool) -> None:
+        """Take in what a decode step took and gave; now and then, decide anew: the same on all ranks.
+
+        `searched`: guesses were looked for, and found or not.
+        """
         if not 0 < step.batch < self.most:
             return
         speeds = self._speeds[_size_class(step.batch)]
         seconds = step.seconds / self._price(step.batch, 0)
-        if step.guesses:
-            speeds.guessed.append(seconds)
-            speeds.tokens.append(1 + step.accepted / step.batch)
+        if searched:
+            speeds.searched.append(SearchedStep(step.guesses > 0, seconds, 1 + step.accepted / step.batch))
         else:
             speeds.plain.append(seconds)
         self._observed += 1
-        if self._observed % AGREE_EVERY == 0 or (step.guesses and len(speeds.guessed) == LEAST_STEPS):
+        if self._observed % AGREE_EVERY == 0 or (searched and len(speeds.searched) == LEAST_STEPS):
             off = self._agree(sum(1 << number for number, speeds in enumerate(self._speeds) if not speeds.pays()))
             for number, speeds in enumerate(self._speeds):
                 speeds.turn(bool(off >> number & 1))

@@ -34,6 +34,7 @@ class StepStats:
     reused_tokens: int = 0  # tokens of sequences that entered, found in known prefixes instead of being run
     drafted_tokens: int = 0  # guesses that ran with sequences which decode
     accepted_tokens: int = 0  # those of them that were drawn
+    searched: bool = False  # guesses were looked for, and found or not
 
     def decode_observation(self) -> DecodeObservation:
         """The same, to fit costs to, of a step without prefill."""
@@ -122,6 +123,7 @@ class StepLoop:
             context_tokens=int(batch.contexts.sum()) - drafted,
             reused_tokens=self.scheduler.reused_tokens - reused_before,
             drafted_tokens=drafted,
+            searched=self.drafter is not None and self.drafter.searched,
         )
         return LaunchedStep(drawing, launched, stats)
 
@@ -173,7 +175,7 @@ class StepLoop:
         self.last_step = replace(step.stats, seconds=self._seconds + now - self._clock, accepted_tokens=accepted)
         self._clock, self._seconds = now, 0.0
         if self.drafter and self.drafter.measured and not step.stats.prefill_tokens:
-            self.drafter.measured.observe(self.last_step.decode_observation())
+            self.drafter.measured.observe(self.last_step.decode_observation(), step.stats.searched)
         return finished
 
     def _now(self) -> float:

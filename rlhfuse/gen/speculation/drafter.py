@@ -51,6 +51,7 @@ class Drafter:
         `measured`: where guesses pay; None: wherever the price says so.
         """
         self.draft_rows, self._price, self.measured = draft_rows, price, measured
+        self.searched = False  # for the step that was asked for last, whether in vain or not
         self._prices: dict[int, np.ndarray] = {}  # by samples; of 0, 1, ... guesses
         self._room = np.zeros(vocab, np.float32), np.empty(vocab, np.int32)
         self._texts = np.zeros((0, 256), np.int32)  # a row for each sample that was guessed for
@@ -73,6 +74,7 @@ class Drafter:
 
     def rows(self, sequences: int) -> int:
         """Rows that the coming step of so many may fill; to be asked once a step."""
+        self.searched = False
         return self.measured.rows(sequences) if self.measured else self.draft_rows
 
     def is_due(self, sequences: int) -> bool:
@@ -84,6 +86,7 @@ class Drafter:
         if self._waited < self._pause:
             self._waited += 1
             return []
+        self.searched = True
         self._take_in(sequences, rows)
         at = np.array([self._rows[seq.sample_id][0] for seq in sequences])
         lengths = np.array([seq.total_tokens for seq in sequences])

@@ -1,8 +1,8 @@
 """The fastest tables, by proof: best first, every table by a floor of its price until no other can be faster.
 
-A table takes eight steps, each with a higher floor: mean work of a node; work of every node; weights moved; generation
-simulated in all room; in the room there is; work with backwards split as they may be; the same with their order; the
-proved bound of training.
+A table takes eight steps, each with a higher floor: mean work of a node; work of every node; weights moved; work with
+backwards split as they may be; their order too; generation simulated in all room; in the room there is; the proved
+bound of training.
 Whichever has the lowest floor takes its next step, so tables come out in the order of their price, then of their text
 (RLHFuse section 6 and REAL's plan search, exactly).
 """
@@ -156,8 +156,8 @@ class Ranking:
             if generation is not None and (not allowed or allowed(self.space.training[t], self.space.generation[g]))
         ]
         heapq.heapify(queue)
-        rough = self._by_work, self._by_moves, self._by_draft, self._by_room, self._by_split, self._by_order
-        steps = *rough, self._by_price
+        training = self._by_work, self._by_moves, self._by_split, self._by_order
+        steps = *training, self._by_draft, self._by_room, self._by_price
         while queue and (until == inf or time.monotonic() < until):
             _, step, t, g = heapq.heappop(queue)
             if step == len(steps):
@@ -224,6 +224,24 @@ class Ranking:
         assert floor is not None, "nothing refuses it since"
         return floor + self._moves(t, g)
 
+    def _by_split(self, t: int, g: int) -> float:
+        """With the least of training that a draft may choose."""
+        if self.setting.split is None:
+            self._bound(t, work_bound)
+        return self._by_moves(t, g)
+
+    def _by_order(self, t: int, g: int) -> float:
+        """With a bound that knows what comes before what, which takes longer."""
+        self._bound(t, quick_bound)
+        return self._by_moves(t, g)
+
+    def _bound(self, t: int, bound: Bound) -> None:
+        if (t, bound) not in self._bounded:
+            row, work = self.space.training[t], self._works[t]
+            least = min(self._floors.seconds(row, problem, bound) for problem in self._floors.problems(row))
+            self._works[t] = max(least, work)
+            self._bounded.add((t, bound))
+
     def _by_draft(self, t: int, g: int) -> float | None:
         """With generation as it is priced."""
         if (t, g) not in self._drafts:
@@ -259,24 +277,6 @@ class Ranking:
     def _by_room(self, t: int, g: int) -> float:
         draft = self._draft(t, g)
         return self._with(t, g, draft, self._generation(g, draft))
-
-    def _by_split(self, t: int, g: int) -> float:
-        """With the least of training that a draft may choose."""
-        if self.setting.split is None:
-            self._bound(t, work_bound)
-        return self._by_room(t, g)
-
-    def _by_order(self, t: int, g: int) -> float:
-        """With a bound that knows what comes before what, which takes longer."""
-        self._bound(t, quick_bound)
-        return self._by_room(t, g)
-
-    def _bound(self, t: int, bound: Bound) -> None:
-        if (t, bound) not in self._bounded:
-            row, work = self.space.training[t], self._works[t]
-            least = min(self._floors.seconds(row, problem, bound) for problem in self._floors.problems(row))
-            self._works[t] = max(least, work)
-            self._bounded.add((t, bound))
 
     def _by_price(self, t: int, g: int) -> float | None:
         """With the backwards that the run has; where they are split memory may refuse it yet."""

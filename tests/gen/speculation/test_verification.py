@@ -112,8 +112,14 @@ def test_guesses_that_are_slower_by_the_engines_clock_are_turned_off():
     for slow, least, most in ((5.0, 4, 20), (1.0, 25, steps)):
         engine, now = make(), [0.0]
         guess = ScriptedDrafter(TINY.vocab, 16, "right", lambda i: expected[i].tokens[:-1], random.Random(0))
-        assert engine.loop.drafter
-        engine.loop.drafter.propose = lambda *asked, guess=guess: [tokens[:1] for tokens in guess.propose(*asked)]
+        drafter = engine.loop.drafter
+        assert drafter
+
+        def propose(*asked, guess=guess, drafter=drafter):
+            drafter.searched = True
+            return [tokens[:1] for tokens in guess.propose(*asked)]
+
+        drafter.propose = propose
         engine.loop._now = lambda now=now: now[0]
         launch, guessed = engine.forward.launch, []
 
@@ -123,7 +129,7 @@ def test_guesses_that_are_slower_by_the_engines_clock_are_turned_off():
             return launch(batch, *rest)
 
         engine.forward.launch = timed
-        engine.loop.drafter.told = guess.told
+        drafter.told = guess.told
         assert serve(engine, params)[0] == expected
         assert least <= sum(guessed) <= most, (slow, sum(guessed))
         assert ("guesses are off in steps of" in engine.news()) == (slow > 1)

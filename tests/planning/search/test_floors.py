@@ -81,8 +81,8 @@ def check_floors(case: SearchCase) -> None:
         below = ranking._generation_floor(g)
         assert below is not None and 0 < below <= made.generation.fused * ABOVE
         assert draft.problem.pipelines in [problem.pipelines for problem in floors.problems(row)]
-        steps = [rough + below, ranking._by_work(t, g), ranking._by_moves(t, g), ranking._by_draft(t, g)]
-        steps += [ranking._by_room(t, g), ranking._by_split(t, g), ranking._by_price(t, g)]
+        steps = [rough + below, ranking._by_work(t, g), ranking._by_moves(t, g), ranking._by_split(t, g)]
+        steps += [ranking._by_order(t, g), ranking._by_draft(t, g), ranking._by_room(t, g), ranking._by_price(t, g)]
         assert None not in steps and steps[-1] == made.seconds
         assert all(step <= following * ABOVE for step, following in zip(steps, steps[1:]))
         assert ranking._held[t] <= held
