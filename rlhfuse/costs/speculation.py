@@ -22,6 +22,7 @@ from rlhfuse.costs.forms.form import DecodeRow
 
 LEAST_SEQUENCES = 100  # of steps, that stand for one number of sequences; with fewer its neighbours count, too
 LEAST_STEPS, MOST_STEPS = 4, 16  # of a kind, that are compared: with fewer nothing is known, older ones are forgotten
+HOPELESS_STEPS = 2  # without a guess that was right, after which no seconds need be compared
 LEAST_GAIN = 1.03  # times as fast, below which guesses are off: tables that grow cost a little more, now and then
 PLAIN_EVERY = 16  # steps with guesses, among which one is run without
 SHORTEST_WAIT, LONGEST_WAIT = 128, 1024  # steps before guesses that are off are tried again; each is twice the last
@@ -103,10 +104,22 @@ class StepSpeeds:
         """
         kinds = [[step.seconds for step in self.searched if step.guessed is kind] for kind in (False, True)]
         seconds = sum(len(kind) * median(kind) for kind in kinds if kind) / len(self.searched)
-        return seconds / median(self.plain), fmean(step.tokens for step in self.searched)
+        return seconds / median(self.plain), self._tokens
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no guess was right lately, if there were any."""
+        return sum(step.guessed for step in self.searched) >= HOPELESS_STEPS and self._tokens == 1
+
+    @property
+    def _tokens(self) -> float:
+        """That a step for which guesses are looked for gives each sequence."""
+        return fmean(step.tokens for step in self.searched)
 
     def pays(self) -> bool:
         """Whether a token of each sequence takes less time with guesses; supposed until both kinds are known."""
+        if self.hopeless:
+            return False
         if not self.known:
             return True
         seconds, tokens = self.parts()
@@ -165,7 +178,9 @@ class GuessRows:
         else:
             speeds.plain.append(seconds)
         self._observed += 1
-        if self._observed % AGREE_EVERY == 0 or (searched and len(speeds.searched) == LEAST_STEPS):
+        count = len(speeds.searched)
+        first = count == LEAST_STEPS or (count < LEAST_STEPS and speeds.hopeless)  # by no clock: all ranks do the same
+        if (searched and first) or self._observed % AGREE_EVERY == 0:
             off = self._agree(sum(1 << number for number, speeds in enumerate(self._speeds) if not speeds.pays()))
             for number, speeds in enumerate(self._speeds):
                 speeds.turn(bool(off >> number & 1))
@@ -173,12 +188,12 @@ class GuessRows:
                 self._news = self._reason(off.bit_length() - 1)
 
     def _reason(self, number: int) -> str:
-        seconds, tokens = self._speeds[number].parts()
         sizes = f"{(1 << number >> 1) + 1} to {1 << number}" if number > 1 else str(number + 1)
-        return (
-            f"guesses are off in steps of {sizes} samples: they make a step take {seconds:.2f} times as long and give "
-            f"{tokens:.2f} times the tokens; they are tried again now and then"
-        )
+        why = "none was right lately"
+        if not self._speeds[number].hopeless:
+            seconds, tokens = self._speeds[number].parts()
+            why = f"they make a step take {seconds:.2f} times as long and give {tokens:.2f} times the tokens"
+        return f"guesses are off in steps of {sizes} samples: {why}; they are tried again now and then"
 
     def take_news(self) -> str:
         """Why guesses were turned off, once, for the log; "" before and afterwards."""
