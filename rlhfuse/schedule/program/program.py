@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.ir.action import RECEIVES, SENDS, Action
 from rlhfuse.schedule.ir.ranks import FusedRanks
-from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.ir.schedule import Schedule, grid
 
 _INSTRUCTION = re.compile(r"([^<>]+)(?:([<>])(\d+))?")
 _HEAD = re.compile(r"programs ([0-9a-f]{64})")
@@ -57,7 +57,7 @@ class Program:
 
     def text(self) -> str:
         """One line; `parse` is the inverse."""
-        return f"rank {self.rank}: {' '.join(map(str, self.instructions))}".rstrip()
+        return grid({self.rank: self.instructions}, name="rank")
 
     @staticmethod
     def parse(text: str) -> Program:
@@ -116,13 +116,8 @@ class Programs(Mapping[int, Program]):
 
     def grid(self, rank: int | None = None, position: int = 0) -> str:
         """One line per rank; the instruction at `position` of `rank` is pointed out."""
-        lines = []
-        for number, program in sorted(self.by_rank.items()):
-            words = [str(instruction) for instruction in program.instructions]
-            if number == rank:
-                words.insert(position + 1, "<-- ERROR HERE")
-            lines.append(f"rank {number}: {' '.join(words)}".rstrip())
-        return "\n".join(lines)
+        rows = {number: program.instructions for number, program in sorted(self.by_rank.items())}
+        return grid(rows, None if rank is None else (rank, position), "rank")
 
     def refuse_unless_for(self, schedule: Schedule, ranks: FusedRanks) -> None:
         """Raise ScheduleError, saying what differs, unless these programs were made of `schedule` for `ranks`."""

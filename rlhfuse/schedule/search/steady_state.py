@@ -20,12 +20,12 @@ import numpy as np
 from numba import njit
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
-from rlhfuse.schedule.ir.evaluate import over_cap, reaches
-from rlhfuse.schedule.ir.graph import OperationGraph
+from rlhfuse.schedule.ir.evaluate import reaches
+from rlhfuse.schedule.ir.graph import OperationGraph, Tables
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.search.dispatch import Dispatcher, heap_pop, heap_push
-from rlhfuse.schedule.search.heads_tails import Tables, new_state, refresh
-from rlhfuse.schedule.search.solution import Solution, node_peaks
+from rlhfuse.schedule.search.heads_tails import new_state, refresh
+from rlhfuse.schedule.search.solution import Solution, fits
 
 TRIED_OPERATIONS = 1_200_000  # over all cuts of one extension: a few tenths of a second
 MOST_TRIES = 1_000
@@ -74,11 +74,10 @@ def period_of(problem: FusionProblem) -> float:
 class SteadyStateExtender:
     """Makes solutions of `large` from those of `small`: the same problem with fewer units."""
 
-    def __init__(self, small: OperationGraph, small_tables: Tables, dispatcher: Dispatcher) -> None:
+    def __init__(self, small: OperationGraph, dispatcher: Dispatcher) -> None:
         """`dispatcher` is that of the large problem."""
-        large, tables = dispatcher.graph, dispatcher.tables
-        self.small_tables, self.dispatcher, self.tables, self.size = small_tables, dispatcher, tables, large.size
-        self.problem = large.problem
+        self.small, self.dispatcher = small, dispatcher
+        self.graph = large = dispatcher.graph
         units = units_of(small.problem)
         self.added = units_of(large.problem) - units
         self.period = period_of(large.problem)
@@ -100,10 +99,10 @@ class SteadyStateExtender:
     @property
     def work(self) -> int:
         """Operations placed by one extension."""
-        return self._count() * self.size
+        return self._count() * self.graph.size
 
     def _count(self) -> int:
-        return max(6, min(MOST_TRIES, TRIED_OPERATIONS // self.size))
+        return max(6, min(MOST_TRIES, TRIED_OPERATIONS // self.graph.size))
 
     def extend(self, solution: Solution, better: Callable[[Solution], bool]) -> tuple[Solution | None, Solution]:
         """Returns the best try that fits the caps and is `better` (or None), and the fastest of all."""
@@ -111,7 +110,7 @@ class SteadyStateExtender:
         for candidate in self._tries(solution):
             if fastest is None or candidate.makespan < fastest.makespan:
                 fastest = candidate
-            if better(candidate) and (lifted is None or candidate[:2] < lifted[:2]) and self._fits(candidate):
+            if better(candidate) and (lifted is None or candidate[:2] < lifted[:2]) and fits(self.graph, candidate):
                 lifted = candidate
         assert fastest is not None
         return lifted, fastest
@@ -119,20 +118,17 @@ class SteadyStateExtender:
     def _tries(self, solution: Solution) -> Iterator[Solution]:
         """The extended schedule for every cut and window, in order of the aims and a little early."""
         state = new_state(solution.sequence, 1)
-        refresh(self.small_tables, state)
+        refresh(self.small.tables, state)
         tries = self._count() // (1 + len(EARLY))
         windows = WINDOWS if tries >= FEWEST_CUTS * len(WINDOWS) else WINDOWS[:1]
         for window in windows:
             for cut in np.linspace(0.1, 0.9, max(2, tries // len(windows))):
                 aim = self.scratch.aim
                 _aim(self.lanes, state.head, cut * solution.makespan, window, self.added, self.period, aim)
-                sequence = np.empty(self.size, np.int64)
-                yield Solution(*order_by_aim(self.tables, self.scratch, sequence), sequence)
+                sequence = np.empty(self.graph.size, np.int64)
+                yield Solution(*order_by_aim(self.graph.tables, self.scratch, sequence), sequence)
                 for early in EARLY:
                     yield self.dispatcher.follow(aim, early * solution.makespan)
-
-    def _fits(self, solution: Solution) -> bool:
-        return over_cap(self.problem, node_peaks(self.tables, solution.sequence)) is None
 
 
 class _Lanes(NamedTuple):
