@@ -63,17 +63,8 @@ def _folded(pipeline: Pipeline, number: dict[int, int]) -> Pipeline:
     def fuller(memory: tuple[Number, ...]) -> tuple[Number, ...]:
         return tuple(2 * max(pair) for pair in zip(memory[::2], memory[1::2]))
 
-    weight, held = pipeline.weight_gradient, pipeline.weight_activation
-    return replace(
-        pipeline,
-        placement=tuple(number[node] for node in pipeline.placement[::2]),
-        microbatches=(pipeline.microbatches + 1) // 2,
-        forward=both(pipeline.forward),
-        backward=both(pipeline.backward),
-        activation=fuller(pipeline.activation),
-        weight_gradient=None if weight is None else both(weight),
-        weight_activation=None if held is None else fuller(held),
-    )
+    placement = tuple(number[node] for node in pipeline.placement[::2])
+    return pipeline.with_facts(both, fuller, placement=placement, microbatches=(pipeline.microbatches + 1) // 2)
 
 
 def _least(problem: FusionProblem, number: dict[int, int]) -> tuple[Number, ...]:
