@@ -2,7 +2,7 @@
 
 A figure is a value with its unit and, where it comes of several rounds, the least and the most of a round. The file
 holds figures and tables by name, with command, commit, machine and load: pages of the documentation are filled from
-it by tools/generate_docs.py.
+it by docs/make/generate_docs.py.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+sys.path.append(str(ROOT / "docs" / "make"))  # where pages get their figures and charts
 DATA = ROOT.parent / "shared" / "data"  # models and traces that are no part of the repository
 TRACE = DATA / "traces" / "arxiv_llama2tok.csv"
 BUSY_CORES = 0.1  # taken by other programs: with more of them the figures are not to be trusted

@@ -24,6 +24,7 @@ from rlhfuse.models.build import build_model
 from rlhfuse.models.hf_names import expected_tensors
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid
+from rlhfuse.tools.cost_profiles.work import randomise
 
 
 class ModelRank:
@@ -42,13 +43,7 @@ class ModelRank:
         """This rank's part of a model, with weights as a fresh Llama has them."""
         kind = dict(scalar_head=scalar_head, dtype=torch.float32, device=self.device)
         model = build_model(spec, grid, self.groups(name, grid), self.rank, **kind)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.fill_(1.0)
-                else:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        randomise(model, seed)
         return model
 
 

@@ -172,12 +172,12 @@ def _calibrate(draft: PlanDraft, costs: CostModel, draws: int) -> Threshold:
 
 
 def _describe(seen: SampleLengths, lengths: SampleLengths) -> tuple[str, ...]:
-    whole, cut = seen.percentiles(), lengths.percentiles()
+    given, here = seen.percentiles(), lengths.percentiles()
     return (
-        f"as given: output p50 {whole['p50']}, p99.9 {whole['p999']}, max {whole['max']} "
-        f"(p99.9/p50 = {whole['p999'] / whole['p50']:.1f})",
-        f"in this run: output p50 {cut['p50']}, p99.9 {cut['p999']}, max {cut['max']}; {lengths.clipped} outputs and "
-        f"{lengths.clipped_prompts} prompts clipped to the run's maximum",
+        f"as given: output p50 {given['p50']}, p99.9 {given['p999']}, max {given['max']} "
+        f"(p99.9/p50 = {given['p999'] / given['p50']:.1f})",
+        f"in this run: output p50 {here['p50']}, p99.9 {here['p999']}, max {here['max']}; {lengths.clipped} outputs "
+        f"and {lengths.clipped_prompts} prompts clipped to the run's maximum",
     )
 
 

@@ -24,14 +24,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from search_output import EarlierRuns, LiveLine, ResultFile, describe
+from stop_signals import StopSignals
 
 from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
 from rlhfuse.base.json_values import read_json
 from rlhfuse.schedule.io import load_schedule
+from rlhfuse.schedule.ir.evaluate import tidy
 from rlhfuse.schedule.ir.problem import FusionProblem, load_problem
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import check_caps
-from rlhfuse.schedule.search.mpi import StopSignals, world_communicator
+from rlhfuse.schedule.search.mpi import world_communicator
 from rlhfuse.schedule.search.search import SearchObserver, SearchReport, SearchSettings, search
 from rlhfuse.schedule.search.solution import OBJECTIVES, Objective
 
@@ -169,7 +171,7 @@ def read_task(arguments: argparse.Namespace) -> Task:
     problem = load_problem(arguments.problem)
     try:
         if arguments.memory_cap is not None:
-            problem = replace(problem, memory_cap=tidy_number(arguments.memory_cap))
+            problem = replace(problem, memory_cap=tidy(arguments.memory_cap))
         check_caps(problem)
         Objective(problem, arguments.objective, arguments.latency)
     except InputError as error:
@@ -219,11 +221,6 @@ def first_difference(found: FusionProblem, expected: FusionProblem) -> str:
             if getattr(other, key) != getattr(pipeline, key):
                 return f"pipeline {pipeline.name} with {key} {getattr(other, key)}, not {getattr(pipeline, key)}"
     return ""
-
-
-def tidy_number(value: float) -> int | float:
-    """12 for 12.0, as a problem file would say it."""
-    return int(value) if value.is_integer() else value
 
 
 def communicator() -> Any:

@@ -21,7 +21,7 @@ from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.evaluate import Timeline, evaluate, idle_share
 from rlhfuse.schedule.ir.ranks import rank_map
-from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.ir.schedule import Schedule, grid
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
@@ -116,12 +116,8 @@ def node_range(given: str | None, nodes: int) -> tuple[int, int]:
 
 def text(schedule: Schedule, timeline: Timeline, nodes: range, begin: float, end: float) -> str:
     """One line per node with what runs between two times; with all of it `Schedule.parse` reads it back."""
-    lines = []
-    for node in nodes:
-        row = zip(schedule.orders[node], timeline.starts[node], timeline.ends[node])
-        words = [str(action) for action, started, ended in row if started < end and ended > begin]
-        lines.append(f"node {node}: {' '.join(words)}".rstrip())
-    return "\n".join(lines)
+    rows = {node: zip(schedule.orders[node], timeline.starts[node], timeline.ends[node]) for node in nodes}
+    return grid({node: [action for action, *at in row if at[0] < end and at[1] > begin] for node, row in rows.items()})
 
 
 def programs_text(schedule: Schedule, given: str) -> str:

@@ -1,7 +1,7 @@
 """The configuration of a run as frozen models: each key's name, type, range, default and help stand here alone.
 
 `docs/reference/configuration.md` and the JSON schema beside it are generated from these models by
-tools/generate_docs.py. What several keys must keep together is in rules.py.
+docs/make/generate_docs.py. What several keys must keep together is in rules.py.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ SHARED = (
     "tests/conftest.py",
     *(f"tests/testkit/{name}.py" for name in ("plugin", "programs", "workers", "paths", "profiles")),
 )
-SOURCES = ("", "tests", "tools", "benchmarks", "examples/make")  # on the path of a test
+SOURCES = ("", "tests", "tools", "benchmarks", "examples/make", "docs/make")  # on the path of a test
 STARTS = {"tool": "", "call_tool": "", "train": "train_ppo", "trained": "train_ppo"}  # which tool a call starts
 
 

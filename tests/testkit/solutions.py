@@ -4,13 +4,8 @@ import pytest
 
 from rlhfuse.schedule.ir.evaluate import loosen
 from rlhfuse.schedule.ir.graph import build_graph
-from rlhfuse.schedule.search.solution import Incumbent, schedule_of, solution_of, tables_of
+from rlhfuse.schedule.search.solution import Incumbent, schedule_of, solution_of
 from testkit.schedule_cases import check
-
-
-def graph_and_tables(problem):
-    graph = build_graph(problem)
-    return graph, tables_of(graph)
 
 
 def solution_in(schedule):

@@ -54,9 +54,9 @@ class Builder:
 
 
 @torch.no_grad()
-def randomise(model: torch.nn.Module) -> None:
+def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     """Matrices like those of a fresh model, vectors of ones."""
-    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(0)
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.normal_(0.0, 0.02, generator=generator)

@@ -14,6 +14,7 @@ import torch
 from gpu_checks.bench import SHAPES, Bench
 from gpu_checks.figures import Figure, timed, told
 
+from rlhfuse.config.layer_weights import layer_weights
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.flops import forward_flops
 from rlhfuse.gen.core.forward_batch import RunningTable
@@ -40,23 +41,17 @@ def random_weights(spec: ModelSpec, device: torch.device, dtype: torch.dtype) ->
     """Weights of one whole model under Megatron-core names, made on the device."""
     generator = torch.Generator(device).manual_seed(0)
 
-    def draw(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator, device=device, dtype=dtype) * columns**-0.5
+    def draw(*shape: int) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, device=device, dtype=dtype)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype) * shape[1] ** -0.5
 
-    ones = torch.ones(spec.hidden, device=device, dtype=dtype)
-    qkv = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     weights = {"embedding.word_embeddings.weight": draw(spec.vocab, spec.hidden)}
-    weights["decoder.final_layernorm.weight"] = ones
+    weights["decoder.final_layernorm.weight"] = draw(spec.hidden)
     for number in range(spec.layers):
-        prefix = f"decoder.layers.{number}."
-        weights |= {
-            f"{prefix}input_layernorm.weight": ones,
-            f"{prefix}pre_mlp_layernorm.weight": ones,
-            f"{prefix}self_attention.linear_qkv.weight": draw(qkv, spec.hidden),
-            f"{prefix}self_attention.linear_proj.weight": draw(spec.hidden, spec.heads * spec.head_dim),
-            f"{prefix}mlp.linear_fc1.weight": draw(2 * spec.mlp, spec.hidden),
-            f"{prefix}mlp.linear_fc2.weight": draw(spec.hidden, spec.mlp),
-        }
+        for weight in layer_weights(spec):
+            rows, (_, *columns) = sum(shape[0] for shape in weight.parts.values()), next(iter(weight.parts.values()))
+            weights[f"decoder.layers.{number}.{weight.name}"] = draw(rows, *columns)
     if not spec.tied_embeddings:
         weights["output_layer.weight"] = draw(spec.vocab, spec.hidden)
     return weights

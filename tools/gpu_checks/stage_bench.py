@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from cost_profiles.work import randomise
 from gpu_checks.bench import Bench
 from gpu_checks.speed import spec_of
 
@@ -34,9 +35,7 @@ class MiddleStage:
         self.groups = GroupMaker(60.0).for_model("stage", plain_grid(ParallelLayout(1, 1, 1)), 0)
         sizes: dict[str, Any] = {"scalar_head": False, "dtype": torch.bfloat16, "device": bench.device, "stage": number}
         self.model = build_model(self.spec, grid, self.groups, number, **sizes)
-        with torch.no_grad():
-            for weight in self.model.parameters():
-                weight.normal_(0.0, 0.02) if weight.dim() > 1 else weight.fill_(1.0)
+        randomise(self.model)
         self.optimizer = ModelOptimizer({number: self.model}, OptimizerConfig(lr=1e-5), self.groups, bench.device)
         self.stage = PipelineStage(self.optimizer.modules[number], first=False, last=last, scalar_head=False)
         self.optimizer.zero_grad()

@@ -26,13 +26,40 @@ CARD_BYTES = 80_000_000_000
 LOADERS = ("weight-loader",)  # threads that launch work on the device: they run when they are started
 
 
-class Stream:
-    """One that is done at once, whatever is launched on it."""
+class _Done:
+    """Whatever is launched or waited for is done at once."""
 
-    cuda_stream = 0
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
 
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.device, self.device_index = CUDA, 0
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def _pass(self, *_: Any) -> None:
+        pass
+
+    synchronize = _pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Block(_Done, contextlib.ContextDecorator):
+    """torch.cuda.stream, device and graph."""
+
+
+class Event(_Done):
+    record = wait = _Done._pass
+
+    def elapsed_time(self, other: Event) -> float:
+        return 0.0
+
+
+class Stream(_Done):
+    cuda_stream, device, device_index = 0, CUDA, 0
 
     def wait_stream(self, stream: Stream) -> None:
         assert isinstance(stream, Stream), f"a stream was to be waited for, not {stream!r}"
@@ -43,63 +70,14 @@ class Stream:
     def record_event(self, event: Event | None = None) -> Event:
         return event or Event()
 
-    def synchronize(self) -> None:
-        pass
 
-    def query(self) -> bool:
-        return True
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-
-class Event:
-    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-        pass
-
-    def record(self, stream: Stream | None = None) -> None:
-        pass
-
-    def wait(self, stream: Stream | None = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Event) -> float:
-        return 0.0
-
-
-class Graph:
+class Graph(_Done):
     """What was recorded has run; its replay is nothing."""
 
-    def replay(self) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
+    replay = reset = _Done._pass
 
     def pool(self) -> tuple[int, int]:
         return 0, 1
-
-
-class _Block(contextlib.ContextDecorator):
-    """torch.cuda.stream, device and graph."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        pass
 
 
 def install(mode: FakeCuda) -> None:

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import page_charts
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from svg_text import SVG_STYLE, svg_text
 
 from rlhfuse.monitor.phase_times import number, phase_seconds
 
 _SIZE = (4.2, 2.3)  # inches
 _MIDDLE, _WIDE = (5.6, 2.7), (8.4, 2.6)
-_STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "rlhfuse", "font.size": 9, "axes.titlesize": 10}
+_STYLE: dict[Any, Any] = SVG_STYLE | {"axes.titlesize": 10}
 Rows = Sequence[dict[str, Any]]
 
 
@@ -109,12 +109,6 @@ def _svg(figure: Figure, axes: Any, title: str, unit: str) -> str:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     return svg_text(figure)
-
-
-def svg_text(figure: Figure) -> str:
-    """The figure as an <svg> element whose black is the page's colour of text."""
-    with rc_context(_STYLE):
-        return page_charts.svg_text(figure, ink="#000000")
 
 
 NO_CRITIC = "no critic was trained"

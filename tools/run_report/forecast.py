@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from program_times import TimedAction, makespan, program_times
 from run_report.run_files import RunFiles
 
 from rlhfuse.base.errors import InputError
@@ -28,7 +29,6 @@ from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
-from rlhfuse.schedule.program.times import TimedAction, makespan, program_times
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.timeline import GenInferTimeline, simulate_gen_infer
 

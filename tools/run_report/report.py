@@ -22,6 +22,7 @@ from run_report.fusion_gain import gen_infer_gain, training_gain
 from run_report.learning import Learning
 from run_report.run_files import RunFiles
 from schedule_drawing import draw_timelines
+from svg_text import svg_text
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.readable_bytes import readable_bytes
@@ -142,7 +143,7 @@ def _timeline(run: RunFiles, forecaster: Forecaster | None) -> str:
     last = max(traced)
     predicted = forecaster.spans(last) if forecaster and last in forecaster.iterations else []
     title = f"iteration {last}" + (", predicted above measured" if predicted else "")
-    return charts.svg_text(iteration_figure([*predicted, *traced[last]], title=title))
+    return svg_text(iteration_figure([*predicted, *traced[last]], title=title))
 
 
 def _schedule(schedule: Schedule) -> str:

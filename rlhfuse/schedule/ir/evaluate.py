@@ -8,12 +8,13 @@ Paper: section 5.2, Algorithm 3.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rlhfuse.base.errors import ScheduleError
+from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
-from rlhfuse.schedule.ir.problem import FusionProblem, Number
+from rlhfuse.schedule.ir.problem import FusionProblem, Number, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule, grid
 
 TOLERANCE = 1e-9  # relative; sums of the same floats in another order differ by less
@@ -94,30 +95,32 @@ def _raise_cycle(graph: OperationGraph, orders: Sequence[Sequence[int]], positio
         for n in cycle
         for stuck in [orders[n][position[n]]]
     ]
-    text = grid(tuple(tuple(graph.actions[o] for o in order) for order in orders), (node, position[node]))
+    text = grid({n: [graph.actions[o] for o in order] for n, order in enumerate(orders)}, (node, position[node]))
     raise ScheduleError(f"the schedule deadlocks: {'; '.join(waits)}", text)
 
 
 def memory_profile(schedule: Schedule, node: int) -> list[Number]:
-    """Activation memory on `node` after each action of its order.
+    """Activation memory on `node` after each action of its order."""
+    pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
+    return list(held_after((pipelines[action.pipeline], action) for action in schedule.orders[node]))
+
+
+def held_after(computed: Iterable[tuple[Pipeline, Action]]) -> Iterator[Number]:
+    """Activation memory after each computing action; its stage is one of the pipeline's.
 
     Counted in whole activations and then multiplied, so that 8 * 1.95 is 15.6 wherever it occurs.
     """
-    pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
     held: Counter[Number] = Counter()  # size of an activation -> how many
-    profile = []
-    for action in schedule.orders[node]:
-        pipeline = pipelines[action.pipeline]
+    for pipeline, action in computed:
         activation, later = pipeline.activation[action.stage], pipeline.held_for_weights[action.stage]
-        if action.kind == "F":
+        if action.kind is Kind.F:
             held[activation] += 1
-        elif action.kind == "B":
+        elif action.kind is Kind.B:
             held[activation] -= 1
             held[later] += 1
         else:
             held[later] -= 1
-        profile.append(tidy(sum(count * size for size, count in held.items())))
-    return profile
+        yield tidy(sum(count * size for size, count in held.items()))
 
 
 def over_cap(problem: FusionProblem, node_peak_memory: Sequence[Number]) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,19 @@ class Lane:
     node: int
     first: int
     microbatches: int
+
+
+class Tables(NamedTuple):
+    """A graph as the kernels of the search take it; `first[node]` is the first position of a node in a sequence."""
+
+    node: np.ndarray
+    lane: np.ndarray
+    duration: np.ndarray
+    upstream: np.ndarray
+    lag: np.ndarray
+    downstream: np.ndarray
+    memory: np.ndarray
+    first: np.ndarray  # int64[nodes + 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +68,12 @@ class OperationGraph:
     def number(self) -> dict[Action, int]:
         """Operation number of each action."""
         return {action: i for i, action in enumerate(self.actions)}
+
+    @cached_property
+    def tables(self) -> Tables:
+        first = np.concatenate([[0], np.cumsum(np.bincount(self.node, minlength=self.problem.nodes))]).astype(np.int64)
+        arrays = self.node, self.lane, self.duration, self.upstream, self.lag, self.downstream, self.memory
+        return Tables(*arrays, first)
 
 
 def kinds_of(pipeline: Pipeline) -> tuple[Kind, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +22,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
 
 Number = int | float
+PerStage = Callable[[tuple[Number, ...]], tuple[Number, ...]]
 _NAME = re.compile(r"[^\s:<>]+")
 _PER_STAGE = ("forward", "backward", "activation", "weight_gradient", "weight_activation")
 _MEMORY = ("activation", "weight_activation")
@@ -85,6 +86,12 @@ class Pipeline:
         if not self.split:
             return (0,) * self.stages
         return self.activation if self.weight_activation is None else self.weight_activation
+
+    def with_facts(self, times: PerStage, memory: PerStage, **others: Any) -> Pipeline:
+        """The pipeline with `others`, and with what `times` and `memory` make of each fact that it has per stage."""
+        given = {key: values for key in _PER_STAGE if (values := getattr(self, key)) is not None}
+        changed = {key: (memory if key in _MEMORY else times)(values) for key, values in given.items()}
+        return replace(self, **others, **changed)
 
 
 @dataclass(frozen=True)
@@ -302,13 +309,8 @@ def _pipelines(share: ModelShare, microbatches: int, costs: StageCosts) -> tuple
             raise InputError(f"{share.model} costs: {key} has {len(values)} entries for pp({layout.pp}){chunks} stages")
         return tuple(join(values[i : i + share.merge]) for i in range(0, len(values), share.merge))
 
-    stages = {
-        "forward": merged("forward", sum),
-        "backward": merged("backward", sum),
-        "activation": merged("activation", max),
-        "weight_gradient": None if costs.weight_gradient is None else merged("weight_gradient", sum),
-        "weight_activation": None if costs.weight_activation is None else merged("weight_activation", max),
-    }
+    given = [key for key in _PER_STAGE if getattr(costs, key) is not None]
+    stages: dict[str, Any] = {key: merged(key, max if key in _MEMORY else sum) for key in given}
     return tuple(
         Pipeline(name=name, model=share.model, placement=share.placement(k), microbatches=microbatches, **stages)
         for k, name in enumerate(share.names)

@@ -9,6 +9,7 @@ The forwards of a stage run in micro-batch order, and so do its backwards. Paper
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhfuse.base.errors import ScheduleError
@@ -33,7 +34,7 @@ class Schedule:
 
     def text(self) -> str:
         """One line per node; `parse` is the inverse."""
-        return grid(self.orders)
+        return grid(dict(enumerate(self.orders)))
 
     @staticmethod
     def parse(problem: FusionProblem, text: str) -> Schedule:
@@ -47,20 +48,20 @@ class Schedule:
         return Schedule(problem, tuple(orders))
 
 
-def grid(orders: tuple[tuple, ...], mark: tuple[int, int] | None = None) -> str:
-    """One line per row of `orders`; the entry at `mark` = (row, position) is pointed out."""
+def grid(rows: Mapping[int, Sequence[object]], mark: tuple[int, int] | None = None, name: str = "node") -> str:
+    """One line for each of the numbered rows; the entry at `mark` = (row, position) is pointed out."""
     lines = []
-    for row, order in enumerate(orders):
-        words = [str(entry) for entry in order]
+    for row, entries in rows.items():
+        words = [*map(str, entries)]
         if mark and mark[0] == row:
             words.insert(mark[1] + 1, "<-- ERROR HERE")
-        lines.append(f"node {row}: {' '.join(words)}".rstrip())
+        lines.append(f"{name} {row}: {' '.join(words)}".rstrip())
     return "\n".join(lines)
 
 
 def check_orders(graph: OperationGraph, orders: tuple[tuple[Action, ...], ...]) -> None:
     """Raise ScheduleError, with the grid, unless `orders` holds each action once, in place and in order."""
-    nodes = graph.problem.nodes
+    nodes, rows = graph.problem.nodes, dict(enumerate(orders))
     if len(orders) != nodes:
         raise ScheduleError(f"the schedule has {len(orders)} nodes, its problem has {nodes}")
     done = [0] * len(graph.lanes)
@@ -69,17 +70,17 @@ def check_orders(graph: OperationGraph, orders: tuple[tuple[Action, ...], ...]) 
             mark = (node, position)
             operation = graph.number.get(action)
             if operation is None:
-                raise ScheduleError(f"node {node}: {action} is not in the problem", grid(orders, mark))
+                raise ScheduleError(f"node {node}: {action} is not in the problem", grid(rows, mark))
             if graph.node[operation] != node:
                 home = graph.node[operation]
-                raise ScheduleError(f"node {node}: {action} belongs on node {home}", grid(orders, mark))
+                raise ScheduleError(f"node {node}: {action} belongs on node {home}", grid(rows, mark))
             lane = graph.lane[operation]
             if action.microbatch != done[lane]:
                 raise ScheduleError(
-                    f"node {node}: {action} is out of micro-batch order; {done[lane]} is next", grid(orders, mark)
+                    f"node {node}: {action} is out of micro-batch order; {done[lane]} is next", grid(rows, mark)
                 )
             done[lane] += 1
     for count, lane in zip(done, graph.lanes):
         if count != lane.microbatches:
             missing = graph.actions[lane.first + count]
-            raise ScheduleError(f"node {lane.node}: {missing} is missing", grid(orders))
+            raise ScheduleError(f"node {lane.node}: {missing} is missing", grid(rows))

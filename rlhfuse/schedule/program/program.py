@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.ir.action import RECEIVES, SENDS, Action
 from rlhfuse.schedule.ir.ranks import FusedRanks
-from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.ir.schedule import Schedule, grid
 
 _INSTRUCTION = re.compile(r"([^<>]+)(?:([<>])(\d+))?")
-_HEAD = re.compile(r"programs ([0-9a-f]{64})")
-_MODEL = re.compile(r"model (\S+) layout (\S+)")
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Program:
 
     def text(self) -> str:
         """One line; `parse` is the inverse."""
-        return f"rank {self.rank}: {' '.join(map(str, self.instructions))}".rstrip()
+        return grid({self.rank: self.instructions}, name="rank")
 
     @staticmethod
     def parse(text: str) -> Program:
@@ -89,40 +87,15 @@ class Programs(Mapping[int, Program]):
         return len(self.by_rank)
 
     def text(self) -> str:
-        """All of it, one line per rank; `parse` is the inverse."""
+        """All of it, a line for each model and each rank."""
         lines = [f"programs {self.fingerprint}"]
         lines += [f"model {model} layout {layout}" for model, layout in self.layouts.items()]
         return "\n".join(lines + [program.text() for program in self.by_rank.values()])
 
-    @staticmethod
-    def parse(text: str) -> Programs:
-        """Read what `text` wrote. Raises InputError on a malformed line."""
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        head = _HEAD.fullmatch(lines[0]) if lines else None
-        if not head:
-            raise InputError("programs must begin with a line 'programs FINGERPRINT' of 64 hexadecimal digits")
-        layouts: dict[str, str] = {}
-        by_rank: dict[int, Program] = {}
-        for line in lines[1:]:
-            model = _MODEL.fullmatch(line)
-            if model:
-                layouts[model[1]] = model[2]
-                continue
-            program = Program.parse(line)
-            if program.rank in by_rank:
-                raise InputError(f"rank {program.rank} has two programs; remove one")
-            by_rank[program.rank] = program
-        return Programs(head[1], layouts, by_rank)
-
     def grid(self, rank: int | None = None, position: int = 0) -> str:
         """One line per rank; the instruction at `position` of `rank` is pointed out."""
-        lines = []
-        for number, program in sorted(self.by_rank.items()):
-            words = [str(instruction) for instruction in program.instructions]
-            if number == rank:
-                words.insert(position + 1, "<-- ERROR HERE")
-            lines.append(f"rank {number}: {' '.join(words)}".rstrip())
-        return "\n".join(lines)
+        rows = {number: program.instructions for number, program in sorted(self.by_rank.items())}
+        return grid(rows, None if rank is None else (rank, position), "rank")
 
     def refuse_unless_for(self, schedule: Schedule, ranks: FusedRanks) -> None:
         """Raise ScheduleError, saying what differs, unless these programs were made of `schedule` for `ranks`."""

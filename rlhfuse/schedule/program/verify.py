@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import gc
 import math
-from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlhfuse.base.errors import ScheduleError
-from rlhfuse.schedule.ir.action import COMPUTE, SENDS, Action, Kind
-from rlhfuse.schedule.ir.evaluate import loosen, tidy
-from rlhfuse.schedule.ir.problem import Number
+from rlhfuse.schedule.ir.action import COMPUTE, SENDS, Action
+from rlhfuse.schedule.ir.evaluate import held_after, loosen
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.expected_instructions import Event, Expected, expected_instructions
@@ -98,8 +96,9 @@ def _check_ranks(programs: Programs, schedule: Schedule, ranks: FusedRanks, tied
         expected = expected_instructions(rank, schedule, ranks, tied)
         actions = [instruction.action for instruction in program.instructions]
         _check_expected(programs, rank, actions, expected)
-        _check_row(programs, rank, actions, rows[rank])
-        _check_memory(programs, rank, actions, schedule, ranks)
+        computed = [(position, action) for position, action in enumerate(actions) if action.kind in COMPUTE]
+        _check_row(programs, rank, computed, rows[rank])
+        _check_memory(programs, rank, computed, schedule, ranks)
         steps.add(rank, [expected[action] for action in actions])
     return steps
 
@@ -143,36 +142,22 @@ def _rows(schedule: Schedule, ranks: FusedRanks) -> dict[int, list[Action]]:
     return rows
 
 
-def _check_row(programs: Programs, rank: int, actions: Sequence[Action], row: Sequence[Action]) -> None:
-    computed = [(position, action) for position, action in enumerate(actions) if action.kind in COMPUTE]
+def _check_row(programs: Programs, rank: int, computed: Sequence[tuple[int, Action]], row: Sequence[Action]) -> None:
     for (position, action), wanted in zip(computed, row):
         if action != wanted:
             raise _error(programs, rank, position, f"stands where the schedule has {wanted}")
 
 
 def _check_memory(
-    programs: Programs, rank: int, actions: Sequence[Action], schedule: Schedule, ranks: FusedRanks
+    programs: Programs, rank: int, computed: Sequence[tuple[int, Action]], schedule: Schedule, ranks: FusedRanks
 ) -> None:
     """Activations from F to B, and what W needs of them from B to W, stay under the cap of the rank's node."""
     cap = schedule.problem.node_cap(ranks.node_of(rank))
     if cap == math.inf:
         return
     pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
-    held: Counter[Number] = Counter()  # size -> how many
-    for position, action in enumerate(actions):
-        if action.kind not in COMPUTE:
-            continue
-        pipeline, merged = pipelines[action.pipeline], action.stage // ranks.merge(action.pipeline)
-        activation = pipeline.activation[merged]
-        for_weights = activation if pipeline.weight_activation is None else pipeline.weight_activation[merged]
-        if action.kind is Kind.F:
-            held[activation] += 1
-        elif action.kind is Kind.W:
-            held[for_weights] -= 1
-        else:
-            held[activation] -= 1
-            held[for_weights] += pipeline.split
-        total = tidy(sum(count * size for size, count in held.items()))
+    merged = (action._replace(stage=action.stage // ranks.merge(action.pipeline)) for _, action in computed)
+    for (position, _), total in zip(computed, held_after((pipelines[action.pipeline], action) for action in merged)):
         if total > loosen(cap):
             raise _error(programs, rank, position, f"brings the activations to {total:g}, over the memory cap {cap:g}")
 

@@ -44,27 +44,16 @@ def interleaved_problem(problem: FusionProblem, chunks: int) -> FusionProblem:
     """
     if type(chunks) is not int or chunks < 2:
         raise InputError(f"chunks is {chunks!r}; interleaving needs an integer of at least 2")
-    return replace(problem, pipelines=tuple(_cut(pipeline, chunks) for pipeline in problem.pipelines))
+    return replace(problem, pipelines=tuple(_divided(pipeline, chunks) for pipeline in problem.pipelines))
 
 
-def _cut(pipeline: Pipeline, chunks: int) -> Pipeline:
+def _divided(pipeline: Pipeline, chunks: int) -> Pipeline:
     check_single_visits(pipeline, "interleaved 1F1B")
 
     def divided(values: tuple[Number, ...]) -> tuple[Number, ...]:
         return tuple(tidy(value / chunks) for value in values) * chunks
 
-    def divided_if_given(values: tuple[Number, ...] | None) -> tuple[Number, ...] | None:
-        return None if values is None else divided(values)
-
-    return replace(
-        pipeline,
-        placement=pipeline.placement * chunks,
-        forward=divided(pipeline.forward),
-        backward=divided(pipeline.backward),
-        activation=divided(pipeline.activation),
-        weight_gradient=divided_if_given(pipeline.weight_gradient),
-        weight_activation=divided_if_given(pipeline.weight_activation),
-    )
+    return pipeline.with_facts(divided, divided, placement=pipeline.placement * chunks)
 
 
 def _rounds(pipeline: Pipeline) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.evaluate import loosen
 from rlhfuse.schedule.ir.graph import OperationGraph
 from rlhfuse.schedule.search.anneal import Rule, anneal
-from rlhfuse.schedule.search.heads_tails import State, Tables, new_state
+from rlhfuse.schedule.search.heads_tails import State, new_state
 from rlhfuse.schedule.search.solution import Objective, Round, Solution, node_peaks
 
 FREE_MOVES = 32  # of one sweep over all operations that need not be critical, ...
@@ -18,10 +18,9 @@ FREE_SHARE = 0.3  # ... and at most this share
 class Annealer:
     """A state and what moves it; `unit`, the mean forward time, is what temperatures and penalties are in."""
 
-    def __init__(self, graph: OperationGraph, tables: Tables, objective: Objective, seed: int, number: int = 0) -> None:
+    def __init__(self, graph: OperationGraph, objective: Objective, seed: int, number: int = 0) -> None:
         """`number` tells the ranks of one search apart: each begins with other settings and random numbers."""
-        self.graph, self.tables, self.objective = graph, tables, objective
-        self.seed, self.number = seed, number
+        self.graph, self.objective, self.seed, self.number = graph, objective, seed, number
         durations = [graph.duration[lane.first] for lane in graph.lanes if lane.kind is Kind.F]
         self.unit = float(np.mean(durations))
         self.caps = np.array([loosen(graph.problem.node_cap(node)) for node in range(graph.problem.nodes)])
@@ -38,8 +37,8 @@ class Annealer:
         """So many moves, or fewer up to the rule's target; what is within the caps and faster than `beat`."""
         assert self.state is not None, "it begins with go_on_from"
         sequence = np.empty(self.graph.size, np.int64)
-        tried, accepted, makespan, _ = anneal(self.tables, self.state, rule, moves, *temperatures, sequence, beat)
-        solution = Solution(makespan, max(node_peaks(self.tables, sequence)), sequence) if makespan < beat else None
+        tried, accepted, makespan, _ = anneal(self.graph.tables, self.state, rule, moves, *temperatures, sequence, beat)
+        solution = Solution(makespan, max(node_peaks(self.graph, sequence)), sequence) if makespan < beat else None
         return Round(max(1, tried), solution, accepted)
 
     def limits(self, makespan: float, peak: float, penalty: float) -> Rule:

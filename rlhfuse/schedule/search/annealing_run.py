@@ -16,7 +16,6 @@ from rlhfuse.schedule.ir.evaluate import TOLERANCE, reaches
 from rlhfuse.schedule.ir.graph import OperationGraph
 from rlhfuse.schedule.search.anneal import Rule
 from rlhfuse.schedule.search.annealer import Annealer
-from rlhfuse.schedule.search.heads_tails import Tables
 from rlhfuse.schedule.search.solution import Key, Objective, Round, Solution
 
 # Temperatures are in mean forward times.
@@ -33,8 +32,8 @@ DRIFT = 30  # moves per operation between two schedules that `find_leaner` repor
 class AnnealingRun(Annealer):
     """The annealing of one level; `advance` makes a part of it."""
 
-    def __init__(self, graph: OperationGraph, tables: Tables, objective: Objective, seed: int, number: int = 0) -> None:
-        super().__init__(graph, tables, objective, seed, number)
+    def __init__(self, graph: OperationGraph, objective: Objective, seed: int, number: int = 0) -> None:
+        super().__init__(graph, objective, seed, number)
         self.aim: tuple[bool | str, Key | float] | None = None  # (improve memory?, key to beat), or ("leaner", peak)
         self.own = False  # whether this run itself has found the solution to beat
         self.begin = 0.0  # temperature at the start and the end of the present run

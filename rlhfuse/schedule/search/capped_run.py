@@ -12,7 +12,6 @@ import math
 from rlhfuse.schedule.ir.evaluate import TOLERANCE
 from rlhfuse.schedule.ir.graph import OperationGraph
 from rlhfuse.schedule.search.annealer import Annealer
-from rlhfuse.schedule.search.heads_tails import Tables
 from rlhfuse.schedule.search.solution import Objective, Round, Solution
 
 STREAM = 1  # of random numbers, apart from the steps'
@@ -29,8 +28,8 @@ LONGEST_RUN_MOVES = 32_000
 class CappedRun(Annealer):
     """The capped runs of one level; `advance` makes a part of one."""
 
-    def __init__(self, graph: OperationGraph, tables: Tables, objective: Objective, seed: int, number: int = 0) -> None:
-        super().__init__(graph, tables, objective, seed, number)
+    def __init__(self, graph: OperationGraph, objective: Objective, seed: int, number: int = 0) -> None:
+        super().__init__(graph, objective, seed, number)
         self.share = FIRST_SHARE
         self.failures = 0  # runs that have ended with nothing since the best last changed
         self.cap = math.inf  # of the present run

@@ -18,10 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from rlhfuse.schedule.ir.graph import Lane, OperationGraph, kinds_of
+from rlhfuse.schedule.ir.graph import Lane, OperationGraph, Tables, kinds_of
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.rules.builders import lane_ranks, pipeline_work
-from rlhfuse.schedule.search.heads_tails import Tables
 from rlhfuse.schedule.search.solution import Solution
 
 TRIED_OPERATIONS = 2_000_000  # over all tries: a few tenths of a second
@@ -54,7 +53,8 @@ class _Scratch(NamedTuple):
     arrival: np.ndarray  # float64[n]
     done: np.ndarray  # int64[lanes]
     held: np.ndarray  # int64[stages]
-    free: np.ndarray  # float64[nodes]
+    free: np.ndarray  # float64[nodes], by the times that decide
+    clock: np.ndarray  # float64[nodes], by those that the orders take
     level: np.ndarray  # float64[nodes]
     place: np.ndarray  # int64[nodes]
     heap_key: np.ndarray  # float64[4 n + nodes]
@@ -64,8 +64,8 @@ class _Scratch(NamedTuple):
 class Dispatcher:
     """Makes schedules of one problem."""
 
-    def __init__(self, graph: OperationGraph, tables: Tables) -> None:
-        self.graph, self.tables = graph, tables
+    def __init__(self, graph: OperationGraph) -> None:
+        self.graph = graph
         lanes, nodes, n = graph.lanes, graph.problem.nodes, graph.size
         numbers: dict[tuple[int, int], int] = {}
         stage = [numbers.setdefault((lane.pipeline, lane.stage), len(numbers)) for lane in lanes]
@@ -86,20 +86,26 @@ class Dispatcher:
             np.empty(len(numbers), np.int64),
             np.empty(nodes),
             np.empty(nodes),
+            np.empty(nodes),
             np.empty(nodes, np.int64),
             np.empty(4 * n + nodes),
             np.empty(4 * n + nodes, np.int64),
         )
+        self._always = np.full(n, -np.inf)
+        self._no_caps = np.full(len(numbers), n)
 
     def dispatch(self, rules: Rules) -> Solution:
         """The schedule that the rules make."""
-        sequence = np.empty(self.graph.size, np.int64)
-        return Solution(*_dispatch(self.tables, self.lanes, rules, self.scratch, sequence), sequence)
+        return self._listed(rules.rank[self.graph.lane].astype(float), self._always, rules.cap)
 
     def follow(self, aim: np.ndarray, early: float) -> Solution:
         """The schedule of `aim`, float64[operations]: the earliest aim first, none begun more than `early` before."""
+        return self._listed(aim, aim - early, self._no_caps)
+
+    def _listed(self, turn: np.ndarray, earliest: np.ndarray, cap: np.ndarray) -> Solution:
         sequence = np.empty(self.graph.size, np.int64)
-        return Solution(*follow_aims(self.tables, self.lanes, aim, early, self.scratch, sequence), sequence)
+        tables, scratch = self.graph.tables, self.scratch
+        return Solution(*list_operations(tables, self.lanes, turn, earliest, cap, scratch, sequence), sequence)
 
     def rules(self, largest: int, others: int, forward_first: bool, model_first: bool) -> Rules:
         """1F1B's caps with so many sixteenths of the stages more; `builders.lane_ranks`."""
@@ -141,72 +147,24 @@ def _takes(lane: Lane, problem: FusionProblem) -> int:
 
 
 @njit(cache=True)
-def _dispatch(t: Tables, lanes: _Lanes, rules: Rules, s: _Scratch, sequence: np.ndarray):
-    """Run the list scheduler; returns (makespan, peak memory)."""
+def list_operations(
+    t: Tables, lanes: _Lanes, turn: np.ndarray, earliest: np.ndarray, cap: np.ndarray, s: _Scratch, sequence: np.ndarray
+):
+    """Run the list scheduler: an idle node takes, of what may begin, the smallest `turn`; returns (makespan, peak).
+
+    An operation may begin when its input is there, its `earliest` time has come, and a forward when its stage holds
+    less than its cap. The orders run without waiting for those times: their ends are kept beside those that decide.
+    """
     n, nodes = len(sequence), len(s.free)
     s.done[:] = 0
     s.held[:] = 0
     s.free[:] = 0.0
+    s.clock[:] = 0.0
     s.level[:] = 0.0
     for node in range(nodes):
         s.place[node] = t.first[node]
     for o in range(n):
         s.arrival[o] = 0.0 if t.upstream[o] < 0 else np.inf
-    count, makespan, peak = 0, 0.0, 0.0
-    for node in range(nodes):
-        count = heap_push(s.heap_key, s.heap_node, count, 0.0, node)
-    while count > 0:
-        now, node = s.heap_key[0], s.heap_node[0]
-        count = heap_pop(s.heap_key, s.heap_node, count)
-        if now < s.free[node]:
-            continue
-        best = -1
-        for k in range(lanes.first_on[node], lanes.first_on[node + 1]):
-            lane = lanes.on_node[k]
-            o = lanes.first[lane] + s.done[lane]
-            if s.done[lane] == lanes.microbatches[lane] or s.arrival[o] > now:
-                continue
-            if best >= 0 and rules.rank[lane] >= rules.rank[best]:
-                continue
-            stage = lanes.stage[lane]
-            if lanes.takes[lane] > 0 and s.held[stage] >= rules.cap[stage]:
-                continue
-            best = lane
-        if best < 0:
-            continue
-        o = lanes.first[best] + s.done[best]
-        s.done[best] += 1
-        s.held[lanes.stage[best]] += lanes.takes[best]
-        s.level[node] += t.memory[o]
-        peak = max(peak, s.level[node])
-        s.free[node] = now + t.duration[o]
-        makespan = max(makespan, s.free[node])
-        sequence[s.place[node]] = o
-        s.place[node] += 1
-        count = heap_push(s.heap_key, s.heap_node, count, s.free[node], node)
-        for k in range(2):
-            target = t.downstream[o, k]
-            if target >= 0:
-                s.arrival[target] = s.free[node] + t.lag[target]
-                count = heap_push(s.heap_key, s.heap_node, count, s.arrival[target], t.node[target])
-    return makespan, peak
-
-
-@njit(cache=True)
-def follow_aims(t: Tables, lanes: _Lanes, aim: np.ndarray, early: float, s: _Scratch, sequence: np.ndarray):
-    """Run, of the operations that may begin, the one with the earliest aim; returns (makespan, peak memory).
-
-    The orders run without waiting for the aims: their ends are kept beside those that decide the orders.
-    """
-    n, nodes = len(sequence), len(s.free)
-    s.done[:] = 0
-    s.free[:] = 0.0
-    s.level[:] = 0.0
-    for node in range(nodes):
-        s.place[node] = t.first[node]
-    for o in range(n):
-        s.arrival[o] = 0.0 if t.upstream[o] < 0 else np.inf
-    clock = np.zeros(nodes)
     count, makespan, peak = 0, 0.0, 0.0
     for node in range(nodes):
         count = heap_push(s.heap_key, s.heap_node, count, 0.0, node)
@@ -218,27 +176,28 @@ def follow_aims(t: Tables, lanes: _Lanes, aim: np.ndarray, early: float, s: _Scr
         best, chosen, wake = -1, -1, np.inf
         for k in range(lanes.first_on[node], lanes.first_on[node + 1]):
             lane = lanes.on_node[k]
-            o = lanes.first[lane] + s.done[lane]
             if s.done[lane] == lanes.microbatches[lane]:
                 continue
-            ready = max(s.arrival[o], aim[o] - early)
+            o, stage = lanes.first[lane] + s.done[lane], lanes.stage[lane]
+            ready = max(s.arrival[o], earliest[o])
             if ready > now:
                 wake = min(wake, ready)
-            elif best < 0 or aim[o] < aim[best]:
+            elif (best < 0 or turn[o] < turn[best]) and not (lanes.takes[lane] > 0 and s.held[stage] >= cap[stage]):
                 best, chosen = o, lane
         if best < 0:
             if wake < np.inf:  # else an arrival wakes it
                 count = heap_push(s.heap_key, s.heap_node, count, wake, node)
             continue
         s.done[chosen] += 1
+        s.held[lanes.stage[chosen]] += lanes.takes[chosen]
         s.level[node] += t.memory[best]
         peak = max(peak, s.level[node])
         s.free[node] = now + t.duration[best]
         source = t.upstream[best]
         if source >= 0:
-            clock[node] = max(clock[node], s.end[source] + t.lag[best])
-        clock[node] = s.end[best] = clock[node] + t.duration[best]
-        makespan = max(makespan, clock[node])
+            s.clock[node] = max(s.clock[node], s.end[source] + t.lag[best])
+        s.clock[node] = s.end[best] = s.clock[node] + t.duration[best]
+        makespan = max(makespan, s.clock[node])
         sequence[s.place[node]] = best
         s.place[node] += 1
         count = heap_push(s.heap_key, s.heap_node, count, s.free[node], node)

@@ -18,8 +18,8 @@ from rlhfuse.schedule.ir.graph import OperationGraph
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, Pipeline
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.schedule.search.dispatch import Dispatcher
-from rlhfuse.schedule.search.heads_tails import Tables, new_state, refresh
-from rlhfuse.schedule.search.solution import Solution, node_peaks
+from rlhfuse.schedule.search.heads_tails import new_state, refresh
+from rlhfuse.schedule.search.solution import Solution, fits
 
 SKEWS = (0.25, 0.5)  # of the folded operation's time: how far its two stages lie from the middle of it
 EARLY = (0.0, 0.005, 0.02, 0.05, 0.1)  # of the makespan: how long before its aim an operation may begin
@@ -63,17 +63,8 @@ def _folded(pipeline: Pipeline, number: dict[int, int]) -> Pipeline:
     def fuller(memory: tuple[Number, ...]) -> tuple[Number, ...]:
         return tuple(2 * max(pair) for pair in zip(memory[::2], memory[1::2]))
 
-    weight, held = pipeline.weight_gradient, pipeline.weight_activation
-    return replace(
-        pipeline,
-        placement=tuple(number[node] for node in pipeline.placement[::2]),
-        microbatches=(pipeline.microbatches + 1) // 2,
-        forward=both(pipeline.forward),
-        backward=both(pipeline.backward),
-        activation=fuller(pipeline.activation),
-        weight_gradient=None if weight is None else both(weight),
-        weight_activation=None if held is None else fuller(held),
-    )
+    placement = tuple(number[node] for node in pipeline.placement[::2])
+    return pipeline.with_facts(both, fuller, placement=placement, microbatches=(pipeline.microbatches + 1) // 2)
 
 
 def _least(problem: FusionProblem, number: dict[int, int]) -> tuple[Number, ...]:
@@ -87,8 +78,8 @@ def _least(problem: FusionProblem, number: dict[int, int]) -> tuple[Number, ...]
 class Unfolder:
     """Makes solutions of `large` from those of `small`, which is `large` folded."""
 
-    def __init__(self, small: OperationGraph, small_tables: Tables, dispatcher: Dispatcher) -> None:
-        self.small, self.small_tables, self.dispatcher = small, small_tables, dispatcher
+    def __init__(self, small: OperationGraph, dispatcher: Dispatcher) -> None:
+        self.small, self.dispatcher = small, dispatcher
         self.work = len(SKEWS) * len(EARLY) * dispatcher.graph.size  # operations placed by one extension
         numbers = {(lane.pipeline, lane.stage, lane.kind): k for k, lane in enumerate(small.lanes)}
         self.lanes = [(lane, numbers[lane.pipeline, lane.stage // 2, lane.kind]) for lane in dispatcher.graph.lanes]
@@ -96,13 +87,13 @@ class Unfolder:
     def extend(self, solution: Solution, better: Callable[[Solution], bool]) -> tuple[Solution | None, Solution]:
         """Returns the best try that fits the caps and is `better` (or None), and the fastest of all."""
         state = new_state(solution.sequence, 1)
-        refresh(self.small_tables, state)
+        refresh(self.small.tables, state)
         tries = [
             self.dispatcher.follow(aim, early * solution.makespan)
             for aim in (self._aim(state.head, skew) for skew in SKEWS)
             for early in EARLY
         ]
-        fitting = [candidate for candidate in tries if better(candidate) and self._fits(candidate)]
+        fitting = [candidate for candidate in tries if better(candidate) and fits(self.dispatcher.graph, candidate)]
         return min(fitting, key=lambda s: s[:2], default=None), min(tries, key=lambda s: s[:2])
 
     def _aim(self, starts: np.ndarray, skew: float) -> np.ndarray:
@@ -119,7 +110,3 @@ class Unfolder:
             middle = starts[first + microbatch // 2] + long / 2 + side * skew * long
             aim[lane.first + microbatch] = middle + (microbatch % 2 - 0.5) * long / 2 - short / 2
         return aim
-
-    def _fits(self, solution: Solution) -> bool:
-        problem = self.dispatcher.graph.problem
-        return over_cap(problem, node_peaks(self.dispatcher.tables, solution.sequence)) is None

@@ -15,20 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from rlhfuse.schedule.ir.graph import Tables
+
 LONGEST = 12  # places that one move can bridge
-
-
-class Tables(NamedTuple):
-    """What does not change while annealing; see `graph.OperationGraph`. `first[node]` is its first position."""
-
-    node: np.ndarray
-    lane: np.ndarray
-    duration: np.ndarray
-    upstream: np.ndarray
-    lag: np.ndarray
-    downstream: np.ndarray
-    memory: np.ndarray
-    first: np.ndarray  # int64[nodes + 1]
 
 
 class State(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the ranks of a search tell each other between two rounds, and the signals that end it (paper: section 6, MPI).
+"""What the ranks of a search tell each other between two rounds (paper: section 6, MPI).
 
 A round costs two reductions: the least (makespan found, share of the budget used, minus its stop signal) and the sum of
 the moves. Only a makespan worth having is followed by the least peak memory at it, the lowest rank that has both, and
@@ -8,11 +8,9 @@ that rank's sequence. All ranks decide alike from equal numbers. Waiting polls, 
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +19,6 @@ from rlhfuse.base.errors import InputError
 
 FIRST_NAP_SECONDS = 0.0002
 LONGEST_NAP_SECONDS = 0.001
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: batch systems send it beforehand
 
 
 def load_mpi() -> Any:
@@ -141,35 +138,3 @@ class Exchange:
             time.sleep(nap)
             nap = min(2 * nap, LONGEST_NAP_SECONDS)
             self.idle()
-
-
-class StopSignals:
-    """Listens to STOP_SIGNALS while it is entered; `received` is the number of the first one, 0 for none.
-
-    Nothing is interrupted. A second Ctrl-C acts as it did before; the others may come twice, from the batch system and
-    from mpirun, and change nothing more. What was ignored (a shell's background job ignores Ctrl-C) stays ignored.
-    """
-
-    def __init__(self) -> None:
-        self.received = 0
-        self.before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self.before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or number
-        if number == signal.SIGINT:
-            signal.signal(number, self.before[number])
-
-    @staticmethod
-    def name(number: int) -> str:
-        """What people call it."""
-        return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -20,7 +20,6 @@ from rlhfuse.schedule.ir.evaluate import TOLERANCE, Timeline, evaluate, over_cap
 from rlhfuse.schedule.ir.graph import OperationGraph
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.search.heads_tails import Tables
 
 OBJECTIVES = ("latency", "memory")
 Key = tuple[Number, Number]
@@ -58,15 +57,6 @@ class Incumbent:
         return over_cap(self.schedule.problem, self.timeline.node_peak_memory) is None
 
 
-def tables_of(graph: OperationGraph) -> Tables:
-    """The graph as the annealers take it."""
-    counts = np.bincount(graph.node, minlength=graph.problem.nodes)
-    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    return Tables(
-        graph.node, graph.lane, graph.duration, graph.upstream, graph.lag, graph.downstream, graph.memory, first
-    )
-
-
 def sequence_of(graph: OperationGraph, schedule: Schedule) -> np.ndarray:
     """int64[operations]: operation numbers node by node, in execution order; `schedule_of` is the inverse."""
     return np.array([graph.number[action] for order in schedule.orders for action in order], np.int64)
@@ -86,10 +76,15 @@ def solution_of(graph: OperationGraph, entry: Incumbent) -> Solution:
     return Solution(float(timeline.makespan), float(timeline.peak_memory), sequence_of(graph, entry.schedule))
 
 
-def node_peaks(tables: Tables, sequence: np.ndarray) -> list[float]:
+def node_peaks(graph: OperationGraph, sequence: np.ndarray) -> list[float]:
     """Peak activation memory of every node."""
-    rows = zip(tables.first, tables.first[1:])
-    return [float(np.cumsum(tables.memory[sequence[a:b]]).max(initial=0.0)) for a, b in rows]
+    first = graph.tables.first
+    return [float(np.cumsum(graph.memory[sequence[a:b]]).max(initial=0.0)) for a, b in zip(first, first[1:])]
+
+
+def fits(graph: OperationGraph, solution: Solution) -> bool:
+    """Whether every node stays within its memory cap."""
+    return over_cap(graph.problem, node_peaks(graph, solution.sequence)) is None
 
 
 class Priced(Protocol):

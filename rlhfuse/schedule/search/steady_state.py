@@ -1,7 +1,7 @@
 """From a schedule of a few micro-batches to one of many: its steady state is repeated.
 
 A unit is the smallest share of the micro-batches that keeps their proportions: M0 : M1 = 64 : 32 has 32 units of
-(2, 1). What is before a cut stays, the last units before it are repeated in a period of T per unit, what is after it
+(2, 1). What is before a break stays, the last units before it are repeated in a period of T per unit, what is after it
 comes later. That gives every operation a time to aim at, and the orders follow the aims
 (docs/explanation/schedule_search.md).
 """
@@ -20,18 +20,18 @@ import numpy as np
 from numba import njit
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
-from rlhfuse.schedule.ir.evaluate import over_cap, reaches
-from rlhfuse.schedule.ir.graph import OperationGraph
+from rlhfuse.schedule.ir.evaluate import reaches
+from rlhfuse.schedule.ir.graph import OperationGraph, Tables
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.search.dispatch import Dispatcher, heap_pop, heap_push
-from rlhfuse.schedule.search.heads_tails import Tables, new_state, refresh
-from rlhfuse.schedule.search.solution import Solution, node_peaks
+from rlhfuse.schedule.search.heads_tails import new_state, refresh
+from rlhfuse.schedule.search.solution import Solution, fits
 
-TRIED_OPERATIONS = 1_200_000  # over all cuts of one extension: a few tenths of a second
+TRIED_OPERATIONS = 1_200_000  # over all breaks of one extension: a few tenths of a second
 MOST_TRIES = 1_000
 WINDOWS = (1, 2, 3, 4, 6, 8)  # units that are repeated together
 EARLY = (0.02, 0.1)  # of the makespan: how long before its aim an operation may begin, where not in order of the aims
-FEWEST_CUTS = 8  # for every window
+FEWEST_BREAKS = 8  # for every window
 FEWEST_UNITS = 4
 
 
@@ -74,11 +74,10 @@ def period_of(problem: FusionProblem) -> float:
 class SteadyStateExtender:
     """Makes solutions of `large` from those of `small`: the same problem with fewer units."""
 
-    def __init__(self, small: OperationGraph, small_tables: Tables, dispatcher: Dispatcher) -> None:
+    def __init__(self, small: OperationGraph, dispatcher: Dispatcher) -> None:
         """`dispatcher` is that of the large problem."""
-        large, tables = dispatcher.graph, dispatcher.tables
-        self.small_tables, self.dispatcher, self.tables, self.size = small_tables, dispatcher, tables, large.size
-        self.problem = large.problem
+        self.small, self.dispatcher = small, dispatcher
+        self.graph = large = dispatcher.graph
         units = units_of(small.problem)
         self.added = units_of(large.problem) - units
         self.period = period_of(large.problem)
@@ -100,10 +99,10 @@ class SteadyStateExtender:
     @property
     def work(self) -> int:
         """Operations placed by one extension."""
-        return self._count() * self.size
+        return self._count() * self.graph.size
 
     def _count(self) -> int:
-        return max(6, min(MOST_TRIES, TRIED_OPERATIONS // self.size))
+        return max(6, min(MOST_TRIES, TRIED_OPERATIONS // self.graph.size))
 
     def extend(self, solution: Solution, better: Callable[[Solution], bool]) -> tuple[Solution | None, Solution]:
         """Returns the best try that fits the caps and is `better` (or None), and the fastest of all."""
@@ -111,28 +110,25 @@ class SteadyStateExtender:
         for candidate in self._tries(solution):
             if fastest is None or candidate.makespan < fastest.makespan:
                 fastest = candidate
-            if better(candidate) and (lifted is None or candidate[:2] < lifted[:2]) and self._fits(candidate):
+            if better(candidate) and (lifted is None or candidate[:2] < lifted[:2]) and fits(self.graph, candidate):
                 lifted = candidate
         assert fastest is not None
         return lifted, fastest
 
     def _tries(self, solution: Solution) -> Iterator[Solution]:
-        """The extended schedule for every cut and window, in order of the aims and a little early."""
+        """The extended schedule for every break and window, in order of the aims and a little early."""
         state = new_state(solution.sequence, 1)
-        refresh(self.small_tables, state)
+        refresh(self.small.tables, state)
         tries = self._count() // (1 + len(EARLY))
-        windows = WINDOWS if tries >= FEWEST_CUTS * len(WINDOWS) else WINDOWS[:1]
+        windows = WINDOWS if tries >= FEWEST_BREAKS * len(WINDOWS) else WINDOWS[:1]
         for window in windows:
-            for cut in np.linspace(0.1, 0.9, max(2, tries // len(windows))):
+            for break_at in np.linspace(0.1, 0.9, max(2, tries // len(windows))):
                 aim = self.scratch.aim
-                _aim(self.lanes, state.head, cut * solution.makespan, window, self.added, self.period, aim)
-                sequence = np.empty(self.size, np.int64)
-                yield Solution(*order_by_aim(self.tables, self.scratch, sequence), sequence)
+                _aim(self.lanes, state.head, break_at * solution.makespan, window, self.added, self.period, aim)
+                sequence = np.empty(self.graph.size, np.int64)
+                yield Solution(*order_by_aim(self.graph.tables, self.scratch, sequence), sequence)
                 for early in EARLY:
                     yield self.dispatcher.follow(aim, early * solution.makespan)
-
-    def _fits(self, solution: Solution) -> bool:
-        return over_cap(self.problem, node_peaks(self.tables, solution.sequence)) is None
 
 
 class _Lanes(NamedTuple):
@@ -156,12 +152,12 @@ class _Scratch(NamedTuple):
 
 
 @njit(cache=True)
-def _aim(lanes: _Lanes, starts: np.ndarray, cut: float, window: int, added: int, period: float, aim: np.ndarray):
+def _aim(lanes: _Lanes, starts: np.ndarray, break_at: float, window: int, added: int, period: float, aim: np.ndarray):
     """Write the time that every operation of the large problem aims at."""
     for lane in range(len(lanes.first)):
         first, count = lanes.first[lane], lanes.microbatches[lane]
         before = 0
-        while before < count and starts[first + before] < cut:
+        while before < count and starts[first + before] < break_at:
             before += 1
         extra = lanes.per_unit[lane] * added
         block = lanes.per_unit[lane] * window
@@ -171,14 +167,14 @@ def _aim(lanes: _Lanes, starts: np.ndarray, cut: float, window: int, added: int,
             elif m >= before + extra:
                 time = starts[first + m - extra] + period * added
             else:
-                back = (m - before) // block + 1  # windows from here to a micro-batch before the cut
+                back = (m - before) // block + 1  # windows from here to a micro-batch before the break
                 forth = (before + extra - 1 - m) // block + 1  # and to one after it
                 if m - back * block >= 0:
                     time = starts[first + m - back * block] + period * window * back
                 elif m + forth * block - extra < count:
                     time = starts[first + m + forth * block - extra] + period * (added - window * forth)
                 else:
-                    time = cut + period * (m - before + 0.5) / lanes.per_unit[lane]
+                    time = break_at + period * (m - before + 0.5) / lanes.per_unit[lane]
             aim[lanes.large_first[lane] + m] = time
 
 

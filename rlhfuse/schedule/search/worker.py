@@ -12,27 +12,16 @@ import math
 
 from rlhfuse.base.kernel_cache import KernelGroup, tell_what_is_compiled
 from rlhfuse.schedule.bounds.window_rules import contradiction
-from rlhfuse.schedule.ir.evaluate import over_cap, reaches
+from rlhfuse.schedule.ir.evaluate import reaches
 from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import greedy, one_at_a_time, serial_1f1b
 from rlhfuse.schedule.search.annealing_run import AnnealingRun
 from rlhfuse.schedule.search.capped_run import CappedRun
-from rlhfuse.schedule.search.dispatch import Dispatcher, follow_aims, tuned_starts
+from rlhfuse.schedule.search.dispatch import Dispatcher, tuned_starts
 from rlhfuse.schedule.search.folding import Unfolder, folded_problem
-from rlhfuse.schedule.search.solution import (
-    Incumbent,
-    Objective,
-    Round,
-    Solution,
-    node_peaks,
-    solution_of,
-    tables_of,
-)
-from rlhfuse.schedule.search.steady_state import (
-    SteadyStateExtender,
-    coarser_problem,
-)
+from rlhfuse.schedule.search.solution import Incumbent, Objective, Round, Solution, fits, solution_of
+from rlhfuse.schedule.search.steady_state import SteadyStateExtender, coarser_problem, order_by_aim
 
 FOLDED_OPERATIONS = 4096  # of a level: one with more, and none of fewer units below it, is folded
 NEARER = 0.5  # times the time that the next level may gain: so near its target a solution is worth extending
@@ -49,17 +38,13 @@ class CoarseLevel:
         self, graph: OperationGraph, objective: Objective, given: list[Incumbent], seed: int, rank: int
     ) -> None:
         self.graph, self.objective = graph, objective
-        self.tables = tables_of(graph)
-        self.dispatcher = Dispatcher(graph, self.tables)
+        self.dispatcher = Dispatcher(graph)
         self.starts = tuned_starts(self.dispatcher) + [solution_of(graph, entry) for entry in given]
-        self.best = min(filter(self._fits, self.starts), key=objective.key)
+        self.best = min((start for start in self.starts if fits(graph, start)), key=objective.key)
         self.extended: list[Solution] = []
-        self.run = AnnealingRun(graph, self.tables, objective, seed, rank)
-        self.capped = CappedRun(graph, self.tables, objective, seed, rank)
+        self.run = AnnealingRun(graph, objective, seed, rank)
+        self.capped = CappedRun(graph, objective, seed, rank)
         self.turn = 0
-
-    def _fits(self, solution: Solution) -> bool:
-        return over_cap(self.graph.problem, node_peaks(self.tables, solution.sequence)) is None
 
     def better(self, solution: Solution) -> bool:
         """Whether `solution` beats the best by more than rounding."""
@@ -123,7 +108,7 @@ class SearchWorker:
         graph, objective = build_graph(small), Objective(small, above.objective.kind, latency)
         level = CoarseLevel(graph, objective, given, seed, rank)
         self.levels.insert(0, level)
-        self.extenders.insert(0, (Unfolder if folded else SteadyStateExtender)(graph, level.tables, above.dispatcher))
+        self.extenders.insert(0, (Unfolder if folded else SteadyStateExtender)(graph, above.dispatcher))
         return True
 
     def round(self, best: Incumbent, moves: int, share: float) -> Round:
@@ -200,7 +185,7 @@ def load_kernels() -> None:
 
 def kernel_group() -> KernelGroup:
     """Those of a search, for a process of their own."""
-    return KernelGroup((contradiction, follow_aims), "rlhfuse.schedule.search.worker")
+    return KernelGroup((contradiction, order_by_aim), "rlhfuse.schedule.search.worker")
 
 
 if __name__ == "__main__":

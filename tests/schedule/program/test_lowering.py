@@ -19,7 +19,7 @@ from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.program.lowering import TotalOrder, lower
-from rlhfuse.schedule.program.program import Instruction, Program, Programs
+from rlhfuse.schedule.program.program import Instruction, Program
 from rlhfuse.schedule.program.verify import Verified, verify
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 
@@ -186,7 +186,7 @@ def test_programs_for_anything_else_are_refused():
     schedule = greedy(problem)
     programs = lower(schedule, ranks)
     programs.refuse_unless_for(schedule, ranks)
-    assert Programs.parse(programs.text()) == programs and "model actor layout d1t1p4\n" in programs.text()
+    assert "model actor layout d1t1p4\n" in programs.text()
     with pytest.raises(ScheduleError, match="of another schedule"):
         programs.refuse_unless_for(serial_1f1b(problem), ranks)
     with pytest.raises(ScheduleError, match="for actor d1t1p4 with critic d2t1p2, this run has actor d1t1p4 with"):
@@ -229,11 +229,3 @@ def test_the_memory_cap_is_held_against_the_program_itself():
         assert found, error.value
         blamed[found[1]] += 1
     assert min(blamed["F"], blamed["B"]) > 3, blamed
-
-
-@pytest.mark.parametrize("text", ["", "programs 12", "rank 0: actor:0F0", f"programs {'0' * 64}\nlayout actor"])
-def test_other_text_of_programs_is_refused(text):
-    with pytest.raises(InputError):
-        Programs.parse(text)
-    with pytest.raises(InputError, match="rank 0 has two programs"):
-        Programs.parse(f"programs {'0' * 64}\nrank 0: a:0F0\nrank 0: a:0F0")

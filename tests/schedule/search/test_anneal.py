@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
 from testkit.schedule_cases import Random, capped_greedy, check, random_problem, table_3_problem
-from testkit.solutions import graph_and_tables
 
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph
@@ -158,7 +157,7 @@ def test_kernel_does_what_the_twin_does(seed):
         for p in (random_problem(seed * 1000 + k) for k in range(1000))
         if isinstance(p.pipelines[0].forward[0], int) and build_graph(p).size > 12
     )
-    graph, tables = graph_and_tables(problem)
+    graph = build_graph(problem)
     schedule = capped_greedy(problem) if seed % 2 else serial_1f1b(problem)
     timeline = evaluate(schedule)
     peak, makespan = float(timeline.peak_memory), float(timeline.makespan)
@@ -170,7 +169,7 @@ def test_kernel_does_what_the_twin_does(seed):
     state, best = new_state(start, seed), np.full(graph.size, -1, np.int64)
     word = int(state.random[0])
     beat = 1e9 if target == 0 else -1.0  # never stop at the target
-    tried, accepted, fastest, above = anneal(tables, state, rule, moves, 3.0, 0.2, best, beat)
+    tried, accepted, fastest, above = anneal(graph.tables, state, rule, moves, 3.0, 0.2, best, beat)
     expected = twin(graph, start, word, rule, moves, 3.0, 0.2, beat)
     assert (tried, fastest, accepted) == (*expected[:2], expected[4])
     assert state.sequence.tolist() == expected[3]
@@ -183,26 +182,26 @@ def test_kernel_does_what_the_twin_does(seed):
 def test_incremental_state_stays_true(seed):
     """After many moves: heads, tails and levels as computed afresh, and a valid schedule."""
     problem = random_problem(seed, largest=5)
-    graph, tables = graph_and_tables(problem)
+    graph = build_graph(problem)
     state = new_state(sequence_of(graph, capped_greedy(problem)), seed)
     epsilon = min(1e-9, float(graph.duration.min()) / 4)
     rule = Rule(np.full(problem.nodes, np.inf), 1.0, 0.3, 0.0, epsilon, 0.0)
     best = np.empty(graph.size, np.int64)
-    anneal(tables, state, rule, 5000, 2.0, 0.5, best, 1e9)
+    anneal(graph.tables, state, rule, 5000, 2.0, 0.5, best, 1e9)
     head, tail, level, position = (a.copy() for a in (state.head, state.tail, state.level, state.position))
-    assert refresh(tables, state)
+    assert refresh(graph.tables, state)
     np.testing.assert_allclose(head, state.head, atol=1e-9)
     np.testing.assert_allclose(tail, state.tail, atol=1e-9)
     np.testing.assert_allclose(level, state.level, atol=1e-9)
     np.testing.assert_array_equal(position, state.position)
     makespan, _ = check(problem, schedule_of(graph, state.sequence).orders)
-    assert makespan_of(tables, state) == pytest.approx(makespan)
+    assert makespan_of(graph.tables, state) == pytest.approx(makespan)
 
 
 def test_a_cycle_is_seen():
     problem = table_3_problem(2, 2, 1, 1, 1, 1, 1, 1)
-    graph, tables = graph_and_tables(problem)
+    graph = build_graph(problem)
     text = "node 0: critic:1F0 actor:0F0 critic:1B0 actor:0B0\nnode 1: actor:1F0 critic:0F0 actor:1B0 critic:0B0"
     crossed = sequence_of(graph, Schedule.parse(problem, text))
-    assert not refresh(tables, new_state(crossed, 1))
-    assert refresh(tables, new_state(sequence_of(graph, serial_1f1b(problem)), 1))
+    assert not refresh(graph.tables, new_state(crossed, 1))
+    assert refresh(graph.tables, new_state(sequence_of(graph, serial_1f1b(problem)), 1))

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
 from testkit.schedule_cases import TABLE_3, capped_halfway, random_problem, table_3
-from testkit.solutions import check_found, finds, graph_and_tables, solution_in
+from testkit.solutions import check_found, finds, solution_in
 
+from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import greedy, one_at_a_time, serial_1f1b
 from rlhfuse.schedule.search.annealing_run import CAP_STEPS, AnnealingRun
@@ -18,7 +19,7 @@ ROW, SERIAL, BOUND, _, LEAST_MEMORY = TABLE_3[2]  # (8, 4, 8, 4): 225 in 15.6, b
 
 
 def run_of(problem, objective="memory", seed=1, number=0, latency=None):
-    return AnnealingRun(*graph_and_tables(problem), Objective(problem, objective, latency), seed, number)
+    return AnnealingRun(build_graph(problem), Objective(problem, objective, latency), seed, number)
 
 
 def table_3_run(*objective, **more):

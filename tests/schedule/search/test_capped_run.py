@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
 from testkit.schedule_cases import TABLE_3, random_problem, table_3
-from testkit.solutions import finds, graph_and_tables, solution_in
+from testkit.solutions import finds, solution_in
 
 from rlhfuse.schedule.ir.evaluate import loosen
 from rlhfuse.schedule.ir.graph import build_graph
@@ -18,7 +18,7 @@ _, SERIAL, _, _, LEAST_MEMORY = TABLE_3[5]  # (8, 8, 8, 8): 15.6 is proved at th
 
 
 def run_of(problem, seed=1, number=1, latency=None):
-    return CappedRun(*graph_and_tables(problem), Objective(problem, "memory", latency), seed, number)
+    return CappedRun(build_graph(problem), Objective(problem, "memory", latency), seed, number)
 
 
 def follow(run, best, rounds, moves, starts=()):

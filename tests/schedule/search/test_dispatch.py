@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
 from testkit.schedule_cases import TABLE_3, capped_greedy, random_instance, random_problem, table_3, with_facts
-from testkit.solutions import check_solution, graph_and_tables
+from testkit.solutions import check_solution
 
+from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import list_schedule, pipeline_work
 from rlhfuse.schedule.search.dispatch import (
@@ -29,7 +30,7 @@ WAYS = [(forward_first, model_first) for forward_first in (True, False) for mode
 
 
 def dispatcher_of(problem):
-    return Dispatcher(*graph_and_tables(problem))
+    return Dispatcher(build_graph(problem))
 
 
 def drawn_problem(seed):

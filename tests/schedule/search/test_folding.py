@@ -19,7 +19,7 @@ from testkit.schedule_cases import (
     table_3,
     table_3_problem,
 )
-from testkit.solutions import check_solution, graph_and_tables, solution_in
+from testkit.solutions import check_solution, solution_in
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate, loosen
@@ -56,8 +56,8 @@ def doubled(problem, seed):
 
 
 def unfolder_of(small, large):
-    graph, tables = graph_and_tables(large)
-    return Unfolder(*graph_and_tables(small), Dispatcher(graph, tables)), graph
+    graph = build_graph(large)
+    return Unfolder(build_graph(small), Dispatcher(graph)), graph
 
 
 def test_two_stages_two_nodes_and_two_micro_batches_become_one():
@@ -177,10 +177,10 @@ def test_a_large_problem_comes_near_its_bound():
 @given(st.integers(0, 10**6))
 def test_the_starts_of_a_schedule_as_aims_give_it_back(seed):
     problem = random_problem(seed)
-    schedule, (graph, tables) = capped_greedy(problem), graph_and_tables(problem)
+    schedule, graph = capped_greedy(problem), build_graph(problem)
     timeline = evaluate(schedule)
     aim = np.empty(graph.size)
     for order, starts in zip(schedule.orders, timeline.starts):
         aim[[graph.number[action] for action in order]] = starts
-    again = Dispatcher(graph, tables).follow(aim, 1e-6)
+    again = Dispatcher(graph).follow(aim, 1e-6)
     assert schedule_of(graph, again.sequence).orders == schedule.orders

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
 from testkit.schedule_cases import TABLE_3, capped_greedy, random_problem, table_3, table_3_problem
-from testkit.solutions import check_solution, graph_and_tables, solution_in
+from testkit.solutions import check_solution, solution_in
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
@@ -33,8 +33,8 @@ BUILDERS = (greedy, capped_greedy, serial_1f1b)
 
 def extended(schedule, large, better=lambda solution: True):
     """(best that fits and is better, fastest, all 96 that were tried, graph of the large problem)."""
-    graph, tables = graph_and_tables(large)
-    extender = SteadyStateExtender(*graph_and_tables(schedule.problem), Dispatcher(graph, tables))
+    graph = build_graph(large)
+    extender = SteadyStateExtender(build_graph(schedule.problem), Dispatcher(graph))
     made = []
 
     def asked(solution):

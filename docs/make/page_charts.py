@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from svg_text import SVG_STYLE, svg_text
 
 INK = "#010203"  # becomes the colour of the text around the picture
 COLOURS = ("#3b82c4", "#d9577a", "#3f9e5a", "#d9822b", "#8a63c9", "#7a8793")  # to be seen on light and on dark
 STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "rlhfuse",
-    "font.size": 9,
+    **SVG_STYLE,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
 }
 
@@ -35,7 +32,7 @@ def lines(panels: Mapping[str, Mapping[str, Points]], x: str, y: str, marks: Map
                 axes.axvline(value, color=INK, linestyle=":", linewidth=1, label=label)
             axes.set_ylim(bottom=0)
             _dress(axes, title, x, y if number == 0 else "")
-        return svg_text(picture)
+        return svg_text(picture, INK)
 
 
 def scatter(groups: Mapping[str, Points], x: str, y: str) -> str:
@@ -48,7 +45,7 @@ def scatter(groups: Mapping[str, Points], x: str, y: str) -> str:
         for colour, (label, points) in zip(COLOURS, groups.items()):
             axes.scatter(*zip(*points), color=colour, label=label, s=18)
         _dress(axes, "", x, y)
-        return svg_text(picture)
+        return svg_text(picture, INK)
 
 
 def stacked_pairs(groups: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]], y: str) -> str:
@@ -68,7 +65,7 @@ def stacked_pairs(groups: Mapping[str, tuple[Mapping[str, float], Mapping[str, f
             axes.bar(0, 0, color=colour, label=part)
         axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
         _dress(axes, "", "", y)
-        return svg_text(picture)
+        return svg_text(picture, INK)
 
 
 def _dress(axes: Axes, title: str, x: str, y: str) -> None:
@@ -78,12 +75,3 @@ def _dress(axes: Axes, title: str, x: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=7)
-
-
-def svg_text(picture: Figure, ink: str = INK) -> str:
-    """The <svg> element alone, without a date and a background, whose `ink` is the colour of the page's text."""
-    FigureCanvasSVG(picture)
-    out = io.StringIO()
-    picture.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    text = out.getvalue()
-    return text[text.index("<svg") :].replace(ink, "currentColor")

@@ -1,7 +1,7 @@
 """Write the pages, or the parts of pages, that are made from code and results.
 
-    python tools/generate_docs.py            write what differs
-    python tools/generate_docs.py --check    name what differs, write nothing; exit code 1 if anything does
+    python docs/make/generate_docs.py            write what differs
+    python docs/make/generate_docs.py --check    name what differs, write nothing; exit code 1 if anything does
 
 A page is a file and a function from its present text to what it should be. `fill` replaces the part between
 `<!-- begin NAME -->` and `<!-- end NAME -->`; the text around it is written by hand. Figures of measurements may stand
@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))  # where svg_text lies
 
 from page_figures import Results, benchmark_page, claims_table, fill_figures, load_results
 from page_pictures import PICTURES, picture
@@ -23,7 +27,6 @@ from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_text
 from rlhfuse.config.settings import RunConfig
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -89,7 +92,7 @@ def main() -> int:
     check = parser.parse_args().check
     changed = differing()
     for file, text in changed.items():
-        print(f"{file.relative_to(ROOT)} {'differs: run tools/generate_docs.py' if check else 'written'}")
+        print(f"{file.relative_to(ROOT)} {'differs: run docs/make/generate_docs.py' if check else 'written'}")
         if not check:
             write_text(file, text)
     return 1 if check and changed else 0
