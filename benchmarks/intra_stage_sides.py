@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from run_report.program_times import makespan, program_times
+
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.schedule.bounds.bounds import latency_bound
@@ -18,7 +20,6 @@ from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Program
-from rlhfuse.schedule.program.times import makespan, program_times
 from rlhfuse.schedule.rules.builders import serial_1f1b
 from rlhfuse.schedule.search.search import SearchSettings, search
 

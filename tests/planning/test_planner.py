@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from run_report.program_times import makespan, program_times
 from testkit.flat_profile import trained, training
 from testkit.four_ranks import SPECS, drafted, planned, run, shared_plan
 from testkit.sim_helpers import linear_cost, long_tail
@@ -27,7 +28,6 @@ from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.program.lowering import lower
-from rlhfuse.schedule.program.times import makespan, program_times
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import greedy, min_memory, serial_1f1b
 

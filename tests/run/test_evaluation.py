@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_comparison import compare_exports
 from run_report.report import render_report
 from run_report.run_files import RunFiles
 from testkit.runs_table import BEST, HELD_OUT, assert_same_bits, begin_again, by_function, metrics_of
@@ -13,7 +14,6 @@ from testkit.runs_table import BEST, HELD_OUT, assert_same_bits, begin_again, by
 from rlhfuse.monitor.samples import read_samples
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.run.checkpoint.checkpoint import checkpoints_in
-from rlhfuse.run.compare import compare_exports
 from rlhfuse.run.evaluation import evaluation_metrics, noise_seed
 from rlhfuse.run.iteration_recorder import IterationRecorder
 

@@ -5,6 +5,9 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+from run_report.program_times import makespan, program_times
+from run_report.timeline import simulate_gen_infer
+
 from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.costs.job_cost import largest_flat_batch
@@ -15,9 +18,7 @@ from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Action
-from rlhfuse.schedule.program.times import makespan, program_times
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.timeline import simulate_gen_infer
 from testkit.four_ranks import drafted
 from testkit.sim_helpers import linear_cost, long_tail
 

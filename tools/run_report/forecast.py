@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from run_report.program_times import TimedAction, makespan, program_times
 from run_report.run_files import RunFiles
+from run_report.timeline import GenInferTimeline, simulate_gen_infer
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import DeviceKind
@@ -28,9 +30,7 @@ from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
-from rlhfuse.schedule.program.times import TimedAction, makespan, program_times
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.timeline import GenInferTimeline, simulate_gen_infer
 
 PHASES = ("reshard", "gen", "infer", "adv", "train", "step")  # as in the metrics timing_s/*
 PARTS = PHASES[:-1]

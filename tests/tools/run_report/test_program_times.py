@@ -1,6 +1,7 @@
 """Times of programs: equal to those of the schedule where that says them, and by hand where it does not."""
 
 import pytest
+from run_report.program_times import makespan, program_times
 from testkit.program_cases import GROUPS, L, fused, random_case
 
 from rlhfuse.base.errors import ScheduleError
@@ -8,7 +9,6 @@ from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Program
-from rlhfuse.schedule.program.times import makespan, program_times
 from rlhfuse.schedule.rules.builders import serial_1f1b
 
 WHOLE = [group for group in GROUPS if len({L(layout).tp for layout in group}) == 1]  # without merged stages
