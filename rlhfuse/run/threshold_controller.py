@@ -31,7 +31,7 @@ from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.iteration_metrics import lengths_of
 from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.seconds import gen_infer_seconds
+from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
 RECENT_ITERATIONS = 4
@@ -157,7 +157,7 @@ class ThresholdController:
         found = sweep_threshold(list(self._lengths), *setting, least=least)
         if self.threshold < least:
             return found.threshold, found.explain()
-        seconds = gen_infer_seconds(list(self._lengths), *setting, (self.threshold,))[self.threshold].total
+        seconds = Simulation(self._lengths, *setting).seconds((self.threshold,))[self.threshold].total
         chosen, gain = with_hysteresis(found, self.threshold, seconds), f"{seconds / found.fused_seconds - 1:.1%}"
         if chosen == self.threshold:
             return chosen, f"the best, {found.threshold}, would gain {gain}"

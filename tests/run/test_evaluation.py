@@ -48,10 +48,10 @@ def test_noise_of_held_out_samples_is_none_of_trainings():
 
 def test_what_runs_between_iterations_is_not_counted_as_their_books(monkeypatch):
     recorder = IterationRecorder.__new__(IterationRecorder)
-    recorder._closed = 10.0
+    recorder._rank, recorder._closed = 0, 10.0
     recorder.skip(4.0)
     monkeypatch.setattr("rlhfuse.run.iteration_recorder.wall_seconds", lambda: 14.5)
-    recorder.begin()
+    recorder.begin(3)
     assert recorder._logging == 0.5
 
 

@@ -24,7 +24,7 @@ from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.costs.speculation import Speculation
 from rlhfuse.simulator import cost_numbers
-from rlhfuse.simulator.seconds import gen_infer_seconds
+from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import sweep_threshold
 
 
@@ -125,4 +125,4 @@ def test_a_sweep_is_the_mean_of_its_batches_time_lines():
 )
 def test_refusals(instances, threshold, changes, message):
     with pytest.raises(InputError, match=message):
-        gen_infer_seconds((long_tail(64),), instances, linear_cost(), limits(**changes), (threshold,))
+        Simulation((long_tail(64),), instances, linear_cost(), limits(**changes)).seconds((threshold,))
