@@ -18,17 +18,17 @@ from typing import Any
 
 from harness import TRACE, Figure, Measurement, named, options, take_turns, trace_lengths
 from processes import ALLOCATOR, Ranks
+from run_report.timeline import GenInferTimeline, simulate_gen_infer
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.job_cost import largest_flat_batch
-from rlhfuse.costs.measured import BytesObservation, MeasuredCost, TokensObservation
+from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import DecodeObservation
 from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import sweep_threshold
-from rlhfuse.simulator.timeline import GenInferTimeline, simulate_gen_infer
 
 INSTANCES = 2
 ROLES = ("actor", "reference", "critic", "reward")
@@ -189,9 +189,9 @@ def fit_costs(runs: Sequence[Run], free_moves: bool = False) -> MeasuredCost:
         rows |= {"migration": [(1, 0.0)], "load": [(0.0,)]}
     return MeasuredCost.fit(
         [DecodeObservation(*row) for row in rows["decode"]],
-        [TokensObservation(*row) for row in rows["prefill"]],
-        [TokensObservation(*row) for row in rows["score"]],
-        [BytesObservation(*row) for row in rows["migration"]],
+        rows["prefill"],
+        rows["score"],
+        rows["migration"],
         *([row[0] for row in rows[kind]] for kind in ("load", "meeting", "release")),
     )
 

@@ -23,8 +23,10 @@ from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
+from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.engine import Engine, EngineOptions
+from rlhfuse.gen.migration.kv_transfer import BUCKET_BYTES
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage
 from rlhfuse.parallel.groups import plain_grid
@@ -60,15 +62,13 @@ class FusionRank(ModelRank):
         alone = self.groups("generation", self.grid).tp
         sides = tuple((number,) for number in range(INSTANCES))
         self.inter_stage = InterStage(
-            rank=rank,
-            placement=Placement(sides, sides),
+            place=RankPlace(rank, Placement(sides, sides), alone, alone),
             engine=self.engine,
             scorer=scorer,
             store=dist.PrefixStore("inter_stage", dist.distributed_c10d._get_default_store()),
-            instance_group=alone,
-            worker_group=alone,
             timeout_seconds=TIMEOUT_SECONDS,
             progress=lambda _: None,
+            bucket_bytes=BUCKET_BYTES,
         )
         self.iteration, self.history = 0, []
 

@@ -20,7 +20,7 @@ from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Program
 from rlhfuse.schedule.rules.builders import serial_1f1b
 from rlhfuse.schedule.search.search import SearchSettings, search
-from rlhfuse.tools.program_times import makespan, program_times
+from rlhfuse.tools.run_report.program_times import makespan, program_times
 
 RANKS = 2
 LAYOUT = ParallelLayout(1, 1, RANKS)

@@ -24,12 +24,12 @@ from subprocess import Popen
 import psutil
 from harness import Figure, Measurement, counting, options
 from processes import END_SECONDS, ROOT, run, torchrun
+from run_comparison import EXPORTS, compare_exports, compare_metrics
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.config.load import load_config
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.run.checkpoint.checkpoint import checkpoints_in
-from rlhfuse.run.compare import EXPORTS, compare_exports, compare_metrics
 
 DOING = "RLHFUSE_KILLS_DOING"  # in the environment of all processes of a run: the file that holds what rank 0 does
 WIDTH, ITERATIONS, EXPORT = 200, 10, 1 << 30  # bytes of it; of the run; the iteration that exporting counts as

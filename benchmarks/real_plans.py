@@ -15,7 +15,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from harness import Figure, Measurement, counting, options
-from paper.real import BATCH, END_TO_END, RealRow, end_to_end_seconds, of_table, real_rows
+from paper.real import (
+    BATCH,
+    END_TO_END,
+    REAL_H100,
+    RealCalibration,
+    RealRow,
+    end_to_end_seconds,
+    of_table,
+    real_rows,
+)
 from paper.space import MACHINE_RANKS, mesh_problem
 from placements.mesh import Mesh, aligned_meshes
 from placements.problem import Choice, MeshPlan, MeshProblem
@@ -25,7 +34,7 @@ from real_tables import fit_calibration
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.costs.hardware import REAL_H100, Calibration, data_sheets
+from rlhfuse.costs.hardware import data_sheets
 
 CASES = {"T4": "T5", "T2": "T3"}  # the table of REAL's plan: that of its heuristic
 
@@ -113,7 +122,7 @@ class Judge:
         seconds = f"{self._problem.seconds(self._published):.1f}", "", f"{self._found.seconds:.1f}", ""
         return [*cells, [self._table, "iteration", "", *seconds]]
 
-    def regret_cells(self, left_out: str, calibration: Calibration) -> list[str]:
+    def regret_cells(self, left_out: str, calibration: RealCalibration) -> list[str]:
         """What the plan chosen with `calibration` takes by the shipped constants, the best plan, and what is lost."""
         chosen = best_plan(problem_of(self._table, self._rows, calibration)).plan
         repriced = {name: choice_of(self._problem, name, one.mesh, one.option.layout) for name, one in chosen.items()}
@@ -140,7 +149,7 @@ class Judge:
         return [self._table, f"{steps}", f"{seeds}", f"{len(fitting)}", *ends]
 
 
-def problem_of(table: str, rows: Sequence[RealRow], calibration: Calibration) -> MeshProblem:
+def problem_of(table: str, rows: Sequence[RealRow], calibration: RealCalibration) -> MeshProblem:
     """The six calls of a table on its machines."""
     own = {row.work.name: row for row in of_table(rows, table) if not row.eager}
     ranks = MACHINE_RANKS * max(row.nodes[1] for row in own.values())

@@ -14,10 +14,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from harness import Figure, Measurement, options
-from paper.real import BATCH, EAGER_END_TO_END, END_TO_END, RealRow, end_to_end_seconds, of_table, real_rows
+from paper.real import (
+    ASSUMED_REAL,
+    BATCH,
+    EAGER_END_TO_END,
+    END_TO_END,
+    REAL_H100,
+    RealCalibration,
+    RealRow,
+    end_to_end_seconds,
+    of_table,
+    real_rows,
+)
 
 from rlhfuse.base.errors import run_program
-from rlhfuse.costs.hardware import ASSUMED, REAL_H100, Calibration
 from rlhfuse.costs.kernels import Kernels
 
 HUBER = 0.1  # errors above grow linearly only, so that a row that no constants explain does not bend the others
@@ -32,7 +42,7 @@ FITTED = {  # with the range in which a value is credible; network and host link
 }
 # where the descent begins: a floor that no row touches has no slope, so both floors begin high
 START = replace(
-    ASSUMED,
+    ASSUMED_REAL,
     name="start",
     forward_layer_seconds=1e-3,
     decode_layer_seconds=2e-4,
@@ -54,16 +64,16 @@ def main() -> None:
     measurement.table("rows", "Calls (* derived from what End2End grows by)", head, cells)
     measurement.figure("mean_error", Figure(mean(found)).at_most(0.10))
     measurement.figure("worst_error", Figure(max(found)).at_most(0.35))
-    measurement.figure("assumed.mean_error", mean(errors(rows, ASSUMED)))
-    measurement.figure("planned.mean_error", Figure(mean(errors(rows, ASSUMED, Kernels()))).at_most(0.15))
+    measurement.figure("assumed.mean_error", mean(errors(rows, ASSUMED_REAL)))
+    measurement.figure("planned.mean_error", Figure(mean(errors(rows, ASSUMED_REAL, Kernels()))).at_most(0.15))
     for kind in ("Gen", "Inf", "Train"):
         own = [row for row in rows if row.work.name.endswith(kind) and not row.eager]
-        measurement.figure(f"planned.{kind}.mean_error", mean(errors(own, ASSUMED, Kernels())))
+        measurement.figure(f"planned.{kind}.mean_error", mean(errors(own, ASSUMED_REAL, Kernels())))
     head = ("table", "mean error", "fitted to the others", "its worst row", "end to end", "without graphs")
     measurement.table("tables", "Tables", head, [table_cells(measurement, rows, one, calibration) for one in BATCH])
     terms = []
     for keys in (*FITTED, "decode_layer_seconds eager_decode_layer_seconds call_seconds"):
-        assumed, fitted = taken(ASSUMED, calibration, keys), taken(calibration, ASSUMED, keys)
+        assumed, fitted = taken(ASSUMED_REAL, calibration, keys), taken(calibration, ASSUMED_REAL, keys)
         terms.append([keys, *(f"{mean(errors(rows, one)):.1%}" for one in (assumed, fitted))])
     head = ("constant", "taken from the fit, others assumed", "assumed, others from the fit")
     measurement.table("terms", "Mean error of all rows: which constants of the fit matter", head, terms)
@@ -78,7 +88,9 @@ def row_cells(row: RealRow, predicted: float) -> list[str]:
     return [row.table, name, str(row.layout), str(row.work.microbatches), *seconds, error]
 
 
-def table_cells(measurement: Measurement, rows: Sequence[RealRow], table: str, calibration: Calibration) -> list[str]:
+def table_cells(
+    measurement: Measurement, rows: Sequence[RealRow], table: str, calibration: RealCalibration
+) -> list[str]:
     """A table's errors, of constants fitted to the other three too, and its whole iterations; keeps figures."""
     own, others = of_table(rows, table), [row for row in rows if row.table != table]
     fitted = measurement.figure(f"{table}.mean_error", mean(errors(own, calibration))).value
@@ -92,12 +104,12 @@ def table_cells(measurement: Measurement, rows: Sequence[RealRow], table: str, c
     return [table, f"{fitted:.1%}", f"{held_out:.1%}", f"{max(held):.1%}", *ends]
 
 
-def taken(calibration: Calibration, other: Calibration, keys: str) -> Calibration:
+def taken(calibration: RealCalibration, other: RealCalibration, keys: str) -> RealCalibration:
     """The calibration with `keys` as the other has them."""
     return replace(calibration, **{key: getattr(other, key) for key in keys.split()})
 
 
-def errors(rows: Sequence[RealRow], calibration: Calibration, kernels: Kernels | None = None) -> list[float]:
+def errors(rows: Sequence[RealRow], calibration: RealCalibration, kernels: Kernels | None = None) -> list[float]:
     """How far each row's prediction is from what was published: 0.1 is 10% off."""
     return [abs(row.predicted_seconds(calibration, kernels) / row.seconds - 1) for row in rows]
 
@@ -106,12 +118,14 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def fit_loss(rows: Sequence[RealRow], calibration: Calibration) -> float:
+def fit_loss(rows: Sequence[RealRow], calibration: RealCalibration) -> float:
     """What the fit minimises."""
     return sum(huber(math.log(row.predicted_seconds(calibration) / row.seconds)) for row in rows)
 
 
-def fit_calibration(rows: Sequence[RealRow], name: str, start: Calibration = START, rounds: int = 100) -> Calibration:
+def fit_calibration(
+    rows: Sequence[RealRow], name: str, start: RealCalibration = START, rounds: int = 100
+) -> RealCalibration:
     """The constants of FITTED that explain `rows` best, by coordinate descent over their logarithms."""
     best = replace(start, name=name)
     best_loss, step = fit_loss(rows, best), 0.5

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
+from trial_cost import TrialCost
+
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_bytes, write_json
 from rlhfuse.base.json_values import to_json
@@ -33,7 +35,6 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.machine import Host
-from rlhfuse.costs.measured import TrialCost
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.draft import PlanDraft, draft_plan, priced_limits
 from rlhfuse.planning.settle import Facts, settle

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from run_comparison import IGNORED, Comparison, compare_runs
 from text_table import aligned
 
 from rlhfuse.base.errors import run_program
-from rlhfuse.run.compare import IGNORED, Comparison, compare_runs
 
 
 def main() -> int:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.measured import TokensObservation
 from rlhfuse.costs.speculation import DecodeObservation
 from rlhfuse.data.sampler import PromptSampler, sample_id
 from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams
@@ -33,7 +32,7 @@ class GenerationTrial:
 
     lengths: SampleLengths
     decode: tuple[DecodeObservation, ...]
-    prefill: tuple[TokensObservation, ...]
+    prefill: tuple[tuple[int, int, float], ...]  # tokens, sequences, seconds
 
 
 def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) -> GenerationTrial:
@@ -65,7 +64,7 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
         ended = engine.step()
         stats = engine.last_step
         if stats.prefill_tokens:
-            prefill.append(TokensObservation(stats.prefill_tokens, stats.batch, stats.seconds))
+            prefill.append((stats.prefill_tokens, stats.batch, stats.seconds))
         elif stats.batch:
             decode.append(stats.decode_observation())
         results |= {positions[result.sample_id]: result for result in ended}

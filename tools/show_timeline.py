@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 
 from run_report.forecast import predicted_spans
+from run_report.iteration_picture import draw_iteration
 from run_report.run_files import RunFiles
 
 from rlhfuse.base.errors import InputError, run_program
-from rlhfuse.monitor.trace import draw_iteration
 
 
 def main() -> int:

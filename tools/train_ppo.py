@@ -49,13 +49,15 @@ def main() -> int:
         raise InputError(f"--ranks {args.ranks}: at least one process is needed")
     config = load_config(args.config, args.overrides)
 
-    from rlhfuse.run.launch import check_start, dry_run, start_ranks, train  # torch loads for a readable config only
+    from rlhfuse.run.launch import check_start, dry_run, train  # torch loads for a readable config only
 
     if args.dry_run:
         return dry_run(config, args.world_size or args.ranks, args.try_reward)
     if args.ranks is not None and "RANK" not in os.environ:
         given = ["--config", args.config] if args.config else []
         on_gpus = check_start(config, args.ranks, args.try_reward)
+        from rank_starter import start_ranks  # of no use to a rank
+
         return start_ranks(args.ranks, [__file__, *given, *args.overrides], on_gpus)
     if "RANK" not in os.environ and (ranks := planned_world_size(config, None)) > 1:
         program = ("python", sys.argv[0]) if sys.argv[0].endswith(".py") else (Path(sys.argv[0]).name,)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.collectives import link_bandwidth, ring_gather_seconds
+from rlhfuse.costs.collectives import ring_gather_seconds
 from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.kernels import Kernels
 
@@ -124,3 +124,8 @@ class CallWork:
     def microbatch_sequences(self, layout: ParallelLayout) -> float:
         parts = layout.dp * layout.pp * self.microbatches
         return self.batch / (parts * 2 * self.minibatches if self.trains else parts)
+
+
+def link_bandwidth(machine: HardwareSpec, span: int) -> float:
+    """Bytes/s per rank of one ring over `span` consecutive ranks, the first of them on a node's first device."""
+    return machine.node_link_bandwidth if span <= machine.devices_per_node else machine.cross_link_bandwidth

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from paper.llamas import llama
+from run_report.timeline import simulate_gen_infer
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
@@ -25,7 +26,6 @@ from rlhfuse.schedule.rules.builders import serial_makespan
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
-from rlhfuse.simulator.timeline import simulate_gen_infer
 
 PAIRS = (("13B", "33B"), ("33B", "13B"), ("33B", "65B"), ("65B", "33B"))
 DEGREES = {"13B": (8, 4), "33B": (4, 8), "65B": (8, 16)}  # the largest tp in a machine; pipeline stages in training

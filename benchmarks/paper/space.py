@@ -62,7 +62,7 @@ def call_options(work: CallWork, size: int, machine: HardwareSpec) -> tuple[Opti
 def _option(work: CallWork, layout: ParallelLayout, sequences: float, machine: HardwareSpec) -> Option:
     call = work.on(layout, machine)
     cost, seconds, tokens = call.model, work.seconds(call), sequences * work.sample_tokens
-    parameters = cost.memory.rank_parameters()
+    parameters = cost.memory.parameters()
     weights, layers = WEIGHT_BYTES * parameters, max(map(len, layout.stage_layers(work.spec.layers)))
     if work.trains:
         kept = layout.pp * layers * cost.memory.kept_layer_bytes(tokens)  # no fewer micro-batches than stages

@@ -138,12 +138,7 @@ def run_program(
         else:
             time.sleep(RANK_0_FIRST_SECONDS)  # torchrun ends all ranks when one has left: let rank 0 speak first
         code = EXIT_BAD_INPUT
-    except Stopped as error:
-        leave_message(_one_line(error))
-        if rank in (None, "0"):
-            _print_line(_one_line(error))
-        code = EXIT_INTERRUPTED
-    except KeyboardInterrupt as error:
+    except (Stopped, KeyboardInterrupt) as error:
         told = _one_line(error) or "interrupted"
         leave_message(told)
         if rank in (None, "0"):

@@ -123,12 +123,14 @@ def sync(path: Path) -> None:
 
 
 class AppendFile:
-    """Appends to `path`, which is made if it is not there. All methods raise InputError naming the file and the fix."""
+    """Appends lines to `path`, which is made if it is not there; what lies behind `keep_bytes`, of a run that died, is
+    dropped first, and half a line before. All methods raise InputError naming the file and the fix."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, keep_bytes: int | None = None) -> None:
         self.path = Path(path)
         with writing(self.path):
             self._stream = open(self.path, "ab", buffering=0)  # a buffer would try again, at a time of its own
+            self._stream.truncate(self.path.read_bytes()[:keep_bytes].rfind(b"\n") + 1)
 
     def append(self, data: bytes) -> None:
         """All of `data`, or nothing; the system has it when this returns."""

@@ -107,13 +107,3 @@ def tell_what_is_compiled() -> None:
             self.depth -= 1
 
     event.register("numba:compile", Teller())
-
-
-def cache_folder(source: Path) -> Path:
-    """Where numba keeps what it compiles of a file, and others may too: NUMBA_CACHE_DIR, __pycache__, or the user's."""
-    if given := os.environ.get("NUMBA_CACHE_DIR"):
-        return Path(given)
-    beside = source.parent / "__pycache__"
-    if os.access(beside if beside.exists() else source.parent, os.W_OK):
-        return beside
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlhfuse"

@@ -65,12 +65,6 @@ class ParallelLayout:
         """Stages of one pipeline: pp, or pp * chunks when it is interleaved."""
         return self.pp * self.chunks
 
-    def halved(self) -> ParallelLayout:
-        """The same ranks with half the depth and twice the pipelines (1F1B+). Raises InputError when pp is odd."""
-        if self.pp % 2:
-            raise InputError(f"layout {self}: pp({self.pp}) % 2 = 1, must be 0 to halve the pipeline")
-        return replace(self, dp=2 * self.dp, pp=self.pp // 2, cut=None)
-
     def even_cut(self, layers: int) -> tuple[int, ...]:
         """Layers of each stage where all have as many; earlier stages take the remainder."""
         base, extra = divmod(layers, self.stages)

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import RunConfig, TrainerConfig
-from rlhfuse.config.values import AUTO
+from rlhfuse.config.values import AUTO, known
 
 BLOCK_TOKENS = 16  # flashinfer's smallest, and enough for a Triton tile's row of loads: little is wasted at ends
 
 
 def resolve_device(config: RunConfig) -> RunConfig:
     """`config` with values for what is auto of trainer.dtype and rollout.block_tokens; on GPUs without guesses."""
-    trainer, rollout = config.trainer, config.rollout
-    gpu = is_for_gpus(trainer)
-    dtype, block = trainer.dtype, rollout.block_tokens
-    if dtype == AUTO:
-        dtype = "bfloat16" if gpu else "float32"
-    if block == AUTO:
-        block = BLOCK_TOKENS
-    rows = 0 if gpu and rollout.draft_rows == AUTO else rollout.draft_rows  # on CPU the engine measures and decides
+    rollout, gpu = config.rollout, is_for_gpus(config.trainer)
+    dtype = known(config.trainer.dtype, "bfloat16" if gpu else "float32")
+    rows = known(rollout.draft_rows, 0 if gpu else AUTO)  # on CPU the engine measures and decides
+    block = known(rollout.block_tokens, BLOCK_TOKENS)
     return config.with_(trainer={"dtype": dtype}, rollout={"block_tokens": block, "draft_rows": rows})
 
 

@@ -23,11 +23,12 @@ from yaml import CollectionEndEvent, CollectionStartEvent, SafeLoader, YAMLError
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import read_text
 from rlhfuse.base.json_values import DEEPEST, LARGEST
+from rlhfuse.config.auto_layouts import SCORERS
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import RunConfig, Settings
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.config.values import AUTO, LARGEST_REAL, takes_auto
+from rlhfuse.config.values import AUTO, LARGEST_REAL, OrAuto
 
 PACKAGE = Path(__file__).resolve().parents[1]
 EXAMPLES = (PACKAGE, PACKAGE.parent)  # where examples/ lies when installed, and in a checkout
@@ -37,7 +38,7 @@ UNKNOWN = ("extra_forbidden", "invalid_key")
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Literal: "a text"}
 ALL_AUTO = {  # what the word auto for the group `parallel` stands for
     **dict.fromkeys(("actor_train", "critic_train", "generation", "inference", "sequence_parallel"), AUTO),
-    **dict.fromkeys(("reference_inference", "reward_inference", "critic_inference"), ""),
+    **dict.fromkeys(SCORERS, ""),
 }
 LISTS = {str: ("a list of texts like [a.jsonl, b.jsonl]", "a text"), int: ("a list of ids like [2, 7]", "an id >= 0")}
 
@@ -88,8 +89,7 @@ def _fill_defaults(config: RunConfig) -> RunConfig:
     groups: dict[str, dict] = {role: {"path": _path_of(config, role)} for role in config.roles()}
     groups["actor"]["tokenizer"] = config.actor.tokenizer or config.actor.path
     inference = config.parallel.inference or config.parallel.generation
-    tasks = ("reference_inference", "reward_inference", "critic_inference")
-    own = {task: getattr(config.parallel, task) or inference for task in tasks}
+    own = {task: getattr(config.parallel, task) or inference for task in SCORERS}
     for role in config.trained():
         groups[role]["optim"] = {"lr_decay_iterations": _decay_iterations(config, role)}
     kl = {"kl_in": config.algorithm.kl_place, "kl_estimator": config.algorithm.estimator}
@@ -186,7 +186,7 @@ def _refusal(fault: Mapping[str, Any], where: str) -> tuple[str, bool]:
     inside = fault["loc"][len(key.split(".")) :]  # of a list
     kind = get_origin(field.annotation) or field.annotation
     expected = LISTS[_element(field)][bool(inside)] if kind is tuple else KINDS[kind]
-    expected = f"auto or {expected}" if takes_auto(field.metadata) else expected
+    expected = f"auto or {expected}" if any(isinstance(item, OrAuto) for item in field.metadata) else expected
     key += "".join(f"[{i}]" for i in inside)
     return f"{where}: {key}={value!r:.{LONGEST + 2}} must be {expected}", "${" in str(value)
 

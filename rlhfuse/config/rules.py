@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.auto_layouts import searched_keys
+from rlhfuse.config.auto_layouts import SCORERS, searched_keys
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
@@ -228,8 +228,7 @@ def idle_settings(config: RunConfig) -> str:
     `config` has its defaults filled: what a key that was not set would hold counts as its default.
     """
     algorithm, inference = config.algorithm, config.parallel.inference
-    tasks = ("reference_inference", "reward_inference", "critic_inference")
-    fills: dict[str, object] = {f"parallel.{task}": inference for task in tasks}
+    fills: dict[str, object] = {f"parallel.{task}": inference for task in SCORERS}
     fills["parallel.critic_train"] = AUTO  # of the whole group
     fills["algorithm.kl_in"] = algorithm.with_(kl_in="auto").kl_place
     fills["algorithm.kl_estimator"] = algorithm.with_(kl_estimator="auto").estimator

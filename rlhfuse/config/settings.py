@@ -463,7 +463,13 @@ class RunConfig(Settings):
 
     def evaluates_after(self, done: int) -> bool:
         """Whether an evaluation follows when so many iterations are done: every `eval_every`, and after the last."""
-        every = self.trainer.eval_every if self.data.val_files else 0
+        return bool(self.data.val_files) and self._is_turn(self.trainer.eval_every, done)
+
+    def saves_after(self, done: int) -> bool:
+        """Whether a checkpoint follows: every `save_every`, and after the last, so that what ended can be extended."""
+        return self._is_turn(self.trainer.save_every, done)
+
+    def _is_turn(self, every: int, done: int) -> bool:
         return every > 0 and (done % every == 0 or done == self.trainer.iterations)
 
     @property

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    PlainSerializer,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     ValidatorFunctionWrapHandler,
-    WithJsonSchema,
-    WrapValidator,
 )
+from pydantic_core import CoreSchema, core_schema
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import LARGEST
@@ -64,13 +63,24 @@ def _check_layout(text: str) -> str:
     return text
 
 
-def _auto_or(value: Any, number: ValidatorFunctionWrapHandler) -> Any:
-    return value if value == AUTO else number(value)
+def _auto_or(value: Any, other: ValidatorFunctionWrapHandler) -> Any:
+    return value if value == AUTO else other(value)
 
 
-def takes_auto(metadata: Iterable[object]) -> bool:
-    """Whether a number or truth of these annotations may also be auto."""
-    return any(isinstance(item, WrapValidator) and item.func is _auto_or for item in metadata)
+class OrAuto:
+    """Lets a number or truth be AUTO, too: until device, layouts and prompts are known, when it gets a value."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        as_it_is = core_schema.plain_serializer_function_ser_schema(lambda value: value)
+        return core_schema.no_info_wrap_validator_function(_auto_or, handler(source), serialization=as_it_is)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"const": AUTO}, handler(schema["schema"])]}
+
+
+def known(value: Any, found: Any) -> Any:
+    """A key's value, or what was found for one that is AUTO."""
+    return found if value == AUTO else value
 
 
 def _truth_as_text(value: Any) -> Any:
@@ -87,29 +97,9 @@ Truth = Annotated[bool, _refuse(int, float)]
 Whole = Annotated[int, _WHOLE]
 Count = Annotated[int, Field(ge=0, le=LARGEST), _WHOLE]
 Positive = Annotated[int, Field(ge=1, le=LARGEST), _WHOLE]
-PositiveOrAuto = Annotated[  # AUTO until device, layouts and prompts are known: then a number is put in its place
-    int,
-    Field(ge=1, le=LARGEST),
-    _WHOLE,
-    WrapValidator(_auto_or),
-    PlainSerializer(lambda value: value, return_type=Any),
-    WithJsonSchema({"anyOf": [{"const": AUTO}, {"type": "integer", "minimum": 1, "maximum": LARGEST}]}),
-]
-CountOrAuto = Annotated[  # likewise
-    int,
-    Field(ge=0, le=LARGEST),
-    _WHOLE,
-    WrapValidator(_auto_or),
-    PlainSerializer(lambda value: value, return_type=Any),
-    WithJsonSchema({"anyOf": [{"const": AUTO}, {"type": "integer", "minimum": 0, "maximum": LARGEST}]}),
-]
-TruthOrAuto = Annotated[  # likewise
-    bool,
-    _refuse(int, float),
-    WrapValidator(_auto_or),
-    PlainSerializer(lambda value: value, return_type=Any),
-    WithJsonSchema({"anyOf": [{"const": AUTO}, {"type": "boolean"}]}),
-]
+PositiveOrAuto = Annotated[Positive, OrAuto()]
+CountOrAuto = Annotated[Count, OrAuto()]
+TruthOrAuto = Annotated[Truth, OrAuto()]
 Processes = Annotated[int, Field(ge=1, le=1024), _WHOLE]
 Float = Annotated[float, _REAL]
 Real = Annotated[float, Field(ge=-LARGEST_REAL, le=LARGEST_REAL), _REAL]

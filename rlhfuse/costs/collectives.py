@@ -64,11 +64,6 @@ def send_seconds(machine: HardwareSpec, message_bytes: float, across: bool) -> f
     return message_bytes / machine.node_link_bandwidth + machine.collective_seconds
 
 
-def link_bandwidth(machine: HardwareSpec, span: int) -> float:
-    """Bytes/s per rank of one ring over `span` consecutive ranks, the first of them on a node's first device."""
-    return machine.node_link_bandwidth if span <= machine.devices_per_node else machine.cross_link_bandwidth
-
-
 @register_jitable(error_model="numpy", _nrt=False)
 def ring_all_reduce_seconds(message_bytes: float, ranks: int, bandwidth: float) -> float:
     """Every rank sends 2 (n - 1) / n of the message: a reduce-scatter and an all-gather."""

@@ -1,7 +1,7 @@
 """The interfaces of what work costs: `CostModel` of generation and inference, `TrainingCost` of a model that trains.
 
-CostModels: `JobCost` (a roofline, job_cost.py), `ProfiledCost` (of tools/profile_costs.py), `MeasuredCost` (of a job)
-and `TrialCost` (with the steps of a trial generation). TrainingCosts: `AnalyticCost` and `ProfiledTraining`.
+CostModels: `JobCost` (a roofline, job_cost.py), `ProfiledCost` (of tools/profile_costs.py), `MeasuredCost` (of a job).
+TrainingCosts: `AnalyticCost` and `ProfiledTraining`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ class RewardCost:
         check_seconds("seconds of a reward call", self.seconds)
         if not 1 <= self.at_once <= LARGEST:
             raise InputError(f"calls of a reward function at_once must be in [1, {LARGEST}], not {self.at_once}")
+
+    @staticmethod
+    def mean(rows: Sequence[Sequence[float]]) -> RewardCost | None:
+        """A call of several rows (calls, how many at once, seconds of them all); None where there was none."""
+        calls = sum(row[0] for row in rows)
+        return RewardCost(sum(row[2] for row in rows) / calls, int(rows[-1][1])) if calls else None
 
 
 class MicrobatchTokens(NamedTuple):

@@ -54,7 +54,6 @@ class Calibration:
     host: float
     forward_layer_seconds: float  # floor of a layer's forward
     decode_layer_seconds: float  # added to a layer's decode step, replayed from a captured graph
-    eager_decode_layer_seconds: float  # the same, launched kernel by kernel
     call_seconds: float  # added to every call of a model on its mesh
     collective_seconds: float = 0.0  # start-up of a collective's step within a node
     cross_collective_seconds: float = 0.0  # and between nodes
@@ -64,7 +63,7 @@ class Calibration:
     short_sum_seconds: float = 10e-6
     switch_sum_seconds: float = 5e-6
 
-    def reached(self, sheet: DataSheet, captured_graphs: bool = True) -> HardwareSpec:
+    def reached(self, sheet: DataSheet) -> HardwareSpec:
         """The rates that formulas use."""
         return HardwareSpec(
             name=sheet.name,
@@ -76,7 +75,7 @@ class Calibration:
             host_bandwidth=self.host * sheet.host,
             launch_seconds=self.forward_layer_seconds,
             devices_per_node=sheet.devices_per_node,
-            decode_layer_seconds=self.decode_layer_seconds if captured_graphs else self.eager_decode_layer_seconds,
+            decode_layer_seconds=self.decode_layer_seconds,
             call_seconds=self.call_seconds,
             switch_sums=sheet.switch_sums,
             process_bytes=CONTEXT_BYTES,
@@ -94,8 +93,8 @@ class Calibration:
 
 # What large kernels reach. The shares follow what public fits of analytic cost models to measured runs find (GEMM
 # 0.5, HBM 0.8-1.0, NVLink 0.3-0.6); they are assumptions until costs are measured on the machine at hand. The nine
-# launches of a layer's decode step, which overlap nothing, take 1.5 us each when replayed from a captured graph, and
-# nearer to 0.7 ms when launched one by one. A collective's step starts up in what NCCL's own cost model counts: 4 us
+# launches of a layer's decode step, which overlap nothing, take 1.5 us each when replayed from a captured graph. A
+# collective's step starts up in what NCCL's own cost model counts: 4 us
 # over NVLink, 14 us over a network (tuning.cc; protocol Simple), assumed here too.
 ASSUMED = Calibration(
     name="assumed",
@@ -106,26 +105,9 @@ ASSUMED = Calibration(
     host=0.8,
     forward_layer_seconds=50e-6,
     decode_layer_seconds=9 * 1.5e-6,
-    eager_decode_layer_seconds=0.7e-3,
     call_seconds=0.0,
     collective_seconds=4e-6,
     cross_collective_seconds=14e-6,
-)
-
-# The fit of benchmarks/real_tables.py to the 28 rows of REAL's appendix, an H100 cluster under an eager engine
-# of 2024 that asks every worker over the network: `fit_calibration(real_rows(), "real-h100")`. Its floors and its share
-# of links were fitted without a start-up of collectives, which they hold.
-REAL_H100 = Calibration(
-    name="real-h100",
-    gemm=0.5666,
-    hbm=1.0,
-    node_link=0.3035,
-    cross_link=0.8,
-    host=0.8,
-    forward_layer_seconds=0.9655e-3,
-    decode_layer_seconds=0.2412e-3,
-    eager_decode_layer_seconds=0.7554e-3,
-    call_seconds=2.056,
 )
 
 

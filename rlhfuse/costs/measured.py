@@ -24,32 +24,7 @@ COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequenc
 MEDIANS = ("swap_in", "meeting", "release")
 VERSION = 4
 Work = Literal["generation", "inference", "training", "moves"]
-
-
-@dataclass(frozen=True)
-class TokensObservation:
-    """One packed forward (a prefill, or the scoring by all models): tokens, sequences, seconds."""
-
-    tokens: int
-    sequences: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class BytesObservation:
-    """One transfer of keys and values."""
-
-    kv_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class RewardObservation:
-    """Calls of the reward function, how many a worker has under way at once, the seconds of them all."""
-
-    calls: int
-    at_once: int
-    seconds: float
+Row = Sequence[float]  # counts, then seconds
 
 
 @dataclass(frozen=True)
@@ -73,42 +48,23 @@ class MeasuredRatios:
         return ", ".join(f"{work} x{getattr(self, work):.2g}" for work in works)
 
 
-class FittedSteps(CostModel):
-    """Prefills and decode steps as straight lines, a decode step with what guesses do to it."""
-
-    decode: Line  # of batch, context tokens; without guesses
-    prefill: Line  # of tokens, sequences
-    speculation: Speculation | None  # None: no step had guesses
-
-    @cached_property
-    def decode_form(self) -> Form:
-        return Form.of_line(self.decode)
-
-    @cached_property
-    def prefill_form(self) -> Form:
-        return Form.of_line(self.prefill)
-
-    def decode_row(self, batch: float) -> DecodeRow:
-        return DecodeRow() if self.speculation is None else self.speculation.decode_row(batch)
-
-
 @dataclass(frozen=True)
-class MeasuredCost(FittedSteps):
+class MeasuredCost(CostModel):
     """Fitted to observations of one instance; swap-in, barrier (`meeting` in costs.json) and release are medians.
 
     Means: a call of the reward function, None where there is none; `capture`, 0 where no CUDA graph was recorded.
     """
 
-    decode: Line
-    prefill: Line
-    score: Line  # of tokens, sequences; all models that score
+    decode: Line  # of batch, context tokens; without guesses
+    prefill: Line  # of tokens, sequences
+    score: Line  # likewise, of all models that score
     migration: Line  # of bytes
     swap_in: float  # seconds
     meeting: float
     release: float
     reward: RewardCost | None = None  # a file may leave it out
     capture: float = 0.0  # seconds of a shape, likewise
-    speculation: Speculation | None = None
+    speculation: Speculation | None = None  # None: no step had guesses
 
     def __post_init__(self) -> None:
         for kind, columns in (*COLUMNS.items(), ("migration", ("bytes",))):
@@ -120,21 +76,23 @@ class MeasuredCost(FittedSteps):
     @staticmethod
     def fit(
         decode: Sequence[DecodeObservation],
-        prefill: Sequence[TokensObservation],
-        score: Sequence[TokensObservation],
-        migration: Sequence[BytesObservation],
+        prefill: Sequence[Row],
+        score: Sequence[Row],
+        migration: Sequence[Row],
         swap_in: Sequence[float],
         meeting: Sequence[float] = (0.0,),
         release: Sequence[float] = (0.0,),
-        reward: Sequence[RewardObservation] = (),
+        reward: Sequence[Row] = (),
         capture: float = 0.0,
     ) -> MeasuredCost:
-        """Raises InputError naming a kind without observations (nothing is guessed) or with a bad number."""
+        """From what an iteration observed (fusion/inter/report.py): rows end with their seconds.
+
+        Raises InputError naming a kind without observations (nothing is guessed) or with a bad number.
+        """
+        rows = {"prefill": prefill, "score": score, "migration": migration}
         seconds = {
-            "decode": [o.seconds for o in decode],
-            "prefill": [o.seconds for o in prefill],
-            "score": [o.seconds for o in score],
-            "migration": [o.seconds for o in migration],
+            "decode": [step.seconds for step in decode],
+            **{kind: [row[-1] for row in seen] for kind, seen in rows.items()},
             "swap_in": swap_in,
             "meeting": meeting,
             "release": release,
@@ -143,18 +101,29 @@ class MeasuredCost(FittedSteps):
             if not len(seen):
                 raise InputError(f"no {kind} observation to fit costs from; measure at least one")
             check_seconds(f"seconds of a {kind} observation", *seen)
-        calls = sum(o.calls for o in reward)
+        lines = {kind: Line.fit([row[:-1] for row in seen], seconds[kind]) for kind, seen in rows.items()}
         plain, speculation = fit_decode(decode)
         return MeasuredCost(
             decode=plain,
-            prefill=Line.fit([(o.tokens, o.sequences) for o in prefill], seconds["prefill"]),
-            score=Line.fit([(o.tokens, o.sequences) for o in score], seconds["score"]),
-            migration=Line.fit([(o.kv_bytes,) for o in migration], seconds["migration"]),
+            prefill=lines["prefill"],
+            score=lines["score"],
+            migration=lines["migration"],
             **{kind: float(np.median(np.asarray(seconds[kind]))) for kind in MEDIANS},
-            reward=RewardCost(sum(o.seconds for o in reward) / calls, reward[-1].at_once) if calls else None,
+            reward=RewardCost.mean(reward),
             capture=capture,
             speculation=speculation,
         )
+
+    @cached_property
+    def decode_form(self) -> Form:
+        return Form.of_line(self.decode)
+
+    @cached_property
+    def prefill_form(self) -> Form:
+        return Form.of_line(self.prefill)
+
+    def decode_row(self, batch: float) -> DecodeRow:
+        return DecodeRow() if self.speculation is None else self.speculation.decode_row(batch)
 
     @cached_property
     def score_form(self) -> Form:
@@ -195,48 +164,6 @@ class MeasuredCost(FittedSteps):
     def from_dict(raw: Any, where: str = "measured costs") -> MeasuredCost:
         """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
         return from_json(MeasuredCost, raw, where, VERSION)
-
-
-@dataclass(frozen=True)
-class TrialCost(FittedSteps):
-    """A CostModel whose steps were measured by a generation trial on this machine; all else is `rest`'s."""
-
-    decode: Line
-    prefill: Line
-    speculation: Speculation | None
-    rest: CostModel
-
-    @staticmethod
-    def fit(decode: Sequence[DecodeObservation], prefill: Sequence[TokensObservation], rest: CostModel) -> TrialCost:
-        """Raises InputError where there are no steps to fit to."""
-        if not decode or not prefill:
-            raise InputError(f"the trial made {len(prefill)} prefill and {len(decode)} decode steps; raise --trial")
-        plain, speculation = fit_decode(decode)
-        tokens = Line.fit([(o.tokens, o.sequences) for o in prefill], [o.seconds for o in prefill])
-        return TrialCost(plain, tokens, speculation, rest)
-
-    @property
-    def score_form(self) -> Form:
-        return self.rest.score_form
-
-    @property
-    def transfer_form(self) -> Form:
-        return self.rest.transfer_form
-
-    def swap_in_seconds(self) -> float:
-        return self.rest.swap_in_seconds()
-
-    def barrier_seconds(self) -> float:
-        return self.rest.barrier_seconds()
-
-    def release_seconds(self) -> float:
-        return self.rest.release_seconds()
-
-    def capture_seconds(self) -> float:
-        return self.rest.capture_seconds()
-
-    def reward_call(self) -> RewardCost | None:
-        return self.rest.reward_call()
 
 
 def load_measured_cost(path: str | Path) -> MeasuredCost:

@@ -33,19 +33,12 @@ class ModelMemory(ABC):
 
     # ---- parameters
 
-    def rank_parameters(self) -> int:
-        """Parameters on the fullest rank."""
-        return max(self.place_parameters())
-
+    @cached_property
     def place_parameters(self) -> tuple[int, ...]:
         """Parameters of a rank at each place of a pipeline; of an interleaved one it holds several stages.
 
         Norms, and the row of a scalar head, are whole on every tensor rank.
         """
-        return self._by_place
-
-    @cached_property
-    def _by_place(self) -> tuple[int, ...]:
         spec, tp, places = self.spec, self.layout.tp, [0] * self.layout.pp
         for stage, layers in enumerate(self.layout.stage_layers(spec.layers)):
             whole = len(layers) * spec.norm_parameters
@@ -64,9 +57,9 @@ class ModelMemory(ABC):
         ends[-1] += spec.hidden if self.scalar_head else (0 if tied_here else spec.embedding_parameters)
         return tuple(ends)
 
-    def parameters(self, place: int | None) -> int:
+    def parameters(self, place: int | None = None) -> int:
         """Parameters of a rank there; None: of the fullest."""
-        return self.rank_parameters() if place is None else self.place_parameters()[place]
+        return max(self.place_parameters) if place is None else self.place_parameters[place]
 
     def weights_bytes(self, place: int | None = None) -> int:
         return self.parameters(place) * self.element_bytes

@@ -11,17 +11,15 @@ import sys
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-from rlhfuse.base.errors import InputError, writing
+from rlhfuse.base.errors import writing
 from rlhfuse.base.files import write_text
 from rlhfuse.monitor.metrics import Metrics
 from rlhfuse.monitor.samples import SampleText
-
-WANDB_MODES = ("online", "offline")
 
 
 class Logger(Protocol):
@@ -124,12 +122,12 @@ class WandbLogger:
     """A run below `folder`/wandb; it keeps one id for its whole life, so that a resumed run continues its curves.
 
     The iterations that a resumed run repeats are the same to the last bit; the server keeps the first of two values
-    for a step. Raises InputError where the mode is unknown.
+    for a step.
     """
 
-    def __init__(self, folder: str | Path, project: str, mode: str, config: dict[str, Any]) -> None:
-        if mode not in WANDB_MODES:
-            raise InputError(f"trainer.wandb={mode!r} is not one of off, {', '.join(WANDB_MODES)}")
+    def __init__(
+        self, folder: str | Path, project: str, mode: Literal["online", "offline"], config: dict[str, Any]
+    ) -> None:
         import wandb
 
         self._wandb, folder = wandb, Path(folder)

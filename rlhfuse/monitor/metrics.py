@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,12 @@ Metrics = Mapping[str, Any]  # numbers (of numpy and torch, too), texts, lists, 
 
 
 class MetricsWriter(AppendFile):
-    """Appends to `path`. With `keep_bytes`, what lies behind that position is dropped first: a resumed run's past.
-
-    Without, only an unfinished last line is dropped. Raises InputError when the position is not the end of a line,
-    and where the file cannot be written: then it stays as it was.
-    """
+    """Appends to `path`. Raises InputError when `keep_bytes` is not the end of a line: then it stays as it was."""
 
     def __init__(self, path: str | Path, keep_bytes: int | None = None) -> None:
-        if Path(path).exists():
-            _cut(Path(path), keep_bytes)
-        super().__init__(path)
+        if keep_bytes and Path(path).exists():
+            _check_end_of_line(Path(path), keep_bytes)
+        super().__init__(path, keep_bytes)
         self._last = 0, b""  # where the last line begins, and itself
 
     def write(self, metrics: Metrics) -> None:
@@ -67,12 +62,13 @@ def finite_or_none(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _cut(path: Path, keep_bytes: int | None) -> None:
-    data = path.read_bytes()
-    keep = data.rfind(b"\n") + 1 if keep_bytes is None else keep_bytes
-    if keep > len(data) or keep and data[keep - 1 : keep] != b"\n":
-        raise InputError(f"{path}: byte {keep} is not the end of a line, so it was changed since; bring the file back")
-    os.truncate(path, keep)
+def _check_end_of_line(path: Path, keep: int) -> None:
+    with open(path, "rb") as file:
+        file.seek(keep - 1)
+        if file.read(1) != b"\n":
+            raise InputError(
+                f"{path}: byte {keep} is not the end of a line, so it was changed since; bring the file back"
+            )
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from rlhfuse.monitor.trace import Span
 
 PHASES = {  # metric -> what people call it
     "timing_s/gen": "generation",
@@ -30,7 +27,6 @@ UTILISATION = {
     "perf/mfu/step": "whole iteration",
 }
 WARM_UP_ITERATIONS = 1
-WORK = ("reshard", "generate", "migrate", "load", "score")  # kinds of spans, beside those of training
 
 
 @dataclass(frozen=True)
@@ -78,27 +74,6 @@ def phase_times(rows: Sequence[Mapping[str, Any]]) -> list[PhaseTime]:
         PhaseTime(name, mean := statistics.mean(values), mean / whole if whole else 0.0, statistics.median(values))
         for name, values in seconds.items()
     ]
-
-
-def idle_shares(traced: Mapping[int, Sequence[Span]], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Share of the ranks' time in a phase in which they did no work of their own, by name of `PHASES`.
-
-    `traced`: spans by iteration. Waiting for slower ranks, for the last long responses, and in bubbles of a pipeline.
-    """
-    busy, whole = defaultdict(float), defaultdict(float)
-    for row in (row for row in rows if any(span.kind == "adv" for span in traced.get(row["iteration"], ()))):
-        spans = traced[row["iteration"]]
-        moves, books = ([span for span in spans if span.kind == kind] for kind in ("reshard", "adv"))
-        begin = min(span.end_seconds for span in moves)
-        decoded, scored = begin + row["timing_s/gen"], max(span.start_seconds for span in books)
-        trained = min(span.end_seconds for span in books), max(span.end_seconds for span in spans)
-        windows = {"gen": (begin, decoded), "infer": (decoded, scored), "train": trained}
-        work = [span for span in spans if span.kind in WORK or " " in span.kind]
-        for phase, (first, last) in windows.items():
-            parts = (min(span.end_seconds, last) - max(span.start_seconds, first) for span in work)
-            busy[phase] += sum(max(part, 0.0) for part in parts)
-            whole[phase] += len({span.rank for span in spans}) * max(last - first, 0.0)
-    return {PHASES[f"timing_s/{phase}"]: max(0.0, 1 - busy[phase] / whole[phase]) for phase in busy if whole[phase]}
 
 
 def samples_per_second(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -28,11 +28,8 @@ DEAD_AFTER_SECONDS = 60.0
 class RunLock:
     """Held by this process in a `with` block; a thread renews it."""
 
-    def __init__(
-        self, folder: Path, renew_seconds: float = RENEW_SECONDS, dead_after_seconds: float = DEAD_AFTER_SECONDS
-    ) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder, self._file, self._own = folder, folder / RUN_LOCK, ProcessName.own()
-        self._renew_seconds, self._dead_after_seconds = renew_seconds, dead_after_seconds
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="run lock", daemon=True)
 
@@ -46,7 +43,7 @@ class RunLock:
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._ended.set()
-        self._thread.join(self._renew_seconds)
+        self._thread.join(RENEW_SECONDS)
         with suppress(OSError):  # what stays is the lock of a dead process
             if self._owner() == self._own:
                 self._file.unlink()
@@ -101,10 +98,10 @@ class RunLock:
 
     def _is_renewed(self, who: str) -> bool:
         """Watch the file until it is renewed, or for so long that its owner must be dead, or until it goes."""
-        print(f"{self._file} is of {who}: watching it for up to {self._dead_after_seconds:.0f} s", flush=True)
-        until, before = time.monotonic() + self._dead_after_seconds, self._time()
+        print(f"{self._file} is of {who}: watching it for up to {DEAD_AFTER_SECONDS:.0f} s", flush=True)
+        until, before = time.monotonic() + DEAD_AFTER_SECONDS, self._time()
         while before is not None and time.monotonic() < until:
-            time.sleep(self._renew_seconds / 5)
+            time.sleep(RENEW_SECONDS / 5)
             if (now := self._time()) != before:
                 return now is not None
         return False
@@ -118,7 +115,7 @@ class RunLock:
             return None
 
     def _renew(self) -> None:
-        while not self._ended.wait(self._renew_seconds):
+        while not self._ended.wait(RENEW_SECONDS):
             with suppress(OSError):  # tried again; if it fails for long, `check` finds out
                 if self._owner() == self._own:
                     os.utime(self._file)

@@ -6,12 +6,10 @@ A resumed run keeps the file up to the position that its checkpoint knew.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhfuse.base.errors import writing
 from rlhfuse.base.files import AppendFile, read_lines
 from rlhfuse.base.json_values import from_json, json_value
 from rlhfuse.monitor.metrics import finite_or_none
@@ -33,16 +31,7 @@ class SampleText:
 
 
 class SampleWriter(AppendFile):
-    """Appends to `path`. What lies behind `keep_bytes`, of a run that died, is dropped first, and half a line before.
-
-    Lines that stay are not looked at: what people read stops no run.
-    """
-
-    def __init__(self, path: str | Path, keep_bytes: int | None = None) -> None:
-        if Path(path).exists():
-            with writing(path):
-                os.truncate(path, Path(path).read_bytes()[:keep_bytes].rfind(b"\n") + 1)
-        super().__init__(path)
+    """Appends to a file. Lines that stay are not looked at: what people read stops no run."""
 
     def write(self, samples: Iterable[SampleText]) -> None:
         """All of them, or none: raises InputError where the file cannot be written."""

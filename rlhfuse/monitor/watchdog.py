@@ -107,7 +107,7 @@ class Watchdog:
         self._old_handlers = {number: signal.signal(number, handler) for number, handler in heard.items()}
         self._old_wakeup = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         self._table = PeerTable(self._own, self._limits, time.monotonic())
-        self._beat(0)
+        self._beat()
         self._thread.start()
         return self
 
@@ -147,15 +147,15 @@ class Watchdog:
                 self._table.woke(begin)
             self._counter += 1
             try:
-                self._beat(self._counter)
-                verdict = self._look(PEERS_PER_TICK, self._counter)
+                self._beat()
+                verdict = self._look(PEERS_PER_TICK)
             except Exception as error:  # whatever a store raises, it cannot be reached
                 verdict = Verdict(f"the job's store is unreachable, so its launcher has died ({type(error).__name__})")
             if verdict and not self._stopping.is_set():
                 self._leave(verdict)
             received = self._signals(self._limits.interval_seconds)
             if signal.SIGTERM in received:
-                self._leave(self._terminated(self._counter))
+                self._leave(self._terminated())
             if verdict := self._asked_to_stop(received):
                 self._leave(verdict)
 
@@ -179,15 +179,15 @@ class Watchdog:
             return Verdict(f"{late}: {self.finishing or self._own.doing}", EXIT_STOPPED[INTERRUPTED])
         return None
 
-    def _beat(self, counter: int) -> None:
-        beat = replace(self._own, counter=counter)
+    def _beat(self) -> None:
+        beat = replace(self._own, counter=self._counter)
         self._table.note_own(beat, time.monotonic())
         self._store.set(_key(self._rank), beat.to_json())
 
-    def _look(self, peers: int, counter: int) -> Verdict | None:
+    def _look(self, peers: int) -> Verdict | None:
         """Read `peers` peers, the next ones in turn, and judge."""
         count, now = len(self._peers), time.monotonic()  # one moment for all, so that a verdict comes out the same
-        first = counter * peers % count if count > peers else 0
+        first = self._counter * peers % count if count > peers else 0
         for rank in (self._peers + self._peers)[first : first + min(peers, count)]:
             self._read(rank, now)
         verdict, before = self._table.verdict(now), None
@@ -211,11 +211,11 @@ class Watchdog:
             return self._wake_read.recv(4096)
         return b""
 
-    def _terminated(self, counter: int) -> Verdict:
+    def _terminated(self) -> Verdict:
         """The dead peer that made the launcher send SIGTERM, if there is one."""
         self._farewell(TERMINATED)  # first, so that no peer takes this end for the cause
         try:
-            verdict, unheard = self._news(counter, tell=False)
+            verdict, unheard = self._news(tell=False)
             silent = self._table.elsewhere(unheard)
             if not verdict and silent:
                 verdict = Verdict(f"{silent[0]} died; {self._table.last_word(silent[0], time.monotonic())}")
@@ -223,20 +223,20 @@ class Watchdog:
             verdict = Verdict(f"the job's store is gone ({type(error).__name__})", EXIT_STOPPED[TERMINATED])
         return verdict or Verdict("terminated by SIGTERM", EXIT_STOPPED[TERMINATED])
 
-    def _news(self, counter: int, tell: bool) -> tuple[Verdict | None, list[Heartbeat]]:
+    def _news(self, tell: bool) -> tuple[Verdict | None, list[Heartbeat]]:
         """Read all peers until one gives a reason to leave, or all that run were heard anew, or the grace is over.
 
         Returns the reason, and the peers that were not heard. `tell` gives them signs of life meanwhile.
         """
-        verdict = self._look(len(self._peers), counter)
+        verdict = self._look(len(self._peers))
         arrived = time.monotonic()  # after a reading of all: what is heard from now on is news
         unheard = self._table.unheard_since(arrived)
         while not verdict and unheard and time.monotonic() - arrived < GRACE_SECONDS:
-            counter += 1
+            self._counter += 1
             if tell:
-                self._beat(counter)
+                self._beat()
             time.sleep(0.1)
-            verdict = self._look(len(self._peers), counter)
+            verdict = self._look(len(self._peers))
             unheard = self._table.unheard_since(arrived)
         return verdict, unheard
 
@@ -252,7 +252,7 @@ class Watchdog:
     def _leave_by_error(self, error: str) -> None:
         """gloo raises as soon as a peer's sockets close, which is before the peer counts as gone: look for it first."""
         try:
-            verdict, unheard = self._news(self._counter, tell=True)
+            verdict, unheard = self._news(tell=True)
         except Exception:  # an unreachable store has no news
             verdict, unheard = None, []
         if verdict:  # the error is a consequence, and says nothing

@@ -18,7 +18,7 @@ from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.instance_limits import InstanceLimits
-from rlhfuse.simulator.seconds import gen_infer_seconds
+from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
 GENERATION, SCHEDULES, STEPS = "generation and inference", "schedules of training", "optimizer steps"
@@ -166,6 +166,6 @@ def _at(
     threshold: Threshold | None = None,
 ) -> GenerationPrice:
     thresholds = (0, samples)
-    made = gen_infer_seconds(draft.drawn.batches, draft.batch.instances, draft.costs, limits, thresholds)
+    made = Simulation(draft.drawn.batches, draft.batch.instances, draft.costs, limits).seconds(thresholds)
     serial, fused = (made[threshold] for threshold in thresholds)
     return GenerationPrice(samples, threshold, why, serial.total, fused.total, serial.generation, fused.generation)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.auto_layouts import auto_layouts, completed, decided, searched_keys, with_one_inference
@@ -17,7 +16,7 @@ from rlhfuse.config.device_defaults import resolve_device, without_shared_graphs
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.config.values import AUTO
+from rlhfuse.config.values import AUTO, known
 from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import check_given_layouts, check_layouts
@@ -74,12 +73,12 @@ def settle(config: RunConfig, facts: Facts) -> SettledRun:
 
 def settle_but_layouts(config: RunConfig, facts: Facts) -> SettledRun:
     """The same, with what a search decides still open, for whoever ranks tables. Raises InputError likewise."""
-    device = _known(config.trainer.device, facts.device)
+    device = known(config.trainer.device, facts.device)
     gpu = facts.host.gpu if device == "cuda" else ""
     made = config.with_(
-        trainer={"device": device, "hardware": _known(config.trainer.hardware, gpu or AUTO)},
-        data={"max_prompt_tokens": _known(config.data.max_prompt_tokens, facts.longest_prompt or AUTO)},
-        reward={"signature": _known(config.reward.signature, facts.signature)},
+        trainer={"device": device, "hardware": known(config.trainer.hardware, gpu or AUTO)},
+        data={"max_prompt_tokens": known(config.data.max_prompt_tokens, facts.longest_prompt or AUTO)},
+        reward={"signature": known(config.reward.signature, facts.signature)},
     )
     made = resolve_batch(without_shared_graphs(resolve_device(made)))
     if searched_keys(made):
@@ -88,10 +87,6 @@ def settle_but_layouts(config: RunConfig, facts: Facts) -> SettledRun:
             load_schedule(made.fusion.schedule)  # every table reads it: here a file that cannot be read says so once
         made = resolve_batch(with_one_inference(made))
     return SettledRun(config, made, facts.specs, facts.world_size, facts.host)
-
-
-def _known(value: Any, found: Any) -> Any:
-    return found if value == AUTO else value
 
 
 def _searched(run: SettledRun, lines: tuple[str, ...]) -> SettledRun:

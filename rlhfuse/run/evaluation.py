@@ -14,9 +14,7 @@ from typing import Any
 import torch
 
 from rlhfuse.config.role import Role
-from rlhfuse.data.sampler import sample_id
 from rlhfuse.decisions.migration import FusionLimits
-from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.monitor.samples import SampleText
@@ -25,7 +23,7 @@ from rlhfuse.ppo.token_rewards import combine_rewards
 from rlhfuse.run.function_reward import FunctionRewarder
 from rlhfuse.run.iteration_recorder import sample_texts
 from rlhfuse.run.preflight import RunInputs
-from rlhfuse.run.rank_models import RankModels, sampling_params
+from rlhfuse.run.rank_models import RankModels, requests_of, sampling_params
 
 STREAM = b"held-out"  # the purpose of the noise, beside the run's seed
 
@@ -74,11 +72,7 @@ class Evaluator:
             min_tokens=min(config.rollout.min_tokens, config.eval_response_tokens),
             seed=noise_seed(config.trainer.seed),
         )
-        self._requests = [
-            Request(sample_id(0, place, copy), tuple(prompt.tokens), params)
-            for place, prompt in enumerate(inputs.val_prompts.prompts)
-            for copy in range(sampling.samples_per_prompt)
-        ]
+        self._requests = requests_of(0, inputs.val_prompts.prompts, sampling.samples_per_prompt, params)
 
     @property
     def digest(self) -> str:

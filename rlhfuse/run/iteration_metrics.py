@@ -34,6 +34,7 @@ class PhaseTimer:
 
     rank: int
     iteration: int
+    begin: float  # in `wall_seconds`
     seconds: dict[str, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
 
@@ -46,11 +47,6 @@ class PhaseTimer:
         self.seconds[name] = end - start
         if span:
             self.spans.append(Span(name, name, self.rank, start, end, args={"iteration": self.iteration}))
-
-    def add_generation(self, report: GenInferReport) -> None:
-        for span in report.spans:
-            end = max(span.start_seconds, span.end_seconds)
-            self.spans.append(Span(span.kind, span.kind, self.rank, span.start_seconds, end))
 
     def add_actions(self, minibatches: Sequence[MinibatchResult]) -> None:
         """Every action of mini-batches that are just over."""

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from rlhfuse.base.clock import wall_seconds
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.costs.flops import IterationFlops
-from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.monitor.samples import SampleText
@@ -43,14 +42,12 @@ from rlhfuse.run.threshold_controller import ThresholdController, decode_observa
 class IterationResult:
     """An iteration that has run on this rank."""
 
-    number: int
-    begin: float  # in `wall_seconds`
+    timer: PhaseTimer
     threshold: int  # R_t
     report: GenInferReport
     batch: RolloutBatch
     algorithm: AlgorithmConfig  # as in force
     minibatches: list[MinibatchResult]
-    timer: PhaseTimer
     peak_bytes: Mapping[str, int]  # by phase
 
 
@@ -73,23 +70,21 @@ class IterationRecorder:
         self,
         inputs: RunInputs,
         plan: PlanReport,
-        placement: Placement,
         rank: int,
         threshold: ThresholdController,
         peak_flops: float | None,
     ) -> None:
         self._inputs, self._config, self._plan = inputs, inputs.config, plan
-        self._placement, self._rank, self._threshold = placement, rank, threshold
-        self._peak_flops = peak_flops
+        self._rank, self._threshold, self._peak_flops = rank, threshold, peak_flops
         self._closed: float | None = None  # when the last iteration was, its log not included
         self._logging = 0.0  # seconds of that log
         self._recorded = 0  # iterations of this process
 
-    def begin(self) -> float:
-        """An iteration begins: now, in `wall_seconds`."""
+    def begin(self, iteration: int) -> PhaseTimer:
+        """Begin an iteration, now."""
         begin = wall_seconds()
         self._logging = begin - (self._closed or begin)
-        return begin
+        return PhaseTimer(self._rank, iteration, begin)
 
     def skip(self, seconds: float) -> None:
         """So long after the last iteration something ran that is none of its books."""
@@ -99,12 +94,13 @@ class IterationRecorder:
     def finish(self, done: IterationResult) -> IterationRecord:
         """Exchange what the ranks measured; a collective."""
         ranks = all_gather_objects(IterationStats.of(done.minibatches, done.timer, done.peak_bytes))
-        metrics = {"iteration": done.number, **rollout_metrics(done.batch, done.algorithm)}
+        number = done.timer.iteration
+        metrics = {"iteration": number, **rollout_metrics(done.batch, done.algorithm)}
         metrics |= self._metrics(done, ranks)
         ended = wall_seconds()
-        metrics |= speed_metrics(done.batch, ended - done.begin)
+        metrics |= speed_metrics(done.batch, ended - done.timer.begin)
         metrics |= mfu_metrics(self._flops(done.batch), metrics, self._inputs.world_size, self._peak_flops)
-        message = self._threshold.observe(done.number, done.report, done.batch)
+        message = self._threshold.observe(number, done.report, done.batch)
         if message and self._rank == 0:
             print(message, flush=True)
         self._recorded += 1
@@ -114,14 +110,14 @@ class IterationRecorder:
         metrics |= speculation_metrics(steps, self._threshold.plain_decode())
         spans = [span for stats in ranks for span in stats.spans]
         first = done.report.rollouts[: self._config.trainer.sample_texts]
-        samples = sample_texts(self._inputs.tokenizer, done.number, first, given(done.batch.scores).tolist())
+        samples = sample_texts(self._inputs.tokenizer, number, first, given(done.batch.scores).tolist())
         self._closed = wall_seconds()
         metrics["timing_s/books"] = self._logging + self._closed - ended
         return IterationRecord(metrics, spans, samples)
 
     def _metrics(self, done: IterationResult, ranks: Sequence[IterationStats]) -> dict[str, Any]:
         metrics = training_metrics(done.minibatches, ranks) | reward_metrics(done.report)
-        metrics |= fusion_metrics(done.report, done.threshold, len(self._placement.instances))
+        metrics |= fusion_metrics(done.report, done.threshold, self._plan.batch.instances)
         for key in ("reshard", "adv", "train"):  # by one rank's clock, so that the parts add up to the iteration
             metrics[f"timing_s/{key}"] = ranks[0].seconds[key]
         metrics["perf/microbatch_tokens"] = max(max(result.parts_tokens) for result in done.minibatches)

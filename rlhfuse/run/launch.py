@@ -6,11 +6,8 @@ inputs and draft on every rank -> process group, watchdog -> the plan by rank 0,
 from __future__ import annotations
 
 import datetime
-import logging
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from rlhfuse.base.errors import EXIT_INTERRUPTED, LAST_WORD, JointError
+from rlhfuse.base.errors import JointError
 from rlhfuse.base.files import write_json, write_text
 from rlhfuse.base.kernel_cache import compile_apart
 from rlhfuse.base.launcher import local_rank
@@ -46,14 +43,11 @@ from rlhfuse.run.checkpoint.checkpoint import is_finished
 from rlhfuse.run.function_reward import try_reward
 from rlhfuse.run.preflight import RunInputs, check_inputs, device_of
 from rlhfuse.run.run_directory import run_directory
+from rlhfuse.run.run_loop import RunLoop
 from rlhfuse.run.trainer import Trainer
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.search.worker import kernel_group
 from rlhfuse.simulator import simulation
-
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where whoever started a process wants its error, as torchrun does of its ranks
-BOUND = "--numa-binding=node"
-STOP_SECONDS = "600"  # for ranks that Ctrl-C was handed on to: they finish an iteration; a second one ends them at once
 
 
 def dry_run(config: RunConfig, world_size: int | None, tries_reward: bool = True) -> int:
@@ -82,45 +76,6 @@ def check_start(config: RunConfig, ranks: int, tries_reward: bool = True) -> boo
         if tries_reward and config.reward.function:
             print(try_reward(inputs), flush=True)
     return device_of(config.trainer) == "cuda"
-
-
-def start_ranks(ranks: int, program: Sequence[str], on_gpus: bool = False) -> int:
-    """Run `program`, a Python file and its arguments, as so many ranks of a job on this machine, as torchrun does.
-
-    That hands Ctrl-C and SIGTERM on; ranks are bound to the cores beside their GPUs where it can. Returns the exit code
-    of the rank that failed first, whose error ends the screen.
-    """
-    import torch.distributed.run as torchrun  # of no use to a rank
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
-
-    logging.disable()  # what torchrun says beside its table: the ranks say it
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_SECONDS)
-    os.environ[LAST_WORD] = "launcher"
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # it outlives a rank that fails, and has no news
-    if ranks > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which warns
-    options = ["--standalone", "--nproc-per-node", str(ranks)]
-    if on_gpus:
-        trial = [sys.executable, "-m", "torch.distributed.run", *options, BOUND, "--no-python", "true"]
-        if subprocess.run(trial, capture_output=True).returncode == 0:
-            options.append(BOUND)
-        else:
-            print(f"ranks are not bound to the cores beside their GPUs: torchrun {BOUND} fails here", file=sys.stderr)
-    try:
-        torchrun.run(torchrun.parse_args([*options, *program]))
-    except SignalException as stopped:
-        return 128 + stopped.sigval
-    except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        said: Any = failure.message  # a text of torch's own, or what the rank left in its error file
-        if isinstance(said, Mapping) and ERROR_FILE in os.environ:
-            get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
-        ended = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"left with {failure.exitcode}"
-        if failure.exitcode != EXIT_INTERRUPTED:  # who stopped because it was asked to has said how to go on
-            print(said["message"] if isinstance(said, Mapping) else f"error: rank {rank} {ended}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    return 0
 
 
 def train(config: RunConfig, name: str) -> int:
@@ -189,7 +144,7 @@ def run_job(inputs: RunInputs, name: str, rank: int, device: Device) -> Path:
         compile_at_first_use(inputs, rank, device, watchdog.progress)
         with run_directory(inputs, name, rank) as directory:
             plan = agree_on_plan(inputs, directory.path, rank, device)
-            Trainer(inputs, plan, rank, device, store, watchdog, directory).fit()
+            RunLoop(Trainer(inputs, plan, rank, device, store, watchdog.progress), directory, watchdog).fit()
             dist.barrier()
     return directory.path
 

@@ -21,8 +21,6 @@ def layout_advice(
 ) -> str:
     """For the log: the layouts of `draft` beside others at what an iteration took, or a warning; of one rank."""
     try:
-        calls = sum(row[0] for row in observations["reward"])
-        seconds = sum(row[2] for row in observations["reward"])
         seen = SeenIteration(
             lengths_of(batch),
             decode_observations(observations["decode"]),
@@ -30,7 +28,7 @@ def layout_advice(
             observations["score"],
             metrics["timing_s/train"],
             metrics["timing_s/reshard"],
-            RewardCost(seconds / calls, observations["reward"][-1][1]) if calls else None,
+            RewardCost.mean(observations["reward"]),
         )
         return str(LayoutComparison.of(draft, seen, SEARCH_SECONDS))
     except Exception as error:  # advice serves training, it does not end it

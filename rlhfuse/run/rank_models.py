@@ -7,7 +7,7 @@ reference, reward                               a copy per inference replica, of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,13 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
+from rlhfuse.data.prompts import Prompt
+from rlhfuse.data.sampler import sample_id
 from rlhfuse.decisions.layouts import least_vocab
 from rlhfuse.decisions.placement import Placement
+from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import FrozenModel
+from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.training_step import TrainedModel
 from rlhfuse.gen.core.sequence import SamplingParams
@@ -64,10 +68,8 @@ class RankModels:
 
     trained: dict[str, TrainedModel]  # actor, critic
     generation: WeightMemory
-    generation_tp: dist.ProcessGroup
     frozen: dict[str, FrozenModel]  # what scores: reference, critic, reward
-    worker_tp: dist.ProcessGroup  # the ranks of one inference replica
-    placement: Placement
+    place: RankPlace
     channels: Channels
     groups: GroupMaker  # owns every process group of the above
     layers: ChosenLayers  # of what trains and scores
@@ -167,7 +169,7 @@ def build_models(
     inference_grid = plain_grid(inference_layout(config))
     worker_tp = maker.tensor_ranks([cell for (cell,) in inference_grid.cells], rank)
     instances, workers = (tuple(stages[0] for stages in grid.cells) for grid in (generation_grid, inference_grid))
-    placement = Placement(instances, workers)
+    place = RankPlace(rank, Placement(instances, workers), generation_tp, worker_tp)
     pairs = [pair for model in models.values() for pair in neighbour_pairs(model.grid)]
     channels = Channels(rank, maker.channels("pipeline", pairs, device), device.torch_device)
     uses = [use for model in models.values() for use in model.optimizer.group_uses()]
@@ -178,7 +180,7 @@ def build_models(
     connect(uses, device.torch_device)
     longest = max(model.spec.hidden * model.spec.context for model in models.values()) * dtype.itemsize
     channels.connect(min(longest, MOST_BYTES[device.torch_device.type]))
-    return RankModels(models, generation, generation_tp, scorers, worker_tp, placement, channels, maker, layers)
+    return RankModels(models, generation, scorers, place, channels, maker, layers)
 
 
 def engine_options(config: RunConfig, instances: int, keep_memory: bool = False) -> EngineOptions:
@@ -210,6 +212,15 @@ def sampling_params(config: RunConfig) -> SamplingParams:
         seed=config.trainer.seed,
         ignore_eos=rollout.ignore_eos,
     )
+
+
+def requests_of(iteration: int, prompts: Sequence[Prompt], copies: int, params: SamplingParams) -> list[Request]:
+    """So many samples of each prompt, which lie at their places in the draw of the iteration."""
+    return [
+        Request(sample_id(iteration, place, copy), tuple(prompt.tokens), params)
+        for place, prompt in enumerate(prompts)
+        for copy in range(copies)
+    ]
 
 
 def inference_layout(config: RunConfig) -> ParallelLayout:

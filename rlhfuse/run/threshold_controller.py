@@ -19,12 +19,7 @@ from rlhfuse.base.time_budget import TimeBudget
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.fits import Line
-from rlhfuse.costs.measured import (
-    BytesObservation,
-    MeasuredCost,
-    RewardObservation,
-    TokensObservation,
-)
+from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import DecodeObservation
 from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.fusion.inter.report import GenInferReport
@@ -36,7 +31,7 @@ from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.iteration_metrics import lengths_of
 from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.seconds import gen_infer_seconds
+from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
 RECENT_ITERATIONS = 4
@@ -162,7 +157,7 @@ class ThresholdController:
         found = sweep_threshold(list(self._lengths), *setting, least=least)
         if self.threshold < least:
             return found.threshold, found.explain()
-        seconds = gen_infer_seconds(list(self._lengths), *setting, (self.threshold,))[self.threshold].total
+        seconds = Simulation(self._lengths, *setting).seconds((self.threshold,))[self.threshold].total
         chosen, gain = with_hysteresis(found, self.threshold, seconds), f"{seconds / found.fused_seconds - 1:.1%}"
         if chosen == self.threshold:
             return chosen, f"the best, {found.threshold}, would gain {gain}"
@@ -237,13 +232,13 @@ class ThresholdController:
         score = rows("score") or kept(TOKENS_POINTS, former.score_seconds) if scores else [NO_SCORING]
         return MeasuredCost.fit(
             decode=decode_observations(decode),
-            prefill=[TokensObservation(int(t), int(n), s) for t, n, s in prefill],
-            score=[TokensObservation(int(t), int(n), s) for t, n, s in score],
-            migration=[BytesObservation(int(b), s) for b, s in moved] or [BytesObservation(0, 0.0)],
+            prefill=prefill,
+            score=score,
+            migration=moved or [(0, 0.0)],
             swap_in=[row[0] for row in rows("load")] or [former.swap_in_seconds()] if scores else [0.0],
             meeting=[row[0] for row in rows("meeting")] or [0.0],
             release=[row[0] for row in rows("release")] or [0.0],
-            reward=[RewardObservation(int(n), int(c), s) for n, c, s in rows("reward")],
+            reward=rows("reward"),
             capture=capture,
         )
 

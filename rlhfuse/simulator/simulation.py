@@ -6,7 +6,7 @@ The kernel is compiled at its first use on a machine, in a process of its own, w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -28,6 +28,15 @@ from rlhfuse.simulator.lengths import SampleLengths
 SPANS = 6  # of an instance at most, beside those of scored packs
 
 
+@dataclass(frozen=True)
+class GenInferSeconds:
+    """Mean over batches; `generation`: until the last sample is finished."""
+
+    total: float
+    generation: float
+    migration: float  # from the trigger until every destination decodes again; 0 where it stays serial
+
+
 class Simulation:
     """Batches of samples on so many instances, at the costs and within the limits of one."""
 
@@ -40,9 +49,13 @@ class Simulation:
         self._costs, move = cost_numbers(costs, most), MoveNumbers(*map(float, astuple(move_cost(costs, limits))))
         self._batches = [self._batch(lengths, move) for lengths in batches]
 
-    def run(self, thresholds: Sequence[int]) -> np.ndarray:
-        """OUTCOME [batches, thresholds]; R_t descend. Raises InputError for one that is none of a batch's."""
-        return np.array([self._run(batch, thresholds, spans=0)[0] for batch in self._batches])
+    def seconds(self, thresholds: Sequence[int]) -> dict[int, GenInferSeconds]:
+        """By R_t, means over the batches. Raises InputError for one that is none of a batch's."""
+        falling = sorted(set(thresholds), reverse=True)  # large R_t come first in time: simulated so
+        outcomes = np.array([self._run(batch, falling, spans=0)[0] for batch in self._batches])
+        parts = ("total", "generation", "migration")
+        means = ([float(outcomes[part][:, n].mean()) for part in parts] for n in range(len(falling)))
+        return {threshold: GenInferSeconds(*seconds) for threshold, seconds in zip(falling, means)}
 
     def trace(self, threshold: int) -> tuple[np.ndarray, State, np.ndarray]:
         """OUTCOME of the first batch, how it ended, and SPAN of what its instances did. Raises InputError likewise."""

@@ -17,7 +17,7 @@ from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.decisions.migration import destination_count
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.seconds import gen_infer_seconds
+from rlhfuse.simulator.simulation import Simulation
 
 SWEEP_PERCENT = tuple(range(0, 100, 5))
 FLAT = 0.01  # R_t predicted within this part of the best are as good as it
@@ -118,7 +118,7 @@ def sweep_threshold(
     ratios: dict[int, float] = {}  # of a small batch, several percentages are the same number: the least counts
     for percent in SWEEP_PERCENT if instances > 1 else (0,):
         ratios.setdefault((samples * percent + 50) // 100, percent / 100)
-    seconds = gen_infer_seconds(batches, instances, costs, limits, tuple(ratios))
+    seconds = Simulation(batches, instances, costs, limits).seconds(tuple(ratios))
     points = {
         threshold: SweepPoint(
             ratio=ratio,

@@ -7,10 +7,10 @@ from inter_stage import Point, Run, fit_costs
 from intra_stage_sides import MODELS, SIDES, Case
 from kills import lost
 from learning import Rise
+from run_report.timeline import simulate_gen_infer
 
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.timeline import simulate_gen_infer
 
 LENGTHS = SampleLengths((1,) * 4, (5, 5, 5, 25))
 LIMITS = InstanceLimits(4, 1000.0, 1.0, 1, 4, 1, 25, 100)

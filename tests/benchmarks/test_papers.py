@@ -10,7 +10,7 @@ from paper import of_puzzle, of_real, of_rlhfuse
 from paper.calls import ModelCall
 from paper.llamas import llama
 from paper.page import Content, Row, claim_row, inside, page, value_row, words
-from paper.real import BATCH, EAGER_END_TO_END, END_TO_END, end_to_end_seconds, of_table, real_rows
+from paper.real import BATCH, EAGER_END_TO_END, END_TO_END, REAL_H100, end_to_end_seconds, of_table, real_rows
 from paper.settings import DEGREES, PAIRS, draw_lengths, sweep, training_seconds
 from paper.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
 from paper_page import NEEDED
@@ -22,7 +22,6 @@ from testkit.programs import call_main
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.hardware import REAL_H100
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
 

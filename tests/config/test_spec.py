@@ -42,9 +42,6 @@ def test_chunks_cut_a_pipeline():
     assert str(ParallelLayout.parse("d1t2p4v2@0-7")) == "d1t2p4v2@0-7" and str(ParallelLayout(1, 1, 2)) == "d1t1p2"
     stages = ParallelLayout.parse("d1t1p2v2").stage_layers(5)
     assert [list(layers) for layers in stages] == [[0, 1], [2], [3], [4]]
-    with pytest.raises(InputError, match=r"pp\(3\) % 2 = 1"):
-        ParallelLayout.parse("d1t1p3").halved()
-    assert str(ParallelLayout.parse("d1t1p4v2").halved()) == "d2t1p2v2"
 
 
 FORM = ("", "d1t1", "d0t1p1", "t1d1p1", "d1t1p1@3", "d1t1p1 x", "d01t1p1", "d1t1p1@0-0-0", "d1t1p2v0", "d1t1p2@0-1v2")
@@ -96,7 +93,6 @@ def test_a_cut_is_part_of_the_layout():
     assert [len(stage) for stage in layout.stage_layers(32)] == [9, 9, 8, 6] and layout.stage_layers(32)[3][-1] == 31
     assert layout.with_cut((8, 8, 8, 8)).cut is None and str(layout.with_cut((2, 2, 2, 1))) == "d1t2p4@0-7"
     assert ParallelLayout.parse("d1t1p2v2:1,2,1,1").stage_layers(5)[1] == range(1, 3)
-    assert str(layout.halved()) == "d2t2p2@0-7"
 
 
 def test_model_spec_counts_the_parameters_of_stories260k(tmp_path):

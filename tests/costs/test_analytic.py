@@ -68,11 +68,11 @@ def test_weights_over_all_ranks_are_the_model():
     for layout, scalar in (("d1t1p1", False), ("d1t1p1", True), ("d1t2p1", False)):
         made = cost(layout, scalar)
         tp = made.layout.tp
-        assert made.memory.rank_parameters() * tp == LLAMA_13B.parameters(scalar) + (tp - 1) * norms
+        assert made.memory.parameters() * tp == LLAMA_13B.parameters(scalar) + (tp - 1) * norms
     fullest = 10 * LLAMA_13B.layer_parameters + LLAMA_13B.embedding_parameters + LLAMA_13B.hidden
-    assert cost("d1t1p4").memory.rank_parameters() == fullest  # the last stage: layers, norm and output layer
+    assert cost("d1t1p4").memory.parameters() == fullest  # the last stage: layers, norm and output layer
     assert cost("d1t1p4").memory.weights_bytes() == 2 * fullest
-    assert cost("d1t8p2v2").memory.rank_parameters() == cost("d1t8p2").memory.rank_parameters()
+    assert cost("d1t8p2v2").memory.parameters() == cost("d1t8p2").memory.parameters()
     assert cost("d4t1p1").memory.optimizer_bytes() == 3 * LLAMA_13B.parameters()  # 12 bytes over 4 ranks
     assert cost("d1t1p1").memory.gradient_bytes() == 4 * LLAMA_13B.parameters()
 

@@ -13,7 +13,7 @@ from testkit.sim_helpers import linear_cost
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.costs.fits import Line
-from rlhfuse.costs.measured import BytesObservation, MeasuredCost, TokensObservation, load_measured_cost
+from rlhfuse.costs.measured import MeasuredCost, load_measured_cost
 from rlhfuse.costs.speculation import DecodeObservation
 
 
@@ -29,10 +29,10 @@ def observe(costs: MeasuredCost, noise: float, seed: int = 0):
         batch, context = int(generator.integers(1, 64)), int(generator.integers(50, 20_000))
         decode.append(DecodeObservation(batch, context, jitter(costs.decode_step_seconds(batch, context))))
         tokens, sequences = int(generator.integers(10, 4000)), int(generator.integers(1, 32))
-        prefill.append(TokensObservation(tokens, sequences, jitter(costs.prefill_seconds(tokens, sequences))))
-        score.append(TokensObservation(tokens, sequences, jitter(costs.score_seconds(tokens, sequences))))
+        prefill.append((tokens, sequences, jitter(costs.prefill_seconds(tokens, sequences))))
+        score.append((tokens, sequences, jitter(costs.score_seconds(tokens, sequences))))
         volume = int(generator.integers(1, 10**8))
-        migration.append(BytesObservation(volume, jitter(costs.migration_seconds(volume))))
+        migration.append((volume, jitter(costs.migration_seconds(volume))))
     return decode, prefill, score, migration, [jitter(costs.swap_in_seconds()) for _ in range(9)]
 
 
@@ -65,9 +65,9 @@ def test_a_fit_is_non_negative_and_no_worse_than_a_constant(rows):
 def test_one_observation_is_enough_and_none_is_not():
     one = MeasuredCost.fit(
         [DecodeObservation(4, 400, 0.02)],
-        [TokensObservation(100, 4, 0.01)],
-        [TokensObservation(100, 4, 0.03)],
-        [BytesObservation(1000, 0.001)],
+        [(100, 4, 0.01)],
+        [(100, 4, 0.03)],
+        [(1000, 0.001)],
         [0.2],
     )
     assert one.decode_step_seconds(4, 400) == pytest.approx(0.02)

@@ -7,7 +7,7 @@ import pytest
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.forms.form import DecodeRow
 from rlhfuse.costs.job_cost import largest_flat_batch
-from rlhfuse.costs.measured import BytesObservation, MeasuredCost, TokensObservation
+from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import DecodeObservation, GuessRows, Speculation, fit_decode
 
 ROWS = 16
@@ -29,8 +29,8 @@ def steps(count: int, accepted_of: float, seed: int = 0) -> list[DecodeObservati
 
 
 def measured(decode: list[DecodeObservation]) -> MeasuredCost:
-    tokens = [TokensObservation(100, 1, 0.01)]
-    return MeasuredCost.fit(decode, tokens, tokens, [BytesObservation(0, 0.0)], [0.0])
+    tokens = [(100, 1, 0.01)]
+    return MeasuredCost.fit(decode, tokens, tokens, [(0, 0.0)], [0.0])
 
 
 def test_a_steps_parts_are_found_again():

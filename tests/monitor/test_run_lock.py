@@ -116,8 +116,9 @@ def test_an_owner_elsewhere_is_alive_while_it_renews(tmp_path, stepped):
     assert clock.sleeps == 5
 
 
-def test_the_owner_renews_and_sees_that_it_has_lost_the_folder(tmp_path):
-    with RunLock(tmp_path, renew_seconds=0.01) as lock:
+def test_the_owner_renews_and_sees_that_it_has_lost_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlhfuse.monitor.run_lock.RENEW_SECONDS", 0.01)
+    with RunLock(tmp_path) as lock:
         file = tmp_path / RUN_LOCK
         first = file.stat().st_mtime_ns
         eventually(lambda: file.stat().st_mtime_ns != first, "never renewed")

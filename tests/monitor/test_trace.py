@@ -1,11 +1,11 @@
-"""Traces: what Perfetto reads, what reads back, and a picture that holds every rank."""
+"""Traces: what Perfetto reads, and what reads back."""
 
 import json
 
 import pytest
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.monitor.trace import Span, draw_iteration, load_trace, save_trace
+from rlhfuse.monitor.trace import Span, load_trace, save_trace
 
 SPANS = [
     Span("generate", "generate", 0, 0.0, 1.5, "measured", {"samples": 3}),
@@ -35,21 +35,11 @@ def test_trace_reads_back(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
 
 
-@pytest.mark.parametrize("kind", ["png", "svg"])
-def test_picture_is_drawn(tmp_path, kind):
-    draw_iteration(SPANS, tmp_path / f"iteration.{kind}", "iteration 3")
-    data = (tmp_path / f"iteration.{kind}").read_bytes()
-    assert data.startswith(b"\x89PNG" if kind == "png" else b"<?xml") and len(data) > 3000
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_bad_spans_and_files_are_refused(tmp_path):
     with pytest.raises(InputError, match="group 'guessed'"):
         Span("x", "x", 0, 0, 1, "guessed")
     with pytest.raises(InputError, match="before"):
         Span("x", "x", 0, 2, 1)
-    with pytest.raises(InputError, match="nothing to draw"):
-        draw_iteration([], tmp_path / "x.png")
     with pytest.raises(InputError, match="does not exist"):
         load_trace(tmp_path / "none.json")
 

@@ -117,7 +117,7 @@ def test_a_peer_that_leaves_while_it_is_read_is_not_the_cause():
     store = ScriptedStore(beat(1, HERE), beat(1, GONE), beat(1, GONE, state=LEFT, because="rank 2 died"))
     watchdog = Watchdog(store, rank=0, world_size=2, limits=LIMITS)
     watchdog._table = PeerTable(beat(0, HERE), Limits(watchdog_seconds=-1), now=0.0)
-    assert watchdog._look(1, 0).report == "rank 2 died (found by rank 1)"
+    assert watchdog._look(1).report == "rank 2 died (found by rank 1)"
 
 
 @pytest.mark.parametrize(
@@ -183,13 +183,13 @@ def test_a_large_world_reads_no_more_peers_per_heartbeat(monkeypatch):
     monkeypatch.setattr("rlhfuse.monitor.watchdog.time", store)
     watchdog = Watchdog(store, rank=0, world_size=640, limits=LIMITS)
     for tick in range(100):
-        store.now = float(tick)
-        assert watchdog._look(PEERS_PER_TICK, tick) is None
+        store.now, watchdog._counter = float(tick), tick
+        assert watchdog._look(PEERS_PER_TICK) is None
     assert store.reads == 100 * PEERS_PER_TICK
     store.dead_since[123] = store.now
     for tick in range(100, 182):  # two rounds
-        store.now = float(tick)
-        if verdict := watchdog._look(PEERS_PER_TICK, tick):
+        store.now, watchdog._counter = float(tick), tick
+        if verdict := watchdog._look(PEERS_PER_TICK):
             break
     assert verdict and "rank 123 (pid 7 on far) died: silent for " in verdict.report
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from run_comparison import compare_runs
 from testkit.runs_table import job
 from testkit.tiny import write_run
-
-from rlhfuse.run.compare import compare_runs
 
 LAYOUTS = {"actor_train": "d1t1p4", "critic_train": "d2t1p2", "generation": "d4t1p1"}
 CUT = {"actor_train": "d2t1p2", "critic_train": "d2t2p1", "generation": "d2t2p1"}

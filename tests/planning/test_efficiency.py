@@ -132,7 +132,7 @@ def test_seconds_of_training_are_products_bytes_and_all_reduces():
     assert seconds.ends[-1][1] == pytest.approx(again)
     recomputed = replace(made, recompute=True).stage_seconds(micro)
     assert recomputed.layer[1] - seconds.layer[1] == pytest.approx(seconds.layer[0])
-    own = made.memory.rank_parameters()
+    own = made.memory.parameters()
     exchanged = (4 + 2) * own / 2 / machine.node_link_bandwidth + 2 * machine.collective_seconds
     assert made.optimizer_step_seconds() == pytest.approx(own * (4 + 34 / 2) / rate + exchanged)
 

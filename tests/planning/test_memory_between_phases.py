@@ -55,7 +55,7 @@ def test_four_models_of_70b_fit_64_gpus_because_the_optimizer_leaves(file):
     """What it holds is 12 bytes of each parameter of two models, cut by 8 stages, 4 tensor ranks and 2 replicas."""
     draft = drafted(file)
     offload = draft.memory.offload
-    parameters = [max(draft.analytic[task].memory.place_parameters()) for task in ("actor_train", "critic_train")]
+    parameters = [max(draft.analytic[task].memory.place_parameters) for task in ("actor_train", "critic_train")]
     assert offload.nbytes == pytest.approx(12 / 2 * sum(parameters), rel=0.05)
     assert offload.seconds == pytest.approx(offload.nbytes / 51.2e9)
     assert offload.first_phase == "generation"  # weights move beside it

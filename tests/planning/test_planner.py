@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from program_times import makespan, program_times
+from run_report.program_times import makespan, program_times
 from testkit.flat_profile import trained, training
 from testkit.four_ranks import SPECS, drafted, planned, run, shared_plan
 from testkit.sim_helpers import linear_cost, long_tail

@@ -11,7 +11,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs import machine
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.collectives import link_bandwidth, ring_gather_seconds
+from rlhfuse.costs.collectives import ring_gather_seconds
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning import draft as drafts
 from rlhfuse.planning.draft import PlanDraft
@@ -121,7 +121,13 @@ def test_nics_of_replicas_on_one_machine():
         for task in TRAINED:
             cost = draft.analytic[task]
             whole, group = cost.memory.gradient_bytes() + cost.memory.weights_bytes(), cost.layout.dp
-            one = ring_gather_seconds(whole, group, link_bandwidth(cost.hardware, cost.layout.size))
+            machine = cost.hardware
+            ring = (
+                machine.node_link_bandwidth
+                if cost.layout.size <= machine.devices_per_node
+                else machine.cross_link_bandwidth
+            )
+            one = ring_gather_seconds(whole, group, ring)
             nics = cost.hardware.devices_per_node // (cost.layout.tp * cost.layout.pp)
             total += one - one / nics
         return total

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_comparison import compare_exports
 from run_report.report import render_report
 from run_report.run_files import RunFiles
 from testkit.runs_table import BEST, HELD_OUT, assert_same_bits, begin_again, by_function, metrics_of
@@ -13,7 +14,6 @@ from testkit.runs_table import BEST, HELD_OUT, assert_same_bits, begin_again, by
 from rlhfuse.monitor.samples import read_samples
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.run.checkpoint.checkpoint import checkpoints_in
-from rlhfuse.run.compare import compare_exports
 from rlhfuse.run.evaluation import evaluation_metrics, noise_seed
 from rlhfuse.run.iteration_recorder import IterationRecorder
 
@@ -48,10 +48,10 @@ def test_noise_of_held_out_samples_is_none_of_trainings():
 
 def test_what_runs_between_iterations_is_not_counted_as_their_books(monkeypatch):
     recorder = IterationRecorder.__new__(IterationRecorder)
-    recorder._closed = 10.0
+    recorder._rank, recorder._closed = 0, 10.0
     recorder.skip(4.0)
     monkeypatch.setattr("rlhfuse.run.iteration_recorder.wall_seconds", lambda: 14.5)
-    recorder.begin()
+    recorder.begin(3)
     assert recorder._logging == 0.5
 
 

@@ -63,9 +63,11 @@ def test_a_start_connects_what_the_plan_counts(
         with built(config, {}, specs, ranks, rank) as models:
             groups = {use.group.group_name for use in uses if dist.get_world_size(use.group) > 1}
             groups.add(dist.group.WORLD.group_name)  # connected by the launcher
-            copies = {model.tp_group.group_name for model in models.frozen.values()} | {models.worker_tp.group_name}
+            copies = {model.tp_group.group_name for model in models.frozen.values()} | {
+                models.place.worker_group.group_name
+            }
             assert (len(groups), sum(rank in pair for pair in models.channels._groups)) == counted, rank
-            shared = models.generation_tp.group_name in copies and len(copies) == 1
+            shared = models.place.instance_group.group_name in copies and len(copies) == 1
         assert shared == (generation == inference)
 
 

@@ -4,11 +4,10 @@ import json
 import shutil
 
 import pytest
+from run_comparison import compare_runs
 from testkit.programs import killed_forked
 from testkit.runs_table import assert_same_bits, curves_of, metrics_of
 from testkit.tiny import write_run
-
-from rlhfuse.run.compare import compare_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 

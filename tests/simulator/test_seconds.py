@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
+from run_report.timeline import simulate_gen_infer
 from testkit.profiles import examples
 from testkit.sim_helpers import limits, linear_cost, long_tail
+from trial_cost import TrialCost
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
@@ -18,13 +20,12 @@ from rlhfuse.costs.fits import Grid, Line
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.costs.measured import MeasuredCost, TrialCost
+from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.costs.speculation import Speculation
 from rlhfuse.simulator import cost_numbers
-from rlhfuse.simulator.seconds import gen_infer_seconds
+from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import sweep_threshold
-from rlhfuse.simulator.timeline import simulate_gen_infer
 
 
 def model(layers: int, tp: int, scalar_head: bool, device: str, kernels: Kernels | None) -> AnalyticCost:
@@ -124,4 +125,4 @@ def test_a_sweep_is_the_mean_of_its_batches_time_lines():
 )
 def test_refusals(instances, threshold, changes, message):
     with pytest.raises(InputError, match=message):
-        gen_infer_seconds((long_tail(64),), instances, linear_cost(), limits(**changes), (threshold,))
+        Simulation((long_tail(64),), instances, linear_cost(), limits(**changes)).seconds((threshold,))

@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from run_report.timeline import simulate_gen_infer
 from testkit.profiles import examples, share
 from testkit.sim_helpers import lengths_strategy, limits, tight
 from testkit.step_by_step import StepByStep
@@ -11,7 +12,6 @@ from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.timeline import simulate_gen_infer
 
 TICK = 2.0**-20  # all costs are whole multiples of it, so every sum of them is exact
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_report.timeline import simulate_gen_infer
 from testkit.profiles import examples
 from testkit.sim_helpers import equal, lengths_strategy, limits, linear_cost, long_tail
 
@@ -12,7 +13,6 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import from_json, to_json
 from rlhfuse.simulator.threshold import SweepPoint, Threshold, load_threshold, middle_of_best, sweep_threshold
-from rlhfuse.simulator.timeline import simulate_gen_infer
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_report.timeline import simulate_gen_infer
 from testkit.profiles import examples
 from testkit.sim_helpers import (
     equal,
@@ -19,7 +20,6 @@ from testkit.sim_helpers import (
 from rlhfuse.base.errors import InputError
 from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.timeline import simulate_gen_infer
 
 
 def kinds_of(line, instance=0):

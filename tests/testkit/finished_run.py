@@ -5,7 +5,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from program_times import makespan, program_times
+from run_report.program_times import makespan, program_times
+from run_report.timeline import simulate_gen_infer
 
 from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config, read_specs
@@ -18,7 +19,6 @@ from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Action
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.timeline import simulate_gen_infer
 from testkit.four_ranks import drafted
 from testkit.sim_helpers import linear_cost, long_tail
 

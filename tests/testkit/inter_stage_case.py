@@ -191,6 +191,7 @@ def inter_stage(rank, folders, case, number, progress=lambda _: None, rewarder=N
     """(what runs the iteration, its scorer, what was built)."""
     from rlhfuse.fusion.inter.inference import Scorer
     from rlhfuse.fusion.inter.inter_stage import InterStage
+    from rlhfuse.fusion.inter.rank_place import RankPlace
 
     made = built(rank, folders, case)
     scorer = Scorer(
@@ -201,13 +202,10 @@ def inter_stage(rank, folders, case, number, progress=lambda _: None, rewarder=N
     )
     store = store or dist.PrefixStore(f"test{number}", dist.distributed_c10d._get_default_store())
     stage = InterStage(
-        rank=rank,
-        placement=made.placement,
+        place=RankPlace(rank, made.placement, made.tp_group, made.worker_group),
         engine=made.engine,
         scorer=scorer,
         store=store,
-        instance_group=made.tp_group,
-        worker_group=made.worker_group,
         timeout_seconds=540,
         progress=progress,
         bucket_bytes=case.bucket_bytes,

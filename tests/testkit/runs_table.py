@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_comparison import compare_runs
 
 from rlhfuse.monitor.metrics import read_metrics
-from rlhfuse.run.compare import compare_runs
 from testkit.tiny import write_run, write_tokenizer
 from testkit.workers import Pools
 

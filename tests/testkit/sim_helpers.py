@@ -2,13 +2,13 @@
 
 import numpy as np
 from hypothesis import strategies as st
+from run_report.timeline import GenInferTimeline, InstanceSpan
 
 from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.timeline import GenInferTimeline, InstanceSpan
 
 
 def linear_cost(swap_in: float = 0.5, score_token: float = 1e-3, reward: float | None = None) -> MeasuredCost:

@@ -5,11 +5,11 @@ import os
 
 import pytest
 import torch
+from run_comparison import compare_runs
 from safetensors.torch import save_file
 from testkit.programs import call_tool
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.run.compare import compare_runs
 
 WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.tensor([0.0, 1.0]).bfloat16()}
 

@@ -106,7 +106,7 @@ def metrics(out: Path) -> list[dict]:
 
 def differences(a: Path, b: Path) -> dict[str, Any]:
     """How far two runs are apart: entries that differ, and the largest relative difference of a metric."""
-    from rlhfuse.run.compare import compare_runs
+    from run_comparison import compare_runs
 
     compared = compare_runs(a, b)
     differing = [difference for one in compared for difference in one.differences]

@@ -17,7 +17,7 @@ from rlhfuse.decisions.packing import deal, scoring_packs, split_samples
 from rlhfuse.planning.draft import instance_limits, kv_blocks
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.seconds import gen_infer_seconds
+from rlhfuse.simulator.simulation import Simulation
 
 CACHES = (1, 2, 4, 8)  # of the cache that has room for all samples at full length: the whole, a half, ...
 
@@ -46,7 +46,7 @@ def generation_options(
                 continue
             tokens = min(limits.kv_capacity_tokens, most)  # more are never used
             if tokens not in known:
-                simulated = gen_infer_seconds(work.inputs.drawn.batches, layout.dp, JobCost(cost, ()), limits, [0])[0]
+                simulated = Simulation(work.inputs.drawn.batches, layout.dp, JobCost(cost, ()), limits).seconds([0])[0]
                 known[tokens] = max([simulated.generation, *known.values()])
             if need <= room:
                 yield Option(layout, known[tokens], 0.0, need, fetch, f"KV of {limits.kv_capacity_tokens} tokens")

@@ -42,6 +42,7 @@ from rlhfuse.run.checkpoint.compatibility import RunCompatibility
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.rank_models import ModelFolders
 from rlhfuse.run.run_directory import RunDirectory
+from rlhfuse.run.run_loop import RunLoop
 
 ITERATIONS = 2  # the first has no moments, and keeps nothing of one before it
 
@@ -66,7 +67,7 @@ class Rehearsal:
         dist.init_process_group("fake", rank=self._rank, world_size=world, store=FakeStore())
         with tempfile.TemporaryDirectory() as folder, self._mode:
             self._phases.switch("start")
-            trainer = self._build(Path(folder))
+            trainer, loop = self._build(Path(folder))
             gc.collect()
             meter: Any = self._phases
             trainer.memory = meter  # the trainer says itself where a phase begins
@@ -84,10 +85,10 @@ class Rehearsal:
                 if "training" in wanted:
                     self._train(trainer)
                 if "checkpoint" in wanted:
-                    self._save(trainer, iteration + 1)
+                    self._save(loop, iteration + 1)
             self._phases.switch(None)
             moved = trainer.others.moved
-            del trainer
+            del trainer, loop
             if "checkpoint" in wanted:
                 self._resume(Path(folder))
             self._phases.switch(None)
@@ -95,8 +96,8 @@ class Rehearsal:
 
     # the phases -----------------------------------------------------------------------------------------------
 
-    def _build(self, folder: Path, resume: Checkpoint | None = None) -> RehearsedTrainer:
-        """The run's own trainer."""
+    def _build(self, folder: Path, resume: Checkpoint | None = None) -> tuple[RehearsedTrainer, RunLoop]:
+        """The run's own trainer, and its loop."""
         draft, config = self._draft, self._config
         facts = RunCompatibility.of(config, draft.specs, draft.tasks, draft.world_size, {}, {})
         prompt = Prompt(self._samples.tokens(0, config.data.max_prompt_tokens), {})
@@ -106,12 +107,15 @@ class Rehearsal:
         watchdog: Any = SimpleNamespace(progress=self._mode.note)
         store: Any = FakeStore()
         rank_models.TrainingStage = partial(SampledStage, self._mode)  # type: ignore[misc,assignment]
-        trainer = RehearsedTrainer(inputs, self._plan, self._rank, self._device, store, watchdog, RunDirectory(folder))
+        trainer = RehearsedTrainer(inputs, self._plan, self._rank, self._device, store, watchdog.progress)
         trainer.resharder = Resharder(
             self._device, bucket_bytes=config.fusion.bucket_mib << 20, gather=self._everyones_shards
         )
         trainer.prepare(self._samples)
-        return trainer
+        loop = RunLoop(trainer, RunDirectory(folder), watchdog)
+        checkpoints: Any = loop.checkpoints
+        checkpoints._rank = 0  # which completes a checkpoint when all files are there
+        return trainer, loop
 
     def _everyones_shards(self, mine: Shards) -> list[Shards]:
         """What all ranks would say of their shards, from the layouts; this rank's must be what it says itself."""
@@ -153,16 +157,16 @@ class Rehearsal:
         algorithm = self._config.algorithm.model_copy(update={"minibatches": MINIBATCHES, "epochs": 1})
         trainer._train(self._config.held_iterations, batch.with_fields(advantages=zeros, returns=zeros), algorithm)
 
-    def _save(self, trainer: RehearsedTrainer, done: int) -> None:
+    def _save(self, loop: RunLoop, done: int) -> None:
         """A checkpoint that is all written when this returns."""
         self._phases.switch("checkpoint")
-        trainer.save(done, {"metrics_bytes": 0, "samples_bytes": 0})
-        trainer.checkpoints.finish()
+        loop.save(done, {"metrics_bytes": 0, "samples_bytes": 0})
+        loop.checkpoints.finish()
 
     def _resume(self, folder: Path) -> None:
         """A run that begins with the last checkpoint."""
         gc.collect()
         self._phases.switch("resume")
-        trainer = self._build(folder, Checkpoint.open(folder_of(folder) / f"iteration-{ITERATIONS}"))
-        if (first := trainer._restore()) != ITERATIONS:
+        _, loop = self._build(folder, Checkpoint.open(folder_of(folder) / f"iteration-{ITERATIONS}"))
+        if (first := loop._restore()) != ITERATIONS:
             raise RuntimeError(f"a run that was saved after iteration {ITERATIONS} goes on with {first}")

@@ -18,7 +18,6 @@ import tempfile
 from pathlib import Path
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.kernel_cache import cache_folder
 
 SOURCE = Path(__file__).with_name("shim.cpp")
 TORCH = "2.13"  # the minor version whose private names device.py and tensors.py use
@@ -54,7 +53,17 @@ def _torch() -> Path:
 
 def _library() -> Path:
     source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]
-    return cache_folder(SOURCE) / f"shim-torch{importlib.metadata.version('torch')}-{source}.so"
+    return _cache_folder(SOURCE) / f"shim-torch{importlib.metadata.version('torch')}-{source}.so"
+
+
+def _cache_folder(source: Path) -> Path:
+    """Where numba keeps what it compiles of a file: NUMBA_CACHE_DIR, __pycache__, or the user's."""
+    if given := os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(given)
+    beside = source.parent / "__pycache__"
+    if os.access(beside if beside.exists() else source.parent, os.W_OK):
+        return beside
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlhfuse"
 
 
 def _compile(library: Path) -> None:

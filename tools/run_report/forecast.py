@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from program_times import TimedAction, makespan, program_times
+from run_report.program_times import TimedAction, makespan, program_times
 from run_report.run_files import RunFiles
+from run_report.timeline import GenInferTimeline, simulate_gen_infer
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import DeviceKind
@@ -30,7 +31,6 @@ from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.timeline import GenInferTimeline, simulate_gen_infer
 
 PHASES = ("reshard", "gen", "infer", "adv", "train", "step")  # as in the metrics timing_s/*
 PARTS = PHASES[:-1]

@@ -19,6 +19,8 @@ from run_report.charts import CURVES, accepted_share, held_out_curve
 from run_report.forecast import PHASES, Forecast, Forecaster
 from run_report.forecast_table import NAMES
 from run_report.fusion_gain import gen_infer_gain, training_gain
+from run_report.idle_shares import idle_shares
+from run_report.iteration_picture import iteration_figure
 from run_report.learning import Learning
 from run_report.run_files import RunFiles
 from schedule_drawing import draw_timelines
@@ -27,9 +29,8 @@ from svg_text import svg_text
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.monitor.memory_table import MemoryTable
-from rlhfuse.monitor.phase_times import after_warm_up, idle_shares, phase_times, samples_per_second
+from rlhfuse.monitor.phase_times import after_warm_up, phase_times, samples_per_second
 from rlhfuse.monitor.samples import SampleText
-from rlhfuse.monitor.trace import iteration_figure
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.ir.schedule import Schedule
 

@@ -19,16 +19,14 @@ from rlhfuse.base.clock import wall_seconds
 from rlhfuse.base.errors import RewardError
 from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, check_threshold, plan_at_threshold
 from rlhfuse.decisions.packing import split_samples
-from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.generation import Generation, Request
 from rlhfuse.fusion.inter.inference import Meeting, Rewarder, Scorer
 from rlhfuse.fusion.inter.iteration_store import IterationStore, StoreReporter
 from rlhfuse.fusion.inter.migration import MigrationBarrier, execute_migration, gather_states
+from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.inter.report import GenInferReport, RankEvents, summarize
 from rlhfuse.fusion.inter.scoring_queue import ScoringQueue
-from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
 from rlhfuse.gen.engine import Engine
-from rlhfuse.gen.migration.kv_transfer import BUCKET_BYTES
 from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.ppo.rollout import Rollout
@@ -38,16 +36,13 @@ from rlhfuse.ppo.rollout import Rollout
 class InterStage:
     """Runs generation and inference on this rank, one iteration after another. Keeps nothing between them."""
 
-    rank: int
-    placement: Placement
+    place: RankPlace
     engine: Engine
     scorer: Scorer
     store: dist.Store  # pyright: ignore[reportPrivateImportUsage]  # torch's __all__ lacks it
-    instance_group: dist.ProcessGroup | None  # the ranks of this rank's instance; None where it is one
-    worker_group: dist.ProcessGroup | None  # the ranks of its inference worker
     timeout_seconds: float
     progress: Callable[[str], None]
-    bucket_bytes: int = BUCKET_BYTES  # most memory that moving keys and values takes on a rank beside the caches
+    bucket_bytes: int  # most memory that moving keys and values takes on a rank beside the caches
     early_models: int = 0  # of the scorer's, the first so many have room before the engine drops its cache
     rewarder: Rewarder | None = None  # asked on the leader of every instance
     # called on every rank when its engine is paused, before what scores comes in: give back the actor's weights
@@ -85,15 +80,12 @@ class GenInferIteration:
         threshold: int,
         limits: FusionLimits,
     ) -> None:
-        placement = stage.placement
-        self._stage, self._placement, self._engine = stage, placement, stage.engine
+        self._stage, self._place, self._engine = stage, stage.place, stage.engine
         self._requests, self._threshold, self._limits = requests, threshold, limits
         self._store = IterationStore(stage.store, iteration, stage.timeout_seconds)
-        self._instance = placement.instance_of(stage.rank)
-        self._worker = placement.worker_of(stage.rank)
-        self._decoders = TensorParallelGroup(placement.instances[self._instance], stage.rank, stage.instance_group)
-        self._scorers = TensorParallelGroup(placement.workers[self._worker], stage.rank, stage.worker_group)
-        self._events = RankEvents(self._decoders.is_leader)
+        self._decoders = stage.place.decoders
+        self._instance, self._instances = stage.place.instance, len(stage.place.placement.instances)
+        self._events = RankEvents(stage.place.rank, self._decoders.is_leader)
         self._finished: list[Rollout] = []  # at the barrier, of the whole batch
         self._tail_samples = 0  # unfinished then: they will be published
         self._begin = 0.0
@@ -111,14 +103,13 @@ class GenInferIteration:
         if [rollout.sample_id for rollout in report.rollouts] != sorted(r.sample_id for r in self._requests):
             raise RuntimeError(f"{len(self._requests)} samples were to be scored, {len(report.rollouts)} came back")
         report.total_seconds = wall_seconds() - self._begin
-        if self._stage.rank == 0:
-            self._store.clear(len(self._placement.instances))
+        if self._place.rank == 0:
+            self._store.clear(self._instances)
         return report
 
     def _generate(self, reporter: StoreReporter | None) -> None:
         """Until nothing is left for this instance to decode; the engine is then paused."""
-        total, instances = len(self._requests), len(self._placement.instances)
-        forward = self._engine.forward
+        total, instances, forward = len(self._requests), self._instances, self._engine.forward
         shapes, seconds = forward.recorded_shapes, forward.recording_seconds
         generation = Generation(
             self._engine,
@@ -135,9 +126,7 @@ class GenInferIteration:
         finished = generation.decode_until(self._threshold if instances > 1 else 0)
         stopped = wall_seconds()
         self._stage.progress(Waiting("inter-stage: barrier of all instances"))
-        self._finished, barrier = gather_states(
-            self._placement, self._instance, self._engine, finished, self._decoders.is_leader
-        )
+        self._finished, barrier = gather_states(self._place, self._engine, finished)
         self._events.span("meet", stopped, wall_seconds())
         self._tail_samples = len(barrier.states)
         if self._stage.rewarder and self._decoders.is_leader:
@@ -161,7 +150,7 @@ class GenInferIteration:
         start = wall_seconds()
         stage, engine, events = self._stage, self._engine, self._events
         stage.progress(f"inter-stage: migration of {len(plan.moves)} samples")
-        pairs = execute_migration(plan, self._placement, stage.rank, engine, stage.bucket_bytes)
+        pairs = execute_migration(plan, self._place, engine, stage.bucket_bytes)
         block_tokens = engine.options.block_tokens
         block_bytes = block_tokens * engine.spec.kv_bytes_per_token(engine.dtype.itemsize)
         events.plan = plan
@@ -174,10 +163,8 @@ class GenInferIteration:
         """Score until no work is left; returns this worker's samples, at its leader."""
         queue = ScoringQueue(
             self._store,
-            self._scorers,
+            self._place,
             self._stage.scorer,
-            self._worker,
-            len(self._placement.workers),
             self._limits.score_tokens,
             self._events,
             self._stage.progress,

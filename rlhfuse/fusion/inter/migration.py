@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfuse.decisions.migration import MigrationPlan, UnfinishedSample, transfer_order
-from rlhfuse.decisions.placement import Placement
+from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.inter.report import PairMigration
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.peer_transfer import HeadPlan, receive_sequences, send_sequences
@@ -35,40 +35,37 @@ class MigrationBarrier:
 
 
 def gather_states(
-    placement: Placement, instance: int, engine: Engine, finished: Sequence[Rollout], is_leader: bool
+    place: RankPlace, engine: Engine, finished: Sequence[Rollout]
 ) -> tuple[list[Rollout], MigrationBarrier]:
     """The barrier, a collective: all finished samples by id, and what is unfinished; the same on every rank."""
-    states = engine.unfinished(instance)
-    everyone = all_gather_objects((states, engine.free_blocks, finished) if is_leader else ([], 0, []))
-    leaders = [everyone[ranks[0]] for ranks in placement.instances]
+    states = engine.unfinished(place.instance)
+    everyone = all_gather_objects((states, engine.free_blocks, finished) if place.decoders.is_leader else ([], 0, []))
+    leaders = [everyone[ranks[0]] for ranks in place.placement.instances]
     samples = sorted((rollout for _, _, part in leaders for rollout in part), key=lambda r: r.sample_id)
     unfinished = tuple(state for part, _, _ in leaders for state in part)
     return samples, MigrationBarrier(unfinished, tuple(free_blocks for _, free_blocks, _ in leaders))
 
 
-def execute_migration(
-    plan: MigrationPlan, placement: Placement, rank: int, engine: Engine, bucket_bytes: int
-) -> list[PairMigration]:
+def execute_migration(plan: MigrationPlan, place: RankPlace, engine: Engine, bucket_bytes: int) -> list[PairMigration]:
     """This rank's part of the moves; afterwards every sample is in the engine that the plan names.
 
     `bucket_bytes`: most memory that moving keys and values takes here beside the caches. Waits for the partner's
     ranks only, in the one order of `transfer_order`. Raises RuntimeError where a destination refuses samples.
     """
-    instance = placement.instance_of(rank)
-    pairs = []
+    instance, pairs = place.instance, []
     for source, destination in transfer_order(plan):
         if instance not in (source, destination):
             continue
         start, kv_bytes = time.perf_counter(), 0
-        sources, destinations = placement.instances[source], placement.instances[destination]
+        sources, destinations = (place.placement.instances[end] for end in (source, destination))
         heads = HeadPlan.between(sources, destinations, engine.spec.kv_heads)
         if instance == destination:
-            receive_sequences(engine, heads, rank, bucket_bytes=bucket_bytes)
+            receive_sequences(engine, heads, place.rank, bucket_bytes=bucket_bytes)
         else:
             moves = [move for move in plan.moves_from(source) if move.destination == destination]
             ids = [move.sample_id for move in moves]
             with engine.export_sequences(ids, {move.sample_id: move.mode for move in moves}) as transfer:
-                sent = send_sequences(transfer, heads, rank, bucket_bytes=bucket_bytes)
+                sent = send_sequences(transfer, heads, place.rank, bucket_bytes=bucket_bytes)
             kv_bytes = sent * len(sources)  # each rank of an instance holds an equal share of the heads
         pairs.append(PairMigration(source, destination, kv_bytes, time.perf_counter() - start))
     return pairs

@@ -9,18 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhfuse.decisions.migration import MigrationPlan
+from rlhfuse.monitor.trace import Span
 from rlhfuse.ppo.rollout import Rollout
 
 OBSERVED = ("decode", "prefill", "score", "load", "migration", "meeting", "release", "reward", "capture")
-
-
-@dataclass(frozen=True)
-class PhaseSpan:
-    """What this rank did, in `wall_seconds`."""
-
-    kind: str  # generate, meet, migrate, load, score, reward (waiting for the function), wait
-    start_seconds: float
-    end_seconds: float
 
 
 @dataclass
@@ -41,7 +33,7 @@ class GenInferReport:
     total_seconds: float = 0.0
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> the Rewarder's score
     observations: dict[str, list[list]] = field(default_factory=dict)
-    spans: list[PhaseSpan] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -71,8 +63,9 @@ class RankEvents:
     capture     shapes, seconds                        of decode steps recorded as CUDA graphs, if any
     """
 
+    rank: int
     is_leader: bool
-    spans: list[PhaseSpan] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     observed: dict[str, list[list]] = field(default_factory=lambda: {kind: [] for kind in OBSERVED})
     migrations: list[PairMigration] = field(default_factory=list)
     barrier_seconds: float | None = None  # without what was moved; the leader's
@@ -87,8 +80,12 @@ class RankEvents:
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> the Rewarder's score
 
     def span(self, kind: str, start: float, end: float) -> None:
+        """Note what this rank did, in `wall_seconds`.
+
+        Kinds: generate, meet, migrate, load, score, reward (waiting for the function), wait.
+        """
         if end > start:
-            self.spans.append(PhaseSpan(kind, start, end))
+            self.spans.append(Span(kind, kind, self.rank, start, end))
 
     def observe(self, kind: str, *row: float) -> None:
         if self.is_leader:

@@ -15,8 +15,8 @@ from rlhfuse.base.clock import wall_seconds
 from rlhfuse.decisions.packing import deal, scoring_packs, streamed_pack
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.iteration_store import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, IterationStore
+from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.inter.report import RankEvents
-from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
 from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.ppo.rollout import Rollout
 
@@ -30,15 +30,18 @@ class ScoringQueue:
     """One worker's end of the queue: pulls samples of an iteration and scores them."""
 
     store: IterationStore
-    group: TensorParallelGroup
+    place: RankPlace
     scorer: Scorer
-    worker: int
-    workers: int
     score_tokens: int
     events: RankEvents
     progress: Callable[[str], None]
 
     def __post_init__(self) -> None:
+        self._group, self._worker, self._workers = (
+            self.place.scorers,
+            self.place.worker,
+            len(self.place.placement.workers),
+        )
         self._scored: list[Rollout] = []
         self._fetched: dict[int, Rollout] = {}
         self._asked = 0.0  # when the leader last looked for work and found some
@@ -47,7 +50,7 @@ class ScoringQueue:
 
     def score_share(self, finished: Sequence[Rollout]) -> list[Rollout]:
         """Serial: this worker's share of all samples, balanced by tokens."""
-        own = [finished[i] for i in deal([tokens_of(sample) for sample in finished], self.workers)[self.worker]]
+        own = [finished[i] for i in deal([tokens_of(sample) for sample in finished], self._workers)[self._worker]]
         for pack in self._packs(own, 1):
             self._asked = time.perf_counter()
             self.progress(f"inference: {len(self._scored)} of {len(own)} samples scored here")
@@ -56,7 +59,7 @@ class ScoringQueue:
 
     def register(self) -> None:
         """Count as a worker that scores and begin to load the models, work or not: there will be some."""
-        if self.group.is_leader and not self._registered:
+        if self._group.is_leader and not self._registered:
             self.store.add_scoring(1)
         self._registered = True
         self.scorer.begin_load()
@@ -67,22 +70,22 @@ class ScoringQueue:
         `finished` is the same on all workers; `total`: samples of the whole batch. A worker that has not registered
         loads no models before it has work.
         """
-        packs = self._packs(finished, self.workers)
+        packs = self._packs(finished, self._workers)
         while True:
             self.progress(Waiting("inference: waiting for work"))
-            choice = self._next(packs, streamed) if self.group.is_leader else (WAIT, 0, 0)
-            kind, first, last = self.group.broadcast(*choice)
+            choice = self._next(packs, streamed) if self._group.is_leader else (WAIT, 0, 0)
+            kind, first, last = self._group.broadcast(*choice)
             if kind == DONE:
                 return self._finish()
             if kind == WAIT:
                 continue
-            if not self.group.is_leader:
+            if not self._group.is_leader:
                 self._asked = time.perf_counter()
             self.register()
             pack = packs[first] if kind == PACK else [self._fetch(index) for index in range(first, last)]
             self.progress(f"inference: {'pack' if kind == PACK else 'long tail'} {first}")
             self._score(pack)
-            if self.group.is_leader and self.store.add_finished(0) < total:
+            if self._group.is_leader and self.store.add_finished(0) < total:
                 self.events.scored_early += len(pack)
 
     def _next(self, packs: Sequence[Sequence[Rollout]], streamed: int) -> Work:
@@ -110,7 +113,7 @@ class ScoringQueue:
                 lengths = [tokens_of(self._fetch(index)) for index in range(taken, published)]
                 workers = self.store.add_waiting(0) + self.store.add_scoring(0)  # who is busy wants work soon
                 count = streamed_pack(lengths, sum(lengths), max(1, workers), self.score_tokens)
-                if self.store.try_take(taken, count, self.worker):
+                if self.store.try_take(taken, count, self._worker):
                     return STREAMED, taken, taken + count
                 continue  # another worker was quicker
             time.sleep(pause)
@@ -148,7 +151,7 @@ class ScoringQueue:
         if self._scored:  # all models have been waited for
             self.events.observe("load", self.scorer.load_seconds)
         self.scorer.release()
-        return self._scored if self.group.is_leader else []
+        return self._scored if self._group.is_leader else []
 
     def _packs(self, rollouts: Sequence[Rollout], workers: int) -> list[list[Rollout]]:
         packs = scoring_packs([tokens_of(sample) for sample in rollouts], workers, self.score_tokens)

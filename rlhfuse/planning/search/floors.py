@@ -68,7 +68,7 @@ class TrainingFloors:
             cost = self._cost(row, role)
             key = "parameters", role, layout.tp, layout.pp
             if key not in self._known:
-                self._known[key] = fmean(cost.memory.place_parameters())
+                self._known[key] = fmean(cost.memory.place_parameters)
             parameters, main = self._known[key], 0 if cost.element_bytes == 4 else 4
             weights += parameters * cost.element_bytes
             held += parameters * (cost.element_bytes + 4 + (8 + main) / layout.dp)
@@ -118,7 +118,7 @@ class TrainingFloors:
         key = "least steps", row.actor, row.critic, row.sequence_parallel
         if key not in self._known:
             costs = {f"{role}_train": self._cost(row, role) for role in row.layouts}
-            even = min(fmean(cost.memory.place_parameters()) / cost.memory.rank_parameters() for cost in costs.values())
+            even = min(fmean(cost.memory.place_parameters) / cost.memory.parameters() for cost in costs.values())
             self._known[key] = even * optimizer_step_seconds(costs)
         return self._known[key]
 

@@ -238,6 +238,7 @@ class Ranking:
     def _bound(self, t: int, bound: Bound) -> None:
         if (t, bound) not in self._bounded:
             row, work = self.space.training[t], self._works[t]
+            assert work is not None, "its work was priced"
             least = min(self._floors.seconds(row, problem, bound) for problem in self._floors.problems(row))
             self._works[t] = max(least, work)
             self._bounded.add((t, bound))

@@ -12,7 +12,7 @@ def test_of_the_two_sides_of_a_pair_the_one_that_did_not_wait_counts():
 
 
 def test_the_report_adds_up_what_ranks_saw():
-    freed, stays = RankEvents(is_leader=True, plan=PLAN), RankEvents(is_leader=True, plan=PLAN)
+    freed, stays = (RankEvents(rank, is_leader=True, plan=PLAN) for rank in (0, 1))
     freed.observe("score", 10, 2, 0.5)
     freed.migrations.append(PairMigration(0, 1, 640, 0.5))
     freed.scored_early, stays.scored_early = 2, 1

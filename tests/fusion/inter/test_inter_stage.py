@@ -8,6 +8,7 @@ from itertools import count
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_report.timeline import simulate_gen_infer
 from testkit.inter_stage_case import Case, clean_up, iterate, write_models
 from testkit.profiles import examples
 from testkit.programs import eventually
@@ -15,7 +16,6 @@ from testkit.sim_helpers import limits, linear_cost
 
 from rlhfuse.costs.fits import Line
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.timeline import simulate_gen_infer
 
 LENGTHS = {
     "long tail": (3, 5, 2, 4, 6, 3, 60, 4, 5, 2, 3, 7, 4, 44, 3, 5),

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from run_report.timeline import simulate_gen_infer
 from testkit.four_ranks import with_cores
 from testkit.profiles import share
 from testkit.schedule_cases import random_instance, random_problem
@@ -35,7 +36,6 @@ from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.rules.builders import greedy, min_memory, serial_1f1b
 from rlhfuse.schedule.search.search import SearchSettings, search
-from rlhfuse.simulator.timeline import simulate_gen_infer
 
 ABOVE = 1 + 1e-9  # rounding
 

@@ -13,6 +13,7 @@ from placements.problem import Option
 from placements.run_problem import RunProblem, leanest_fastest, run_meshes, split_points
 from placements.search import best_plan
 from placements.training_options import training_options
+from run_report.timeline import simulate_gen_infer
 from testkit.four_ranks import drafted, full, run, with_cores
 from testkit.mesh_cases import run_problem_of, work_of
 from testkit.profiles import examples
@@ -32,7 +33,6 @@ from rlhfuse.planning.price import minibatch_seconds, schedule_seconds
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.ranks import plain_cells
-from rlhfuse.simulator.timeline import simulate_gen_infer
 
 SMALL = ModelSpec("llama", 16, 2048, 16, 8, 128, 5632, 32000, 2048)
 SPECS = {role: SMALL for role in ("actor", "critic", "reference", "reward")}

@@ -6,12 +6,12 @@ import pytest
 from run_report.forecast import Forecaster
 from run_report.fusion_gain import FusionGain, gen_infer_gain, training_gain
 from run_report.run_files import RunFiles
+from run_report.timeline import simulate_gen_infer
 from testkit.finished_run import GATHER, RANKS, START, costs_of, lengths_of, write_run
 
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.schedule.rules.builders import greedy, one_at_a_time
-from rlhfuse.simulator.timeline import simulate_gen_infer
 
 
 @pytest.fixture(scope="module")

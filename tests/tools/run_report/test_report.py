@@ -11,13 +11,14 @@ from html.parser import HTMLParser
 import pytest
 from run_report import charts
 from run_report.charts import CURVES, Curve, accepted_share, held_out_curve
+from run_report.idle_shares import idle_shares
 from run_report.report import chosen_samples, compare_phases, readable_seconds, render_report
 from run_report.run_files import RunFiles
 from testkit.finished_run import write_run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.metrics import MetricsWriter
-from rlhfuse.monitor.phase_times import idle_shares, phase_times, render_phase_times, samples_per_second
+from rlhfuse.monitor.phase_times import phase_times, render_phase_times, samples_per_second
 from rlhfuse.monitor.samples import SampleText, SampleWriter
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.schedule.io import save_schedule

@@ -33,13 +33,11 @@ class RehearsedTrainer(Trainer):
     def prepare(self, samples: Samples) -> None:
         """Before the first iteration."""
         self.samples = samples
-        self.others = OtherRanks(samples, self.models.placement, self.rank, self.engine)
+        self.others = OtherRanks(samples, self.models.place.placement, self.rank, self.engine)
         if not self.threshold.threshold and self.config.fusion.inter_stage:
             self.threshold.threshold = self.config.samples_per_iteration // TAIL_SHARE
         recorder: Any = self.recorder
         recorder.finish = _read_results
-        checkpoints: Any = self.checkpoints
-        checkpoints._rank = 0  # which completes a checkpoint when all files are there
 
     def _start_rewarder(self) -> FunctionRewarder | None:
         return None
@@ -47,7 +45,7 @@ class RehearsedTrainer(Trainer):
     def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
         copies = range(self.config.rollout.samples_per_prompt)
         ids = [sample_id(iteration, place, copy) for place in range(len(prompts)) for copy in copies]
-        instances = split_samples(len(ids), len(self.models.placement.instances))
+        instances = split_samples(len(ids), len(self.models.place.placement.instances))
         threshold = self.threshold.threshold if len(instances) > 1 else 0
         tails = self._tails(iteration, [len(part) for part in instances], threshold)
         parts = [self.samples.requests([ids[i] for i in part], tail) for part, tail in zip(instances, tails)]

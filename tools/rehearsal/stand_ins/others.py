@@ -18,7 +18,7 @@ from rehearsal.stand_ins.samples import TAIL_STEPS, Samples
 
 from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, UnfinishedSample, plan_at_threshold
 from rlhfuse.decisions.placement import Placement
-from rlhfuse.fusion.inter import inter_stage
+from rlhfuse.fusion.inter import inter_stage, rank_place
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.report import RankEvents
 from rlhfuse.fusion.inter.scoring_queue import ScoringQueue
@@ -68,7 +68,7 @@ class OtherRanks:
         inter_stage.IterationStore = lambda *_: self  # type: ignore[assignment,misc]
         inter_stage.StoreReporter = lambda _: Reporter(self)  # type: ignore[assignment,misc]
         inter_stage.ScoringQueue = SomePacks  # type: ignore[misc]
-        inter_stage.TensorParallelGroup = LedHere  # type: ignore[misc]
+        rank_place.TensorParallelGroup = LedHere  # type: ignore[misc]
         peer_transfer.send_bytes, peer_transfer.receive_bytes = self._hear, self._say
         dist.all_gather_object = self._gather
 
@@ -96,7 +96,7 @@ class OtherRanks:
         elif isinstance(value, RankEvents):
             known = {request.sample_id: 0.5 for part in self._batch.requests for request in part}
             scores = known if self._samples.config.reward.function else {}
-            rows = [RankEvents(False, plan=value.plan, function_scores=scores) for _ in rows]
+            rows = [RankEvents(self._rank, False, plan=value.plan, function_scores=scores) for _ in rows]
         elif isinstance(value, list) and self._gathering:
             rows, self._gathering = [[] for _ in rows], False
             here = {rollout.sample_id for rollout in value}

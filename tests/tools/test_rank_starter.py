@@ -9,9 +9,8 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from rank_starter import start_ranks
 from testkit.programs import eventually
-
-from rlhfuse.run.launch import start_ranks
 
 RANK = """
 import json, os, signal, sys, time

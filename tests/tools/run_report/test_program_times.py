@@ -1,7 +1,7 @@
 """Times of programs: equal to those of the schedule where that says them, and by hand where it does not."""
 
 import pytest
-from program_times import makespan, program_times
+from run_report.program_times import makespan, program_times
 from testkit.program_cases import GROUPS, L, fused, random_case
 
 from rlhfuse.base.errors import ScheduleError

@@ -1,0 +1,287 @@
+"""The loop around the iterations of a run: what is written of each, where it goes on and when it ends.
+
+checkpoint to resume from -> iteration, its line in the logs, checkpoint, evaluation, where it is their turn -> export
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlhfuse.base.errors import InputError, JointError, RewardError, Stopped
+from rlhfuse.models.hf import hf_tensors
+from rlhfuse.models.hf_folder import exhaust, export_checkpoint
+from rlhfuse.monitor.heartbeat import Waiting
+from rlhfuse.monitor.metrics import plain_metrics
+from rlhfuse.monitor.watchdog import SAVE_SECONDS, Watchdog
+from rlhfuse.parallel.collectives import any_rank, from_rank_0, raise_on_all_ranks
+from rlhfuse.parallel.memory import process_line
+from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
+from rlhfuse.parallel.whole_weights import WholeWeights
+from rlhfuse.run.checkpoint.checkpoint import Checkpoint, RunState, folder_of, is_own, metrics_kept
+from rlhfuse.run.checkpoint.writer import CheckpointWriter, mark_finished, rewind
+from rlhfuse.run.evaluation import BestScore, Evaluation
+from rlhfuse.run.iteration_recorder import IterationRecord
+from rlhfuse.run.peak_rate import peak_line
+from rlhfuse.run.preflight import own_tokenizer
+from rlhfuse.run.run_directory import RunDirectory
+from rlhfuse.run.run_log import RunLog
+from rlhfuse.run.trainer import Trainer
+
+
+class RunLoop:
+    """One rank's part of a run; all ranks go through it together."""
+
+    def __init__(self, trainer: Trainer, directory: RunDirectory, watchdog: Watchdog) -> None:
+        self.trainer, self.directory, self.watchdog = trainer, directory, watchdog
+        self.inputs, self.config, self.run_dir = trainer.inputs, trainer.config, directory.path
+        self.models, self.evaluator = trainer.models, trainer.evaluator
+        self.checkpoints = CheckpointWriter(
+            self.run_dir,
+            trainer.rank,
+            self.inputs.world_size,
+            self.inputs.facts,
+            self.config.trainer.keep_checkpoints,
+            self.config.trainer.hang_seconds,
+            watchdog.progress,
+        )
+        self.best: BestScore | None = None  # whose checkpoint is kept
+        self.log: RunLog | None = None  # rank 0's
+
+    def fit(self) -> None:
+        """Run the iterations that are not done yet, then export. Raises JointError where a file cannot be written.
+
+        Raises Stopped where a signal asked for an end: the iteration under way is done first, and saved.
+        """
+        self.watchdog.go_on = self.directory.go_on(self.config.trainer)
+        self.watchdog.is_saving = self.checkpoints.is_saving
+        first = self._restore()
+        # What is there now stays: a full collection that walks it takes a third of a second, in any phase.
+        gc.collect()
+        gc.freeze()
+        try:
+            self._fit(first)
+        except (FloatingPointError, RewardError) as error:
+            raise type(error)(f"{error}; {self.checkpoints.last_good(SAVE_SECONDS)}") from error
+        finally:
+            gc.unfreeze()
+
+    def _fit(self, first: int) -> None:
+        row = self.inputs.resume.manifest.state.position.get("row") if self.inputs.resume else None
+        with self.checkpoints.joint_failure():
+            self.log = self._start_log(first, has_row=row is not None) if self.trainer.rank == 0 else None
+        if self.config.evaluates_first and not self.inputs.resume:
+            found = self.trainer.evaluate(-1)
+            self._is_best(0, found)
+            with self.checkpoints.joint_failure():
+                if self.log:
+                    self.log.write(IterationRecord({"iteration": -1, **found.metrics}, [], found.samples))
+        stopped, total = False, self.config.trainer.iterations
+        if row is not None:
+            record, here = IterationRecord(dict(row), [], []), is_own(self.inputs.resume, self.run_dir)
+            stopped = self._conclude(first, record, saved=here)
+        done, seconds = first, 0.0
+        while done < total and not stopped:
+            took = f", the one before took {seconds:.0f} s" if seconds else ""
+            self.watchdog.finishing = f"iteration {done} of {total} is finished and saved first{took}"
+            begin = time.monotonic()
+            stopped = self._conclude(done + 1, self._checked_iteration(done))
+            done, seconds = done + 1, time.monotonic() - begin
+        self.watchdog.finishing = ""
+        broken = None if stopped else self._export()
+        self.checkpoints.finish()
+        with self.checkpoints.joint_failure():
+            for opened in (self.log, self.trainer.rewarder):
+                if opened:
+                    opened.close()
+            if self.log and not stopped:
+                mark_finished(self.run_dir, total)
+        if broken:
+            raise broken
+        if stopped:
+            saved = f"saved in {self._folder(done)}" if self._can_save() else "not saved: sgd has no checkpoints"
+            raise Stopped(f"stopped: {done} of {total} iterations are done, {saved}; {self.watchdog.go_on}")
+
+    def _checked_iteration(self, iteration: int) -> IterationRecord:
+        try:
+            return self.trainer.iterate(iteration)
+        except FloatingPointError as error:
+            raise type(error)(f"iteration {iteration}: {error}") from error
+
+    def _conclude(self, done: int, record: IterationRecord, saved: bool = False) -> bool:
+        """Write an iteration down, save and evaluate where it is their turn; whether the run is to stop. A collective.
+
+        Line and checkpoint come before the evaluation, which may fail, and learn of it afterwards. `saved`: there is a
+        checkpoint already.
+        """
+        log, evaluates = self.log, self.config.evaluates_after(done)
+        stop = any_rank(self.watchdog.stop_asked)
+        due, position = not saved and (self.config.saves_after(done) or (stop and self._can_save())), {}
+        with self.checkpoints.joint_failure():
+            if log:
+                self.directory.check()
+                before = log.position() if due and evaluates else {}
+                log.write(record)
+                self.trainer.threshold.save_costs(self.run_dir / "costs.json")
+                position = log.position() if due else {}
+                if evaluates and due:
+                    position |= {"metrics_bytes": before["metrics_bytes"], "row": plain_metrics(record.metrics)}
+        if due:
+            self.save(done, position)
+        if not evaluates or stop:
+            return stop
+        try:
+            found = self.trainer.evaluate(done - 1)
+        except (FloatingPointError, RewardError) as error:
+            without = "trainer.eval_every=0" + (" trainer.keep_best=false" if self.config.trainer.keep_best else "")
+            where = f"the evaluation after iteration {done - 1}"
+            raise type(error)(f"{where}: {error}; {without} goes on without it") from error
+        best, saved = self._is_best(done, found), saved or due
+        stop = any_rank(self.watchdog.stop_asked)
+        with self.checkpoints.joint_failure():
+            if log:
+                log.complete(record, found)
+                position = log.position()
+                if saved:
+                    self.checkpoints.complete(done, self._position(done, position))
+        if not saved and (best or (stop and self._can_save())):
+            self.save(done, position)
+        return stop
+
+    def _start_log(self, first: int, has_row: bool) -> RunLog:
+        """Log a run that goes on with iteration `first`; what it is going to write again is removed.
+
+        `has_row`: that begins with the line of the iteration before.
+        """
+        self.directory.check()
+        if stale := rewind(self.run_dir, first):
+            print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
+        kept, samples = metrics_kept(self.inputs.resume, self.run_dir), 0
+        if self.inputs.resume and is_own(self.inputs.resume, self.run_dir):
+            samples = self.inputs.resume.manifest.state.position.get("samples_bytes")
+        trainer = self.trainer
+        log = RunLog(self.run_dir, self.config, trainer.plan.report, first - has_row, kept, samples)
+        lines = peak_line(trainer.peak_flops, trainer.device), *trainer.engine.lines, trainer.models.layers.line()
+        lines = *lines, process_line(trainer.device, trainer.plan.report.process_bytes)
+        print("\n".join(line for line in lines if line), flush=True)
+        return log
+
+    def _is_best(self, done: int, found: Evaluation) -> bool:
+        """Whether the checkpoint of now is to be kept instead of the best so far."""
+        worse = self.best is not None and found.score <= self.best.score
+        if not self.config.trainer.keep_best or worse or not math.isfinite(found.score):
+            return False
+        self.best = BestScore(done, found.score, self.evaluator.digest)
+        return True
+
+    def _can_save(self) -> bool:
+        with suppress(InputError):
+            for model in self.models.trained.values():
+                check_exportable(model.optimizer)
+            return True
+        return False
+
+    def save(self, done: int, position: Mapping[str, Any]) -> None:
+        """Begin to write checkpoints/iteration-`done`; a collective. Rank 0 gives the `position` of its logs."""
+        self.watchdog.progress(f"saving checkpoint iteration-{done}")
+        state = RunState(self.trainer.threshold.state(), self.trainer.carried(), self._position(done, position))
+        owned = {role: export_state(model.optimizer) for role, model in self.models.trained.items()}
+        self.checkpoints.start(done, state, owned, self.best.done if self.best else None)
+
+    def _position(self, done: int, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint says of where the run is, beside the position of its `logs`."""
+        return {
+            **logs,
+            "prompts_drawn": done * self.config.rollout.prompts_per_iteration,
+            "learning_rate": {role: self.trainer.learning_rate(role, done - 1) or 0.0 for role in self.models.trained},
+            "best": asdict(self.best) if self.best else None,
+        }
+
+    def _restore(self) -> int:
+        """Take the checkpoint to resume from in, if any; returns the first iteration to run."""
+        if self.config.trainer.save_every or self.inputs.resume:
+            for model in self.models.trained.values():
+                check_exportable(model.optimizer)
+        if not (resume := self.inputs.resume):
+            return 0
+        self._load(resume)
+        state, moved = resume.manifest.state, self.inputs.facts.layout_diff(resume.manifest.facts)
+        self.trainer.carry_on(state.algorithm)
+        self.trainer.threshold.restore(dict(state.threshold), str(resume.folder), lengths_alone=bool(moved))
+        self.best = self._best_of(state)
+        return resume.iteration
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """Weights and optimizer states of the models that train."""
+        self.watchdog.progress(f"loading {checkpoint.folder}")
+        reader = checkpoint.open_reader()  # no longer than this: it holds the files' space
+
+        def read(role: str, name: str, *which: Any) -> Tensor:
+            self.watchdog.progress(f"loading {checkpoint.folder}: {name} of the {role}")
+            return reader.read(role, name, *which)
+
+        for role, model in self.models.trained.items():
+            import_state(model.optimizer, partial(read, role), partial(reader.step, role))
+
+    def _best_of(self, state: RunState) -> BestScore | None:
+        """The best so far, if its checkpoint is still there and scores mean what they meant; a collective."""
+        best = BestScore(**kept) if (kept := state.position.get("best")) else None
+        there = best and best.digest == self.evaluator.digest and (not best.done or self._folder(best.done).is_dir())
+        return best if from_rank_0(bool(there)) and self.config.trainer.keep_best else None
+
+    def _folder(self, done: int) -> Path:
+        return folder_of(self.run_dir) / f"iteration-{done}"
+
+    def _export(self) -> JointError | None:
+        """What the run leaves at its end; a collective. The best is read back from its checkpoint.
+
+        Returns why that cannot be, where its files are broken: the rest of the run is whole.
+        """
+        self.checkpoints.finish()  # first: an export may be cut short
+        if not self.config.trainer.export or not self.config.trainer.iterations:
+            return None
+        folder = self.run_dir / "export"
+        self.export(folder)
+        if self.best and self.best.done:
+            try:
+                with raise_on_all_ranks():
+                    best = Checkpoint.open(self._folder(self.best.done))
+            except JointError as error:
+                return JointError(f"{error}; {folder} is whole, {folder / 'best'} was not written")
+            self._load(best)
+            self.export(folder / "best")
+        elif self.trainer.rank == 0:
+            with suppress(FileNotFoundError):  # an earlier start's, by other held-out prompts or none
+                os.replace(folder / "best", folder / "best-before")
+            if self.best:
+                print(f"no evaluation was better than that before training: there is no {folder / 'best'}", flush=True)
+        return None
+
+    def export(self, folder: Path) -> None:
+        """Write the trained models in Hugging Face layout, each in a folder of its own; a collective."""
+        self.watchdog.progress("exporting models")
+        for role in self.config.trained():
+            path, spec, trained = (
+                self.inputs.models.paths[role],
+                self.inputs.models.specs[role],
+                self.models.trained[role],
+            )
+            weights, head = WholeWeights(trained.optimizer.modules.values()), trained.scalar_head
+            tensors = hf_tensors(weights, spec, head)  # all ranks make them, rank 0 alone with values
+            with self.checkpoints.joint_failure():
+                if self.trainer.rank == 0:
+                    own = own_tokenizer(self.config)
+                    export_checkpoint(tensors, head, path, folder / role, own, self.watchdog.progress)
+                else:
+                    self.watchdog.progress(Waiting(f"waiting for the export of the {role}"))
+                    exhaust(tensors)

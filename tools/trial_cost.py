@@ -1,0 +1,66 @@
+"""The CostModel of a run whose steps a generation trial has measured on this machine; all else is priced as before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.costs.cost_model import CostModel, RewardCost
+from rlhfuse.costs.fits import Line
+from rlhfuse.costs.forms.form import DecodeRow, Form
+from rlhfuse.costs.speculation import DecodeObservation, Speculation, fit_decode
+
+
+@dataclass(frozen=True)
+class TrialCost(CostModel):
+    """Prefills and decode steps as straight lines; what is no step is `rest`'s."""
+
+    decode: Line  # of batch, context tokens; without guesses
+    prefill: Line  # of tokens, sequences
+    speculation: Speculation | None  # None: no step had guesses
+    rest: CostModel
+
+    @staticmethod
+    def fit(decode: Sequence[DecodeObservation], prefill: Sequence[Sequence[float]], rest: CostModel) -> TrialCost:
+        """Rows of `prefill`: tokens, sequences, seconds. Raises InputError where there are no steps to fit to."""
+        if not decode or not prefill:
+            raise InputError(f"the trial made {len(prefill)} prefill and {len(decode)} decode steps; raise --trial")
+        plain, speculation = fit_decode(decode)
+        return TrialCost(
+            plain, Line.fit([row[:-1] for row in prefill], [row[-1] for row in prefill]), speculation, rest
+        )
+
+    @property
+    def decode_form(self) -> Form:
+        return Form.of_line(self.decode)
+
+    @property
+    def prefill_form(self) -> Form:
+        return Form.of_line(self.prefill)
+
+    def decode_row(self, batch: float) -> DecodeRow:
+        return DecodeRow() if self.speculation is None else self.speculation.decode_row(batch)
+
+    @property
+    def score_form(self) -> Form:
+        return self.rest.score_form
+
+    @property
+    def transfer_form(self) -> Form:
+        return self.rest.transfer_form
+
+    def swap_in_seconds(self) -> float:
+        return self.rest.swap_in_seconds()
+
+    def barrier_seconds(self) -> float:
+        return self.rest.barrier_seconds()
+
+    def release_seconds(self) -> float:
+        return self.rest.release_seconds()
+
+    def capture_seconds(self) -> float:
+        return self.rest.capture_seconds()
+
+    def reward_call(self) -> RewardCost | None:
+        return self.rest.reward_call()
