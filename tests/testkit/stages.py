@@ -132,7 +132,9 @@ def load(rank: int, grid, groups, folder: Path, head: bool, activations, config,
         load_part(chunks[stage], folder, spec, grid, rank, head, stage)
     owner = ModelOptimizer(chunks, config, groups, device)
     stages = {
-        stage: TrainingStage(PipelineStage(module, first=stage == 0, last=stage == grid.stages - 1, scalar_head=head))
+        stage: TrainingStage(
+            PipelineStage(module, first=stage == 0, last=stage == grid.layout.stages - 1, scalar_head=head)
+        )
         for stage, module in owner.modules.items()
     }
     return Built(spec, grid, groups, stages, owner, head)
