@@ -39,12 +39,8 @@ class PackedTokens:
     def pack(sequences: Sequence[Sequence[int]], device: torch.device, shards: int = 1) -> PackedTokens:
         """Pack `sequences` (at least one, none empty), filled up to equal parts of a stage's `shards` tensor ranks."""
         borders = torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32)
-        return PackedTokens.of(torch.tensor([token for s in sequences for token in s]), borders, device, shards)
-
-    @staticmethod
-    def of(tokens: Tensor, cu_seqlens: Tensor, device: torch.device, shards: int = 1) -> PackedTokens:
-        """The same of packed tokens [T] int64 and their borders [N+1] int32 in host memory."""
-        return PackedTokens.beside((), tokens, cu_seqlens, device, shards)[0]
+        tokens = torch.tensor([token for s in sequences for token in s])
+        return PackedTokens.beside((), tokens, borders, device, shards)[0]
 
     @staticmethod
     def beside(
@@ -55,7 +51,8 @@ class PackedTokens:
         shards: int = 1,
         outbox: Outbox | None = None,
     ) -> tuple[PackedTokens, list[Tensor]]:
-        """The same, and what `others` in host memory are on the device, sent together."""
+        """The same of packed tokens [T] int64 and their borders [N+1] int32 in host memory, and what `others` there are
+        on the device, sent together."""
         padding = padded_rows(len(tokens), device, shards) - len(tokens)
         if padding:
             tokens = torch.nn.functional.pad(tokens, (0, padding))

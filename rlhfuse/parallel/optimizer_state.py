@@ -46,7 +46,7 @@ def check_exportable(optimizer: ModelOptimizer) -> None:
 def export_state(optimizer: ModelOptimizer) -> list[Fragment]:
     """What this rank owns; the tensors are the live ones, not copies."""
     adam = _zero(optimizer).optimizer
-    found = []
+    fragments = []
     for name, parameter, part, owned in _parameters(optimizer):
         if not owned or (shard := _shard(optimizer, parameter, part)) is None:
             continue
@@ -54,8 +54,8 @@ def export_state(optimizer: ModelOptimizer) -> list[Fragment]:
         state = adam.state[main]
         moments = {kind: state[kind].detach().flatten() for kind in MOMENTS if state}
         step = int(state["step"] if "step" in state else group["step"]) if state else 0
-        found.append(Fragment(name, place, step, {"main": main.detach().flatten(), **moments}))
-    return found
+        fragments.append(Fragment(name, place, step, {"main": main.detach().flatten(), **moments}))
+    return fragments
 
 
 @torch.no_grad()
