@@ -24,11 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 SHARED_GPU = "shared_gpu"  # the name of the backend
 
 
-def is_cuda(tensor: Tensor) -> bool:
-    return tensor.is_cuda
-
-
-def register(stages: Callable[[Tensor], bool] = is_cuda) -> None:
+def register(stages: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda) -> None:
     """Let `init_process_group(SHARED_GPU)` make such groups. `stages`: which tensors pass through host copies."""
 
     def make(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> SharedGpuGroup:
@@ -38,47 +34,27 @@ def register(stages: Callable[[Tensor], bool] = is_cuda) -> None:
 
 
 class StagedWork(dist.Work):
-    """A transfer between host copies; `wait` brings what `arrived`, (tensor, its host copy), to the tensors."""
+    """Transfers as one; `wait` brings what `arrived` in host memory, (tensor, its host copy), to the tensors."""
 
-    def __init__(self, work: dist.Work, arrived: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, works: Sequence[dist.Work], arrived: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         super().__init__()
-        self._work: dist.Work | None = work  # None: it was waited for
-        self._arrived = arrived
+        self._works, self._arrived = works, arrived
 
     def is_completed(self) -> bool:
         """Whether nothing is left to do; a work that receives is only completed by `wait`."""
-        return self._work is None or (not self._arrived and self._work.is_completed())
+        return not self._arrived and all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
         return self.is_completed()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Wait for the transfer; then the current stream, which need not wait for the host, has the tensors."""
-        if self._work is not None:
-            self._work.wait() if timeout is None else self._work.wait(timeout)
-            for tensor, host in self._arrived:  # its allocator keeps page-locked memory until it has been read
-                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                    tensor.copy_(host, non_blocking=True)
-            self._work, self._arrived = None, ()
-        return True
-
-
-class _Together(dist.Work):
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        super().__init__()
-        self._works = works
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Wait for the transfers; then the current stream, which need not wait for the host, has the tensors."""
         for work in self._works:
             work.wait() if timeout is None else work.wait(timeout)
+        for tensor, host in self._arrived:  # its allocator keeps page-locked memory until it has been read
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(host, non_blocking=True)
+        self._works, self._arrived = (), ()
         return True
 
 
@@ -130,7 +106,7 @@ class SharedGpuGroup(dist.ProcessGroup):
             raise RuntimeError("what ranks on one GPU exchange passes through the host and cannot be captured")
         hosts, *others = tree_map_only(Tensor, _to_host, (written, *arguments))
         work = getattr(self._gloo, name)(hosts, *others)
-        return StagedWork(work, () if name == "send" else list(zip(tensors, tree_leaves(hosts))))
+        return StagedWork([work], () if name == "send" else list(zip(tensors, tree_leaves(hosts))))
 
     send = partialmethod(_transfer, "send")
     recv = partialmethod(_transfer, "recv")
@@ -142,10 +118,10 @@ class SharedGpuGroup(dist.ProcessGroup):
     reduce_scatter_single = partialmethod(_transfer, "_reduce_scatter_base")
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], *options: Any) -> dist.Work:
-        return _Together([self.all_gather_single(*pair, *options) for pair in zip(outputs, inputs)])
+        return StagedWork([self.all_gather_single(*pair, *options) for pair in zip(outputs, inputs)])
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], *options: Any) -> dist.Work:
-        return _Together([self.reduce_scatter_single(*pair, *options) for pair in zip(outputs, inputs)])
+        return StagedWork([self.reduce_scatter_single(*pair, *options) for pair in zip(outputs, inputs)])
 
     _allgather_base = all_gather_single  # the names until torch 2.12
     _reduce_scatter_base = reduce_scatter_single
