@@ -266,17 +266,17 @@ def _prepare_sequence_parallel() -> None:
 
 def _mark_tensor_parallel(model: Any) -> None:
     """Say which weights are cut over tensor ranks, and how: Megatron says it only while it initialises them."""
-    cut_by_rows = tensor_parallel.ColumnParallelLinear | tensor_parallel.VocabParallelEmbedding
+    by_rows = tensor_parallel.ColumnParallelLinear | tensor_parallel.VocabParallelEmbedding
     for module in model.modules():
         engines = getattr(module, "parallel_mode", None)  # what Transformer Engine's linear layers say
         if isinstance(module, tensor_parallel.RowParallelLinear) or engines == "row":
-            cut = 1
-        elif isinstance(module, cut_by_rows) or engines == "column":
-            cut = 0
+            dim = 1
+        elif isinstance(module, by_rows) or engines == "column":
+            dim = 0
         else:
             continue
-        facts = dict(tensor_model_parallel=True, partition_dim=cut, partition_stride=1)
-        for held in (module.weight, None if cut else getattr(module, "bias", None)):
+        facts = dict(tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
+        for held in (module.weight, None if dim else getattr(module, "bias", None)):
             if isinstance(held, torch.nn.Parameter):
                 vars(held).update(facts)
     for layer in model.decoder.layers:

@@ -63,11 +63,6 @@ class PackedTokens:
         sequences = SequenceBorders(there, positions, tuple(cu_seqlens.tolist()), int(lengths.max()))
         return PackedTokens(tokens, sequences, padding), rest
 
-    @property
-    def cu_seqlens(self) -> Tensor:
-        """[N+1] int32: the borders."""
-        return self.sequences.cu_seqlens
-
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -161,7 +156,7 @@ class PipelineStage:
 
     def compute(self, batch: PackedTokens) -> Any:
         """The same with the input already set, as Megatron's own schedules do it."""
-        borders, longest = batch.cu_seqlens, batch.sequences.longest
+        borders, longest = batch.sequences.cu_seqlens, batch.sequences.longest
         packed = PackedRows("thd", borders, borders, max_seqlen_q=longest, max_seqlen_kv=longest)
         packed.sequences = batch.sequences
         tokens = batch.tokens[None]

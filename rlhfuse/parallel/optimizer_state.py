@@ -100,12 +100,12 @@ def _parameters(optimizer: ModelOptimizer) -> Iterator[tuple[str, torch.nn.Param
         group = module.module.pg_collection.tp
         for name, located in located_shards([module]).items():
             parameter, dim = located.weight, located.dim
-            cut = bool(getattr(parameter, "tensor_model_parallel", False))
+            shared = bool(getattr(parameter, "tensor_model_parallel", False))
             shape = list(parameter.shape)
-            shape[dim] *= dist.get_world_size(group) if cut else 1
+            shape[dim] *= dist.get_world_size(group) if shared else 1
             part = Place(tuple(shape), dim, located.shard.segments, 0, math.prod(parameter.shape))
             assert isinstance(parameter, torch.nn.Parameter)
-            yield name, parameter, part, cut or dist.get_rank(group) == 0
+            yield name, parameter, part, shared or dist.get_rank(group) == 0
 
 
 def _shard(

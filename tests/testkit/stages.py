@@ -52,7 +52,7 @@ def loss_of(batches, kept: dict[int, float]):
 
 def real_borders(batch) -> list[tuple[int, int]]:
     """First and end of every sequence but the dummy one."""
-    borders = batch.cu_seqlens.tolist()
+    borders = batch.sequences.borders
     pairs = list(zip(borders, borders[1:]))
     return pairs[:-1] if batch.padding else pairs
 
