@@ -110,8 +110,8 @@ class FusionRank(ModelRank):
     def run(self, threshold: int, limits: FusionLimits) -> dict[str, Any]:
         """Generate and score the batch, from a barrier on; the sums are over all ranks, equal on each."""
         self.engine.resume()
-        if self.engine.loop.drafter:  # each run is a first one: it must not remember what it is going to write
-            self.engine.loop.drafter = self.engine.new_drafter()
+        if self.engine.loop.guesser:  # each run is a first one: it must not remember what it is going to write
+            self.engine.loop.guesser = self.engine.new_guesser()
             self.engine.learn(self.history)
         self.iteration += 1
         with together():

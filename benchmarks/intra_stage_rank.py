@@ -37,7 +37,7 @@ from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.step_report import StepReport
 from rlhfuse.models.heads import LanguageOutput
 from rlhfuse.models.stage import LossFunction, PackedTokens, PipelineStage, TrainingStage
-from rlhfuse.parallel.groups import ModelGrid
+from rlhfuse.parallel.groups import ModelGrid, trained_grid
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.run.rank_models import neighbour_pairs
 from rlhfuse.schedule.program.program import Program
@@ -69,13 +69,13 @@ class TrainingRank(ModelRank):
         self.channels.connect()
 
     def _part(self, model: str) -> Part:
-        grid, head = ModelGrid(rank_layout().pipelines(model)), model == "critic"
+        grid, head = trained_grid(rank_layout(), model), model == "critic"
         number = grid.position(self.rank)[1]
         seed = self.seed + 100 * MODELS.index(model) + number
         built = self.llama(model, self.sizes.spec(model), grid, head, seed)
         groups = with_pipeline_group(self.groups(model, grid), self.maker, model, grid, self.rank)
         optimizer = ModelOptimizer({number: built}, OptimizerConfig(), groups, self.device)
-        ends = PipelineStage(optimizer.module, first=number == 0, last=number == grid.pp - 1, scalar_head=head)
+        ends = PipelineStage(optimizer.module, first=number == 0, last=number == grid.layout.pp - 1, scalar_head=head)
         return Part(grid, number, TrainingStage(ends), optimizer, groups)
 
     def load(self, microbatches: int, programs: Mapping[str, tuple[tuple[str, ...], ...]]) -> None:

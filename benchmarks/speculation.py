@@ -3,7 +3,7 @@
     python benchmarks/speculation.py [--policies FOLDER] [--cases small,large,plain,guess]
 
 Trains stories by GRPO and PPO and the quickstart, keeps the actor of every iteration, and sets it into the shape of a
-larger model (wide_models.py; FOLDER/wide). What the policies before it wrote is the drafter's history. The tail begins
+larger model (wide_models.py; FOLDER/wide). What the policies before it wrote is the guesser's history. The tail begins
 when a fifth of the samples are unfinished (R_t 20 %). Tokens and log-probabilities are the same on both sides, or it
 ends. With one thread the process's CPU time is taken, so that other programs count less.
 """
@@ -173,11 +173,11 @@ class Bench:
         def side(draft_rows: int | None) -> Generated:
             engine = sides[draft_rows]
             engine.scheduler.preempt_all()  # and forgets the prefixes of the round before
-            if engine.loop.drafter:
-                measured = engine.loop.drafter.measured
-                engine.loop.drafter = engine.new_drafter()
-                if iteration and engine.loop.drafter:  # a run that has come so far has measured its steps
-                    engine.loop.drafter.measured = measured
+            if engine.loop.guesser:
+                measured = engine.loop.guesser.measured
+                engine.loop.guesser = engine.new_guesser()
+                if iteration and engine.loop.guesser:  # a run that has come so far has measured its steps
+                    engine.loop.guesser.measured = measured
                 for responses in history:
                     engine.learn(responses)
             return generate(engine, prompts, params, 1000 * iteration, self.clock)
@@ -204,15 +204,15 @@ class Bench:
     def guess(self) -> None:
         """Milliseconds a sequence that guessing takes, of 7 guesses, with full tables."""
         engine = open_engine(self.policies["grpo"].folder(0), 16)
-        assert engine.loop.drafter is not None
+        assert engine.loop.guesser is not None
         for iteration in range(max(self.iterations))[-DRAFT_ITERATIONS:]:
             engine.learn(self.written("grpo", iteration, False))
         prompts = self.policies["grpo"].prompts(0)[:2]
         for number, prompt in enumerate(prompts):
             engine.add(number, prompt, SamplingParams(max_tokens=HISTORY_TOKENS, ignore_eos=True, seed=1))
-        drafter, seconds, propose = engine.loop.drafter, [], engine.loop.drafter.propose
-        drafter._price = lambda sequences, guesses: 1.0  # noqa: SLF001  all that there is room for,
-        drafter._tried[:] = drafter._right[:] = 1e6  # noqa: SLF001  however often it is wrong
+        guesser, seconds, propose = engine.loop.guesser, [], engine.loop.guesser.propose
+        guesser._price = lambda sequences, guesses: 1.0  # noqa: SLF001  all that there is room for,
+        guesser._tried[:] = guesser._right[:] = 1e6  # noqa: SLF001  however often it is wrong
 
         def timed_propose(sequences, table, rows, each):  # noqa: ANN001, ANN202
             start = time.perf_counter()
@@ -222,7 +222,7 @@ class Bench:
                 seconds.append(1e3 * spent / len(sequences))
             return found
 
-        drafter.propose = timed_propose
+        guesser.propose = timed_propose
         while engine.has_unfinished():
             engine.step()
         self.measurement.figure("guess", Figure.of(seconds, "ms").at_most(GUESS_GOAL))

@@ -20,6 +20,14 @@ class LayerWeight:
     cut: int | None = None  # dimension that tensor ranks cut; None: each has all of it
     grouped: bool = False
 
+    def shape(self, tp: int) -> tuple[int, ...]:
+        """What each of `tp` tensor ranks holds."""
+        shapes = list(self.parts.values())
+        whole = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+        if self.cut is not None:
+            whole[self.cut] //= tp
+        return tuple(whole)
+
 
 def layer_weights(spec: ModelSpec) -> list[LayerWeight]:
     """All of a layer."""

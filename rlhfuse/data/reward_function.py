@@ -169,11 +169,11 @@ def _signature_of(function: Callable[..., Any], name: str) -> str:
     except (TypeError, ValueError):  # of a builtin
         parameters = ()
     named = {parameter.name for parameter in parameters if parameter.kind in NAMED}
-    found = [signature for signature, own in OWN_PARAMETERS.items() if named & own]
-    if len(found) == 1:
-        return found[0]
+    fitting = [signature for signature, own in OWN_PARAMETERS.items() if named & own]
+    if len(fitting) == 1:
+        return fitting[0]
     told = " and ".join(f"{', '.join(sorted(own))} ({signature})" for signature, own in OWN_PARAMETERS.items())
-    takes = f"takes {'both of' if found else 'none of'} {told}"
+    takes = f"takes {'both of' if fitting else 'none of'} {told}"
     raise InputError(f"reward.function={name} {takes}: set reward.signature=verl or reward.signature=trl")
 
 

@@ -147,8 +147,8 @@ def _report_every_end(pool: ProcessPool) -> None:
 
     def inspect_all() -> tuple:
         before = tuple(manager.workers.values())
-        found = inspect()
-        return found + tuple((w.pid, 0) for w in before if w.exitcode == 0 and w.pid not in manager.workers)
+        ended = inspect()
+        return ended + tuple((w.pid, 0) for w in before if w.exitcode == 0 and w.pid not in manager.workers)
 
     manager.inspect_workers = inspect_all
 
@@ -231,8 +231,8 @@ def _end(*_: object) -> None:
         with suppress(OSError):  # it has ended
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
     started = [os.getpid()]
-    for one in started:
-        started += [child for child, parent in parents.items() if parent == one]
+    for process in started:
+        started += [child for child, parent in parents.items() if parent == process]
     for pid in started[1:]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

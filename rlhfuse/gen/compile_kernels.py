@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rlhfuse.base.kernel_cache import KernelGroup, tell_what_is_compiled
+from rlhfuse.config.layer_weights import layer_weights
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.cpu.sampling import draw_rows
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
@@ -29,11 +30,11 @@ PARTS = {"training": (normalize_backward,), "layers": (multiply_to_rows,), "draw
 def compile_kernels(dtype: torch.dtype = torch.float32, parts: Sequence[str] = tuple(PARTS)) -> None:
     """Run every kernel of these parts on a few numbers, so that it exists for this dtype afterwards."""
     if "training" in parts:
-        one = torch.ones(1, 1, 2, requires_grad=True)
+        token = torch.ones(1, 1, 2, requires_grad=True)
         tables = torch.ones(1, 1), torch.ones(1, 1)
-        packed_attention(one, one, one, tables, torch.tensor([0, 1])).sum().backward()
-        exact_swiglu(one).sum().backward()
-        exact_rms_norm(one, torch.ones(2, requires_grad=True), 1e-6).sum().backward()
+        packed_attention(token, token, token, tables, torch.tensor([0, 1])).sum().backward()
+        exact_swiglu(token).sum().backward()
+        exact_rms_norm(token, torch.ones(2, requires_grad=True), 1e-6).sum().backward()
     if "layers" in parts:  # the first part of a prompt, which draws nothing
         engine = _tiny_engine(dtype, max_batched_tokens=2, draft_rows=0)
         engine.add(0, [1, 2, 3], SamplingParams(max_tokens=2))
@@ -48,16 +49,8 @@ def compile_kernels(dtype: torch.dtype = torch.float32, parts: Sequence[str] = t
 def _tiny_engine(dtype: torch.dtype, **options: Any) -> Engine:
     sizes: dict[str, Any] = dict(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, mlp=8, vocab=16, context=16)
     spec = ModelSpec(architecture="llama", **sizes, eos_token_ids=(), tied_embeddings=True)
-    shapes = {
-        "embedding.word_embeddings.weight": (16, 8),
-        "decoder.layers.0.input_layernorm.weight": (8,),
-        "decoder.layers.0.self_attention.linear_qkv.weight": (16, 8),
-        "decoder.layers.0.self_attention.linear_proj.weight": (8, 8),
-        "decoder.layers.0.pre_mlp_layernorm.weight": (8,),
-        "decoder.layers.0.mlp.linear_fc1.weight": (16, 8),
-        "decoder.layers.0.mlp.linear_fc2.weight": (8, 8),
-        "decoder.final_layernorm.weight": (8,),
-    }
+    shapes = {"embedding.word_embeddings.weight": (16, 8), "decoder.final_layernorm.weight": (8,)}
+    shapes |= {f"decoder.layers.0.{weight.name}": weight.shape(1) for weight in layer_weights(spec)}
     weights = {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}
     return Engine(spec, weights, EngineOptions(num_blocks=4, block_tokens=8, **options), dtype=dtype)
 

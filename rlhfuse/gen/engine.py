@@ -29,7 +29,7 @@ from rlhfuse.gen.forward import choose_forward
 from rlhfuse.gen.migration.import_transaction import ImportTransaction
 from rlhfuse.gen.migration.kv_transfer import BlockShape, KVTransfer, TransferManifest, prepare_transfer
 from rlhfuse.gen.options import EngineOptions
-from rlhfuse.gen.speculation.drafter import Drafter
+from rlhfuse.gen.speculation.guesser import Guesser
 from rlhfuse.gen.step_loop import StepLoop, StepStats
 from rlhfuse.gen.stop_text import read_tokenizer
 
@@ -65,7 +65,7 @@ class Engine:
         self._block_shape = BlockShape(
             spec.layers, options.block_tokens, spec.kv_heads, spec.head_dim, str(dtype).removeprefix("torch.")
         )
-        self.loop = StepLoop(self.scheduler, self.forward, options, self.new_drafter(), self._remove, detokenize)
+        self.loop = StepLoop(self.scheduler, self.forward, options, self.new_guesser(), self._remove, detokenize)
         self._has_tokenizer = detokenize is not None
         self._exporting: list[int] = []  # sample ids offered to another engine
         self._ended: list[GenerationResult] = []  # found finished outside of step()
@@ -259,21 +259,21 @@ class Engine:
 
     def learn(self, responses: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
         """All (prompt, response) of an iteration that is over, wherever they were drawn: guesses follow them."""
-        if self.loop.drafter:
-            self.loop.drafter.end_iteration(responses)
+        if self.loop.guesser:
+            self.loop.guesser.end_iteration(responses)
 
     def news(self) -> str:
         """What a log should say, once and by the first tensor rank; "" where there is nothing."""
-        drafter = self.loop.drafter if self.forward.parallel.rank == 0 else None
-        return drafter.measured.take_news() if drafter and drafter.measured else ""
+        guesser = self.loop.guesser if self.forward.parallel.rank == 0 else None
+        return guesser.measured.take_news() if guesser and guesser.measured else ""
 
-    def new_drafter(self) -> Drafter | None:
+    def new_guesser(self) -> Guesser | None:
         """One that has learnt nothing, if the engine guesses."""
         rows, forward, measured = self.options.draft_rows, self.forward, None
         if rows is None:
             rows = forward.idle_rows
             measured = GuessRows(rows, forward.step_price, forward.parallel.first)
-        return Drafter(self.spec.vocab, rows, forward.step_price, measured) if rows else None
+        return Guesser(self.spec.vocab, rows, forward.step_price, measured) if rows else None
 
     def check_integrity(self) -> None:
         """Assert that blocks, tables and queues agree; for tests and after errors."""
@@ -312,8 +312,8 @@ class Engine:
 
     def _remove(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)
-        if self.loop.drafter:
-            self.loop.drafter.learn(seq)
+        if self.loop.guesser:
+            self.loop.guesser.learn(seq)
         del self._sequences[seq.sample_id]
 
     def _find(self, sample_id: int) -> Sequence:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.gen.core.draws import DrawBatch, Draws
+from rlhfuse.gen.core.draws import DrawBatch, Launched
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import ModelWeights, TensorParallel
@@ -28,19 +27,6 @@ from rlhfuse.gen.sampler import draw_kernels
 from rlhfuse.models.attention.backends import choose_paged
 from rlhfuse.models.attention.paged.cache import CacheShape
 from rlhfuse.models.layers.decode_layer import torch_layer, triton_layer
-
-
-class Launched(Protocol):
-    """A step whose draws can be read."""
-
-    @property
-    def places(self) -> np.ndarray:
-        """[R]: token ~i of the next step means what this one draws at its place i."""
-        ...
-
-    def read(self) -> Draws:
-        """The draws, once they are there; after another two launches it is too late."""
-        ...
 
 
 class Forward(Protocol):

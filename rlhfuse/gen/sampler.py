@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import RunningTable
-from rlhfuse.gen.core.sequence import Sequence
+from rlhfuse.gen.core.sequence import Sequence, stop_table
 from rlhfuse.gen.cpu import sampling
 from rlhfuse.gen.gpu.draws import DrawInputs, DrawKernels
 
@@ -38,10 +38,7 @@ def _banned(drawing: list[Sequence], early: np.ndarray) -> np.ndarray:
     """The end tokens of the sequences that are too short to end, [R, B]."""
     if not early.any():
         return np.empty((len(drawing), 0), np.int64)
-    banned = np.full((len(drawing), max(len(seq.stop_ids) for seq in drawing)), -1, np.int64)
-    for row in early.nonzero()[0]:
-        banned[row, : len(drawing[row].stop_ids)] = sorted(drawing[row].stop_ids)
-    return banned
+    return np.where(early[:, None], stop_table(drawing), -1)
 
 
 def draw_kernels(device: torch.device) -> DrawKernels:

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rlhfuse.costs.speculation import DecodeObservation
-from rlhfuse.gen.core.draws import Draws
+from rlhfuse.gen.core.draws import Draws, Launched
 from rlhfuse.gen.core.forward_batch import ForwardBatch, ScheduledSequence
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.scheduler import Scheduler
 from rlhfuse.gen.core.sequence import GenerationResult, Sequence
-from rlhfuse.gen.forward import Forward, Launched
+from rlhfuse.gen.forward import Forward
 from rlhfuse.gen.options import EngineOptions
 from rlhfuse.gen.sampler import draw_batch
-from rlhfuse.gen.speculation.drafter import Drafter
+from rlhfuse.gen.speculation.guesser import Guesser
 from rlhfuse.gen.stop_text import completes_stop_text
 
 
@@ -32,13 +32,13 @@ class StepStats:
     context_tokens: int = 0  # tokens in the cache of all that ran, after the step
     seconds: float = 0.0  # in the engine since the step before; without the capture of a CUDA graph, once for a shape
     reused_tokens: int = 0  # tokens of sequences that entered, found in known prefixes instead of being run
-    drafted_tokens: int = 0  # guesses that ran with sequences which decode
+    guessed_tokens: int = 0  # guesses that ran with sequences which decode
     accepted_tokens: int = 0  # those of them that were drawn
     searched: bool = False  # guesses were looked for, and found or not
 
     def decode_observation(self) -> DecodeObservation:
         """The same, to fit costs to, of a step without prefill."""
-        guesses = self.drafted_tokens, self.accepted_tokens
+        guesses = self.guessed_tokens, self.accepted_tokens
         return DecodeObservation(self.batch, self.context_tokens, self.seconds, *guesses)
 
 
@@ -56,12 +56,12 @@ class StepLoop:
         scheduler: Scheduler,
         forward: Forward,
         options: EngineOptions,
-        drafter: Drafter | None,
+        guesser: Guesser | None,
         remove: Callable[[Sequence], None],
         detokenize: Callable[[list[int]], str] | None,
     ) -> None:
         """`remove`: takes a finished sequence out of the engine."""
-        self.scheduler, self.forward, self.drafter = scheduler, forward, drafter
+        self.scheduler, self.forward, self.guesser = scheduler, forward, guesser
         self._block_tokens = options.block_tokens
         self._runs_ahead = options.run_ahead and forward.runs_ahead
         self._remove, self._detokenize = remove, detokenize
@@ -78,11 +78,11 @@ class StepLoop:
         try:
             if self.in_flight and (self._certain_end or self.scheduler.blocks.free_blocks < running):
                 finished += self._read()  # who ends would need a place that it hasn't, or others lack its blocks
-            if self.drafter and self.drafter.is_due(len(self.scheduler.running)):
+            if self.guesser and self.guesser.is_due(len(self.scheduler.running)):
                 finished += self._read()  # guesses follow what was drawn
             step = self._launch(cache)
             finished += self._read()
-            if step and self._runs_ahead and not step.stats.drafted_tokens:
+            if step and self._runs_ahead and not step.stats.guessed_tokens:
                 self._leave(step)
             elif step:
                 finished += self._end(step)
@@ -110,7 +110,7 @@ class StepLoop:
             return None
         batch = ForwardBatch.of(scheduled, self.scheduler.table, self._block_tokens)
         drawing = [each for each in scheduled if each.draws]
-        drafted = sum(len(each.guesses) for each in drawing)
+        guessed = sum(len(each.guesses) for each in drawing)
         decoding = sum(each.num_tokens == 1 and bool(each.seq.tokens) for each in drawing)
         rows = [each.seq for each in drawing for _ in range(1 + len(each.guesses))]
         totals = batch.positions[batch.draw_rows] + 1
@@ -119,24 +119,24 @@ class StepLoop:
         self.scheduler.complete(scheduled)
         stats = StepStats(
             batch=len(scheduled),
-            prefill_tokens=len(batch.tokens) - decoding - drafted,
-            context_tokens=int(batch.contexts.sum()) - drafted,
+            prefill_tokens=len(batch.tokens) - decoding - guessed,
+            context_tokens=int(batch.contexts.sum()) - guessed,
             reused_tokens=self.scheduler.reused_tokens - reused_before,
-            drafted_tokens=drafted,
-            searched=self.drafter is not None and self.drafter.searched,
+            guessed_tokens=guessed,
+            searched=self.guesser is not None and self.guesser.searched,
         )
         return LaunchedStep(drawing, launched, stats)
 
     def _with_guesses(self, scheduled: list[ScheduledSequence]) -> list[ScheduledSequence]:
-        """The same, and what the drafter guesses that decoding sequences will draw, where there is room for it."""
-        if self.drafter is None or not scheduled:
+        """The same, and what the guesser guesses that decoding sequences will draw, where there is room for it."""
+        if self.guesser is None or not scheduled:
             return scheduled
-        most = self.drafter.rows(len(scheduled))
+        most = self.guesser.rows(len(scheduled))
         rows = self.scheduler.room_for_guesses(scheduled, most)
         if not rows:
             return scheduled
         each = self.forward.guesses_each(most, len(scheduled))
-        guesses = self.drafter.propose([seq for seq, _, _, _ in scheduled], self.scheduler.table, rows, each)
+        guesses = self.guesser.propose([seq for seq, _, _, _ in scheduled], self.scheduler.table, rows, each)
         return self.scheduler.add_guesses(scheduled, guesses) if any(guesses) else scheduled
 
     def _leave(self, step: LaunchedStep) -> None:
@@ -174,8 +174,8 @@ class StepLoop:
         now = self._now()
         self.last_step = replace(step.stats, seconds=self._seconds + now - self._clock, accepted_tokens=accepted)
         self._clock, self._seconds = now, 0.0
-        if self.drafter and self.drafter.measured and not step.stats.prefill_tokens:
-            self.drafter.measured.observe(self.last_step.decode_observation(), step.stats.searched)
+        if self.guesser and self.guesser.measured and not step.stats.prefill_tokens:
+            self.guesser.measured.observe(self.last_step.decode_observation(), step.stats.searched)
         return finished
 
     def _now(self) -> float:
@@ -193,8 +193,8 @@ class StepLoop:
             if draws.tokens[row + right] == guesses[right]:
                 right += 1
                 self._take(seq, draws.tokens[row + right], draws.logprobs[row + right])
-        assert self.drafter is not None, "who else has guessed"
-        self.drafter.told(number, tried, right)
+        assert self.guesser is not None, "who else has guessed"
+        self.guesser.told(number, tried, right)
         if seq.finish_reason is None:
             self.scheduler.accept_guesses(seq, right)
         return right

@@ -37,8 +37,8 @@ def completes_stop_text(tokens: list[int], stops: tuple[str, ...], detokenize: C
 def _find(before: str, text: str, stops: tuple[str, ...]) -> int | None:
     """Where the first of `stops` begins in `text` that ends past what it has in common with `before`."""
     common = len(commonprefix((before, text)))
-    found = [text.find(stop, max(0, common - len(stop) + 1)) for stop in stops]
-    return min((at for at in found if at >= 0), default=None)
+    places = [text.find(stop, max(0, common - len(stop) + 1)) for stop in stops]
+    return min((at for at in places if at >= 0), default=None)
 
 
 def text_before_stop(tokens: list[int], stops: tuple[str, ...], decode: Callable[..., str]) -> str:

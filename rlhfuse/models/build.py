@@ -219,10 +219,10 @@ def build_model(
     """
     if stage is None:
         (stage,) = grid.stages_of(rank)
-    layers = stage_layers(spec, grid)
-    shards = activations.sequence_parallel and grid.tp > 1
+    layout, layers = grid.layout, grid.layout.stage_layers(spec.layers)
+    shards = activations.sequence_parallel and layout.tp > 1
     place = Device(torch.device("cpu"), device.backend) if on_host else device
-    config = transformer_config(spec, grid.tp, grid.pp, dtype, place.torch_device, shards)
+    config = transformer_config(spec, layout.tp, layout.pp, dtype, place.torch_device, shards)
     rotary = RotaryTables(spec, device.torch_device)
     slots = transformer_engine_slots(rotary) if transformer_engine else local_slots(rotary, device.torch_device)
     layer = layer_spec(spec, slots, activations.recompute)
@@ -239,7 +239,7 @@ def build_model(
             vocab_size=spec.padded_vocab,
             max_sequence_length=spec.context,
             pre_process=stage == 0,
-            post_process=stage == grid.stages - 1,
+            post_process=stage == layout.stages - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=spec.tied_embeddings and not scalar_head,
             position_embedding_type="none",  # PackedCoreAttention has it
@@ -248,18 +248,13 @@ def build_model(
     _mark_tensor_parallel(model)
     for offset, decoder_layer in enumerate(model.decoder.layers):
         decoder_layer.layer_number = layers[stage][offset] + 1  # the resharder names layers by this
-    if stage == grid.stages - 1 and scalar_head:
+    if stage == layout.stages - 1 and scalar_head:
         gathered = groups.tp if shards else None
         model.output_layer = ScalarHead(spec.hidden, dtype, device.torch_device, gathered, on_host=on_host)
-    elif stage == grid.stages - 1:
+    elif stage == layout.stages - 1:
         model.output_layer = VocabularyHead(model.output_layer.weight, groups.tp, shards)
     model.to(place.torch_device)
     return model
-
-
-def stage_layers(spec: ModelSpec, grid: ModelGrid) -> tuple[range, ...]:
-    """Global layer numbers of each stage of `grid`, chunks included."""
-    return grid.layout.stage_layers(spec.layers)
 
 
 def _prepare_sequence_parallel() -> None:
@@ -271,17 +266,17 @@ def _prepare_sequence_parallel() -> None:
 
 def _mark_tensor_parallel(model: Any) -> None:
     """Say which weights are cut over tensor ranks, and how: Megatron says it only while it initialises them."""
-    cut_by_rows = tensor_parallel.ColumnParallelLinear | tensor_parallel.VocabParallelEmbedding
+    by_rows = tensor_parallel.ColumnParallelLinear | tensor_parallel.VocabParallelEmbedding
     for module in model.modules():
         engines = getattr(module, "parallel_mode", None)  # what Transformer Engine's linear layers say
         if isinstance(module, tensor_parallel.RowParallelLinear) or engines == "row":
-            cut = 1
-        elif isinstance(module, cut_by_rows) or engines == "column":
-            cut = 0
+            dim = 1
+        elif isinstance(module, by_rows) or engines == "column":
+            dim = 0
         else:
             continue
-        facts = dict(tensor_model_parallel=True, partition_dim=cut, partition_stride=1)
-        for held in (module.weight, None if cut else getattr(module, "bias", None)):
+        facts = dict(tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
+        for held in (module.weight, None if dim else getattr(module, "bias", None)):
             if isinstance(held, torch.nn.Parameter):
                 vars(held).update(facts)
     for layer in model.decoder.layers:

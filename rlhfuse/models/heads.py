@@ -88,11 +88,11 @@ class LanguageOutput:
         group = self.head.tp_group
         if not self.head.gathers:  # whose backward sums over tensor ranks
             x_RH = copy_to_tensor_model_parallel_region(x_RH, group)
+        shard = VocabularyShard.of(self.weight_VH, vocab, group)
         if by_tiles(x_RH.device):
-            shard = VocabularyShard.of(self.weight_VH, vocab, group)
             return linear_logprobs(x_RH, self.weight_VH, targets_R, shard, temperature, entropy_graph)
         logits_RV = operations_for(x_RH.device).linear(x_RH, self.weight_VH)
-        return token_logprobs(logits_RV, targets_R, vocab, temperature, group, entropy_graph)
+        return token_logprobs(logits_RV, targets_R, shard, temperature, entropy_graph)
 
 
 def by_tiles(device: torch.device) -> bool:
@@ -101,32 +101,23 @@ def by_tiles(device: torch.device) -> bool:
 
 
 def token_logprobs(
-    logits_RV: Tensor,
-    targets_R: Tensor,
-    vocab: int,
-    temperature: float,
-    tp_group: dist.ProcessGroup,
-    entropy_graph: bool = True,
+    logits_RV: Tensor, targets_R: Tensor, shard: VocabularyShard, temperature: float, entropy_graph: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and the entropy, [R] float32 each, after temperature; padding takes no part."""
-    rank, size, part = dist.get_rank(tp_group), dist.get_world_size(tp_group), logits_RV.shape[1]
-    start = rank * part
-    logits = logits_RV.float() / temperature
-    if start + part > vocab:
-        logits = logits[:, : max(vocab - start, 0)]
-    local = targets_R - start
-    inside = (local >= 0) & (local < logits.shape[1])
-    if size == 1:
+    logits, tp_group = (logits_RV.float() / temperature)[:, : shard.columns], shard.group
+    local = targets_R - shard.start
+    inside = (local >= 0) & (local < shard.columns)
+    if dist.get_world_size(tp_group) == 1:
         log_probs = torch.log_softmax(logits, dim=-1)
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_graph):
             entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
         return log_probs.gather(1, targets_R[:, None])[:, 0], entropy
     with torch.no_grad():
-        largest = logits.max(dim=-1).values if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
+        largest = logits.max(dim=-1).values if shard.columns else logits.new_full((len(logits),), -torch.inf)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=tp_group)
     total = reduce_from_tensor_model_parallel_region((logits - largest[:, None]).exp().sum(dim=-1), tp_group)
     log_total = total.log() + largest
-    picked = logits.gather(1, local.clamp(0, max(logits.shape[1] - 1, 0))[:, None])[:, 0] * inside
+    picked = logits.gather(1, local.clamp(0, max(shard.columns - 1, 0))[:, None])[:, 0] * inside
     target_logits = reduce_from_tensor_model_parallel_region(picked, tp_group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_graph):
         # The normaliser enters every rank's own terms, so its gradient is the sum over ranks.

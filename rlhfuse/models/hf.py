@@ -143,8 +143,8 @@ class _Reader:
         entry = self._begin(name)
         view, size = self.files[entry.file].get_slice(entry.name), entry.shape[dim] // parts
         first = part * size + (0 if dim else entry.first)  # no joined tensor is cut by columns
-        cut = slice(first, first + size)
-        return (view[:, cut] if dim else view[cut]).to(self.dtype).contiguous()
+        kept = slice(first, first + size)
+        return (view[:, kept] if dim else view[kept]).to(self.dtype).contiguous()
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows [first, last) of what is stored by itself."""
@@ -210,8 +210,8 @@ def _vocab_part(read: _Reader, spec: ModelSpec, module: str, tp_rank: int, tp_si
 def _layer(read: _Reader, spec: ModelSpec, hf: str, ours: str, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
     weights = {}
     for weight in layer_weights(spec):
-        cut = (0, 1, 0) if weight.cut is None else (tp_rank, tp_size, weight.cut)
-        parts = [read.part(hf + name, *cut) for name in weight.parts]
+        share = (0, 1, 0) if weight.cut is None else (tp_rank, tp_size, weight.cut)
+        parts = [read.part(hf + name, *share) for name in weight.parts]
         if weight.grouped:
             by_group = [part.view(spec.kv_heads // tp_size, -1, *part.shape[1:]) for part in parts]
             parts = [torch.cat(by_group, dim=1).flatten(0, 1)]

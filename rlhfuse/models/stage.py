@@ -39,12 +39,8 @@ class PackedTokens:
     def pack(sequences: Sequence[Sequence[int]], device: torch.device, shards: int = 1) -> PackedTokens:
         """Pack `sequences` (at least one, none empty), filled up to equal parts of a stage's `shards` tensor ranks."""
         borders = torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32)
-        return PackedTokens.of(torch.tensor([token for s in sequences for token in s]), borders, device, shards)
-
-    @staticmethod
-    def of(tokens: Tensor, cu_seqlens: Tensor, device: torch.device, shards: int = 1) -> PackedTokens:
-        """The same of packed tokens [T] int64 and their borders [N+1] int32 in host memory."""
-        return PackedTokens.beside((), tokens, cu_seqlens, device, shards)[0]
+        tokens = torch.tensor([token for s in sequences for token in s])
+        return PackedTokens.beside((), tokens, borders, device, shards)[0]
 
     @staticmethod
     def beside(
@@ -55,7 +51,8 @@ class PackedTokens:
         shards: int = 1,
         outbox: Outbox | None = None,
     ) -> tuple[PackedTokens, list[Tensor]]:
-        """The same, and what `others` in host memory are on the device, sent together."""
+        """The same of packed tokens [T] int64 and their borders [N+1] int32 in host memory, and what `others` there are
+        on the device, sent together."""
         padding = padded_rows(len(tokens), device, shards) - len(tokens)
         if padding:
             tokens = torch.nn.functional.pad(tokens, (0, padding))
@@ -65,11 +62,6 @@ class PackedTokens:
         tokens, positions, there, *rest = together([tokens, positions, cu_seqlens, *others], device, outbox)
         sequences = SequenceBorders(there, positions, tuple(cu_seqlens.tolist()), int(lengths.max()))
         return PackedTokens(tokens, sequences, padding), rest
-
-    @property
-    def cu_seqlens(self) -> Tensor:
-        """[N+1] int32: the borders."""
-        return self.sequences.cu_seqlens
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -164,7 +156,7 @@ class PipelineStage:
 
     def compute(self, batch: PackedTokens) -> Any:
         """The same with the input already set, as Megatron's own schedules do it."""
-        borders, longest = batch.cu_seqlens, batch.sequences.longest
+        borders, longest = batch.sequences.cu_seqlens, batch.sequences.longest
         packed = PackedRows("thd", borders, borders, max_seqlen_q=longest, max_seqlen_kv=longest)
         packed.sequences = batch.sequences
         tokens = batch.tokens[None]

@@ -25,9 +25,9 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list
 
 def any_rank(yes: bool) -> bool:
     """Whether it is so on any rank. A collective."""
-    found = torch.tensor([yes], dtype=torch.int32)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)
+    answer = torch.tensor([yes], dtype=torch.int32)
+    dist.all_reduce(answer, dist.ReduceOp.MAX)
+    return bool(answer)
 
 
 def from_rank_0(value: T | None) -> T:
@@ -37,32 +37,30 @@ def from_rank_0(value: T | None) -> T:
     return box[0]
 
 
-def send_bytes(payload: bytes, to: int, group: dist.ProcessGroup | None = None) -> None:
+def send_bytes(payload: bytes, to: int) -> None:
     """Send to a global rank; returns once the memory may be reused."""
-    dist.send(torch.tensor([len(payload)]), to, group=group)
+    dist.send(torch.tensor([len(payload)]), to)
     if payload:
-        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to, group=group)
+        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to)
 
 
-def receive_bytes(source: int, group: dist.ProcessGroup | None = None) -> bytes:
+def receive_bytes(source: int) -> bytes:
     """What the global rank `source` sends with `send_bytes`; waits for it."""
     size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, source, group=group)
+    dist.recv(size, source)
     data = torch.empty(int(size), dtype=torch.uint8)
     if data.numel():
-        dist.recv(data, source, group=group)
+        dist.recv(data, source)
     return data.numpy().tobytes()
 
 
-def start_transfer(
-    kind: Callable[..., Any], tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None = None
-) -> dist.Work:
-    """Start dist.isend or dist.irecv between global ranks on the communicator that `group` (default: all) has.
+def start_transfer(kind: Callable[..., Any], tensor: torch.Tensor, peer: int) -> dist.Work:
+    """Start dist.isend or dist.irecv between ranks on the communicator that all have.
 
     Unbatched, NCCL would make one for each pair of ranks at their first transfer. All transfers of a rank are in one
     queue so: whoever has several under way starts them in an order that is the same for all ranks.
     """
-    (work,) = dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer, group)])
+    (work,) = dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer)])
     return work
 
 

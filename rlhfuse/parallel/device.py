@@ -58,8 +58,8 @@ def choose_device(wanted: str, local_rank: int, threads: int, share_gpu: bool = 
     if device_kind(wanted) == "cuda":
         count = torch.cuda.device_count()
         if share_gpu and count > 1:
-            one = "set CUDA_VISIBLE_DEVICES to one of them, or trainer.share_gpu=false"
-            raise InputError(f"trainer.share_gpu=true is for one GPU, and {count} are visible; {one}")
+            fix = "set CUDA_VISIBLE_DEVICES to one of them, or trainer.share_gpu=false"
+            raise InputError(f"trainer.share_gpu=true is for one GPU, and {count} are visible; {fix}")
         index = 0 if share_gpu else local_rank
         if index >= count:
             share = "use trainer.share_gpu=true or" if count == 1 else "start one process per GPU or use"

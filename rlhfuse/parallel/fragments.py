@@ -8,14 +8,14 @@ A `Place` says all of that in numbers, so a part of one layout can be filled fro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-Span = tuple[int, int]
 Read = Callable[[int, int], Tensor]  # flat values [start, stop) of one stored stretch, counted from its beginning
 
 
@@ -53,10 +53,20 @@ class Place:
         return (*self.shape[: self.dim], sum(b - a for a, b in self.segments), *self.shape[self.dim + 1 :])
 
     @property
+    def width(self) -> int:
+        """Values of a row of the part's dimension 0."""
+        return math.prod(self.part_shape[1:])
+
+    @property
     def rows(self) -> tuple[int, int]:
         """[first, last) rows of the part's dimension 0 that the stretch touches."""
-        width = math.prod(self.part_shape[1:])
-        return self.start // width, -(-self.stop // width)
+        return self.start // self.width, -(-self.stop // self.width)
+
+    def indices(self, dim: int) -> np.ndarray:
+        """Where along `dim` of the whole parameter, 0 or 1, the part's rows or columns lie, in the order stored."""
+        if dim == self.dim:
+            return np.concatenate([np.arange(first, last) for first, last in self.segments])
+        return np.arange(self.shape[dim] if dim < len(self.shape) else 1)
 
 
 class Fragment(NamedTuple):
@@ -78,80 +88,40 @@ def assemble(wanted: Place, stored: Iterable[tuple[Place, Read]], dtype: torch.d
     Only rows that are needed are read. Raises ValueError when the shapes differ or values are missing.
     """
     first, last = wanted.rows
-    inner = wanted.part_shape[1:]
-    values = torch.empty((last - first, *inner), dtype=dtype)
+    values = torch.empty((last - first, wanted.width), dtype=dtype)
     filled = torch.zeros(values.shape, dtype=torch.bool)
     for place, read in stored:
         if place.shape != wanted.shape:
             raise ValueError(f"shape {list(place.shape)} is stored, {list(wanted.shape)} is wanted")
-        for overlap in _overlaps(wanted, place):
-            _copy(values, filled, first, overlap, place, read)
-    begin = wanted.start - first * math.prod(inner)
+        columns, begin = _common_runs(wanted.indices(1), place.indices(1)), place.rows[0]
+        rows = _common_runs(wanted.indices(0)[first:last], place.indices(0)[slice(*place.rows)])
+        for here, there in rows if columns else ():
+            known, is_known = _read_rows(place, read, begin + there.start, begin + there.stop, dtype)
+            for into, of in columns:
+                target = values[here, into]
+                target.copy_(torch.where(is_known[:, of], known[:, of], target))
+                filled[here, into] |= is_known[:, of]
+    begin = wanted.start - first * wanted.width
     stretch = slice(begin, begin + wanted.stop - wanted.start)
     if missing := int((~filled.flatten()[stretch]).sum()):
         raise ValueError(f"{missing} of {wanted.stop - wanted.start} values are not there")
     return values.flatten()[stretch]
 
 
-class _Overlap(NamedTuple):
-    """The same values in the wanted part (target) and the stored part (source); columns: dimension 1."""
-
-    target_rows: Span
-    source_rows: Span
-    target_columns: Span
-    source_columns: Span
-
-
-def _overlaps(wanted: Place, place: Place) -> Iterator[_Overlap]:
-
-    def cut(one: Place, dim: int) -> tuple[Span, ...]:
-        size = one.shape[dim] if dim < len(one.shape) else 1
-        return one.segments if one.dim == dim else ((0, size),)
-
-    for rows in _matches(cut(wanted, 0), cut(place, 0), wanted.rows, place.rows):
-        for columns in _matches(cut(wanted, 1), cut(place, 1)):
-            yield _Overlap(*rows, *columns)
+def _common_runs(indices: np.ndarray, others: np.ndarray) -> list[tuple[slice, slice]]:
+    """Runs of what stands in both, as places in the one and in the other."""
+    _, here, there = np.intersect1d(indices, others, assume_unique=True, return_indices=True)
+    breaks = np.flatnonzero((np.diff(here) != 1) | (np.diff(there) != 1)) + 1
+    runs = zip(np.split(here, breaks), np.split(there, breaks)) if len(here) else ()
+    return [(slice(int(a[0]), int(a[-1]) + 1), slice(int(b[0]), int(b[-1]) + 1)) for a, b in runs]
 
 
-def _matches(
-    targets: tuple[Span, ...],
-    sources: tuple[Span, ...],
-    target_limit: Span | None = None,
-    source_limit: Span | None = None,
-) -> Iterator[tuple[Span, Span]]:
-    """Where indices that both have are stored, as stretches of equal length within the limits."""
-    at = 0
-    for t_first, t_last in targets:
-        there = 0
-        for s_first, s_last in sources:
-            low, high = max(t_first, s_first), min(t_last, s_last)
-            # distance from an index to where it is stored, on either side
-            t_shift, s_shift = at - t_first, there - s_first
-            if target_limit:
-                low, high = max(low, target_limit[0] - t_shift), min(high, target_limit[1] - t_shift)
-            if source_limit:
-                low, high = max(low, source_limit[0] - s_shift), min(high, source_limit[1] - s_shift)
-            if low < high:
-                yield (low + t_shift, high + t_shift), (low + s_shift, high + s_shift)
-            there += s_last - s_first
-        at += t_last - t_first
-
-
-def _copy(values: Tensor, filled: Tensor, first: int, overlap: _Overlap, place: Place, read: Read) -> None:
-    """Take the stored rows in as far as the stretch has them; its first and last row may be there in part."""
-    inner, (target_rows, source_rows, target_columns, source_columns) = place.part_shape[1:], overlap
-    width = math.prod(inner)
-    low, high = max(source_rows[0] * width, place.start), min(source_rows[1] * width, place.stop)
-    rows = torch.empty((source_rows[1] - source_rows[0]) * width, dtype=values.dtype)
+def _read_rows(place: Place, read: Read, low: int, high: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows low:high of a stored part, [rows, width], and which values the stretch has of its first and last row."""
+    begin, end = max(low * place.width, place.start), min(high * place.width, place.stop)
+    rows = torch.empty((high - low, place.width), dtype=dtype)
     there = torch.zeros(rows.shape, dtype=torch.bool)
-    begin = low - source_rows[0] * width
-    rows[begin : begin + high - low] = read(low - place.start, high - place.start).to(values.dtype)
-    there[begin : begin + high - low] = True
-    rows, there = rows.view(-1, *inner), there.view(-1, *inner)
-    into = values[target_rows[0] - first : target_rows[1] - first]
-    known = filled[target_rows[0] - first : target_rows[1] - first]
-    if inner:
-        rows, there = rows[:, slice(*source_columns)], there[:, slice(*source_columns)]
-        into, known = into[:, slice(*target_columns)], known[:, slice(*target_columns)]
-    into.copy_(torch.where(there, rows, into))
-    known |= there
+    stretch = slice(begin - low * place.width, end - low * place.width)
+    rows.view(-1)[stretch] = read(begin - place.start, end - place.start).to(dtype)
+    there.view(-1)[stretch] = True
+    return rows, there

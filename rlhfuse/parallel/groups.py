@@ -26,36 +26,13 @@ from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells
 
 @dataclass(frozen=True)
 class ModelGrid:
-    """`cells[pipeline][place]` = ranks of one tensor-parallel group, in tensor order; stage s is at place s % pp.
+    """A layout on ranks: `cells[pipeline][place]` are those of one tensor-parallel group, in tensor order.
 
-    Without `chunks` a place is a stage; with v of them a pipeline has pp * v stages, of which a rank holds v.
-    `cut`: layers of each stage, None where they are cut evenly.
+    Stage s is at place s % pp; with v chunks a pipeline has pp * v stages, of which a rank holds v.
     """
 
     cells: tuple[tuple[tuple[int, ...], ...], ...]
-    chunks: int = 1
-    cut: tuple[int, ...] | None = None
-
-    @property
-    def tp(self) -> int:
-        return len(self.cells[0][0])
-
-    @property
-    def pp(self) -> int:
-        return len(self.cells[0])
-
-    @property
-    def stages(self) -> int:
-        """Stages of one pipeline."""
-        return self.pp * self.chunks
-
-    @property
-    def dp(self) -> int:
-        return len(self.cells)
-
-    @property
-    def layout(self) -> ParallelLayout:
-        return ParallelLayout(self.dp, self.tp, self.pp, chunks=self.chunks, cut=self.cut)
+    layout: ParallelLayout
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -72,18 +49,17 @@ class ModelGrid:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a global rank holds, one for each chunk, in order."""
         _, place, _ = self.position(rank)
-        return tuple(range(place, self.stages, self.pp))
+        return tuple(range(place, self.layout.stages, self.layout.pp))
 
 
 def plain_grid(layout: ParallelLayout) -> ModelGrid:
     """Megatron's order: tensor ranks are neighbours, then data, then pipeline."""
-    return ModelGrid(plain_cells(layout))
+    return ModelGrid(plain_cells(layout), layout)
 
 
 def trained_grid(ranks: FusedRanks, model: str) -> ModelGrid:
     """The grid of a model that trains, on the ranks of its pipelines."""
-    layout = ranks.shape.share(model).layout
-    return ModelGrid(ranks.pipelines(model), layout.chunks, layout.cut)
+    return ModelGrid(ranks.pipelines(model), ranks.shape.share(model).layout)
 
 
 def new_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
@@ -144,20 +120,20 @@ class GroupMaker:
             groups = {ranks: self.group(f"{purpose}.{kind}", ranks) for ranks in every}
             return next((group for ranks, group in groups.items() if rank in ranks), None)
 
-        cells = grid.cells
+        cells, layout = grid.cells, grid.layout
         tp = self.tensor_ranks([cell for stages in cells for cell in stages], rank)
         pipelines = [tuple(sorted(r for cell in stages for r in cell)) for stages in cells]
         mp = mine("mp", pipelines) if len(pipelines) > 1 else self.everyone(f"{purpose}.mp", pipelines[0])
-        dp = mine("dp", [tuple(s[p][t] for s in cells) for p in range(grid.pp) for t in range(grid.tp)])
-        ends = [tuple(sorted((s[0][t], s[-1][t]))) for s in cells for t in range(grid.tp)] if grid.pp > 1 else []
+        dp = mine("dp", [tuple(s[p][t] for s in cells) for p in range(layout.pp) for t in range(layout.tp)])
+        ends = [tuple(sorted((s[0][t], s[-1][t]))) for s in cells for t in range(layout.tp)] if layout.pp > 1 else []
         embd = mine("embd", ends)
         everyone = self.everyone(f"{purpose}.all", grid.ranks)
         # of these Megatron asks the rank and the size alone
         pp = tp_dp = alone = None
         if rank in grid.ranks:
             pipeline, place, tp_rank = grid.position(rank)
-            pp, alone = numbers_only(place, grid.pp), numbers_only(0, 1)
-            tp_dp = numbers_only(pipeline * grid.tp + tp_rank, grid.dp * grid.tp)
+            pp, alone = numbers_only(place, layout.pp), numbers_only(0, 1)
+            tp_dp = numbers_only(pipeline * layout.tp + tp_rank, layout.dp * layout.tp)
         # without context and expert parallelism the groups that these cut are whole
         same = dict.fromkeys(("tp", "tp_cp", "tp_ep", "expt_tp"), tp)
         same |= dict.fromkeys(("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp"), dp)

@@ -20,8 +20,8 @@ RESET_PEAK = "5"  # see proc(5)
 
 def status_bytes(line: str) -> int:
     """Host memory of this process: VmRSS is what it holds now, VmHWM the peak."""
-    found = next(text for text in STATUS.read_text().splitlines() if text.startswith(f"{line}:"))
-    return int(found.split()[1]) * 1024
+    said = next(text for text in STATUS.read_text().splitlines() if text.startswith(f"{line}:"))
+    return int(said.split()[1]) * 1024
 
 
 def process_line(device: Device, planned_bytes: int) -> str:

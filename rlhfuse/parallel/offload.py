@@ -157,26 +157,26 @@ class RestingTensors:
         if self._resting:
             return
         self._resting = dict(self._find())
-        new = {name: (one.shape, one.dtype) for name, one in self._resting.items() if name not in self._hosts}
+        new = {name: (tensor.shape, tensor.dtype) for name, tensor in self._resting.items() if name not in self._hosts}
         if new:
             self._blocks.append(HostBlock(new, self._device))
             self._hosts |= self._blocks[-1].tensors
-        self._copy((self._hosts[name], one.data) for name, one in self._resting.items())
+        self._copy((self._hosts[name], tensor.data) for name, tensor in self._resting.items())
 
     def free(self) -> None:
         if self._freed or not self._resting:
             return
         if self._copied is not None:
             self._copied.synchronize()  # others may read the values in host memory
-        for name, one in self._resting.items():
-            one.data = self._hosts[name]
+        for name, tensor in self._resting.items():
+            tensor.data = self._hosts[name]
         self._freed = True
 
     def come_back(self) -> None:
         if self._freed:
-            for one in self._resting.values():
-                one.data = torch.empty_like(one.data, device=self._device.torch_device)
-            self._copy((one.data, self._hosts[name]) for name, one in self._resting.items())
+            for tensor in self._resting.values():
+                tensor.data = torch.empty_like(tensor.data, device=self._device.torch_device)
+            self._copy((tensor.data, self._hosts[name]) for name, tensor in self._resting.items())
         self._resting, self._freed = {}, False
 
     def wait(self) -> None:

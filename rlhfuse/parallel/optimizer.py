@@ -141,8 +141,8 @@ class ModelOptimizer:
     def held_bytes(self) -> int:
         """Weights and optimizer state on this rank's device, without gradients."""
         weights = sum(weight.nbytes for module in self._modules.values() for weight in module.parameters())
-        states = [one for one in self._state_tensors().values() if one.device.type == self._device.torch_device.type]
-        return weights + sum(one.nbytes for one in states)
+        kind, states = self._device.torch_device.type, self._state_tensors().values()
+        return weights + sum(state.nbytes for state in states if state.device.type == kind)
 
     def zero_grad(self) -> None:
         for buffer in self._buffers():
@@ -322,18 +322,18 @@ class ModelOptimizer:
 
     def _state_tensors(self) -> dict[str, Tensor]:
         """Float32 main weights [n] of lower-precision ones, and Adam's moments [n] once there are some."""
-        found = {}
+        tensors = {}
         for number, part in enumerate(self._parts()):
             mains = getattr(part, "shard_fp32_from_float16_groups", getattr(part, "fp32_from_float16_groups", ()))
             own = {id(main) for group in mains for main in group}
             weights = [weight for group in part.optimizer.param_groups for weight in group["params"]]
             for place, weight in enumerate(weights):
                 if id(weight) in own:
-                    found[f"{number}.{place}.main"] = weight
+                    tensors[f"{number}.{place}.main"] = weight
                 for kind, state in part.optimizer.state.get(weight, {}).items():
                     if torch.is_tensor(state) and state.shape == weight.shape:
-                        found[f"{number}.{place}.{kind}"] = state
-        return found
+                        tensors[f"{number}.{place}.{kind}"] = state
+        return tensors
 
     def _parts(self) -> list:
         """Megatron's optimizers that hold weights here; a rank whose shard is empty has a stub."""

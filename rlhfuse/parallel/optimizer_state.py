@@ -46,7 +46,7 @@ def check_exportable(optimizer: ModelOptimizer) -> None:
 def export_state(optimizer: ModelOptimizer) -> list[Fragment]:
     """What this rank owns; the tensors are the live ones, not copies."""
     adam = _zero(optimizer).optimizer
-    found = []
+    fragments = []
     for name, parameter, part, owned in _parameters(optimizer):
         if not owned or (shard := _shard(optimizer, parameter, part)) is None:
             continue
@@ -54,8 +54,8 @@ def export_state(optimizer: ModelOptimizer) -> list[Fragment]:
         state = adam.state[main]
         moments = {kind: state[kind].detach().flatten() for kind in MOMENTS if state}
         step = int(state["step"] if "step" in state else group["step"]) if state else 0
-        found.append(Fragment(name, place, step, {"main": main.detach().flatten(), **moments}))
-    return found
+        fragments.append(Fragment(name, place, step, {"main": main.detach().flatten(), **moments}))
+    return fragments
 
 
 @torch.no_grad()
@@ -100,12 +100,12 @@ def _parameters(optimizer: ModelOptimizer) -> Iterator[tuple[str, torch.nn.Param
         group = module.module.pg_collection.tp
         for name, located in located_shards([module]).items():
             parameter, dim = located.weight, located.dim
-            cut = bool(getattr(parameter, "tensor_model_parallel", False))
+            shared = bool(getattr(parameter, "tensor_model_parallel", False))
             shape = list(parameter.shape)
-            shape[dim] *= dist.get_world_size(group) if cut else 1
+            shape[dim] *= dist.get_world_size(group) if shared else 1
             part = Place(tuple(shape), dim, located.shard.segments, 0, math.prod(parameter.shape))
             assert isinstance(parameter, torch.nn.Parameter)
-            yield name, parameter, part, cut or dist.get_rank(group) == 0
+            yield name, parameter, part, shared or dist.get_rank(group) == 0
 
 
 def _shard(

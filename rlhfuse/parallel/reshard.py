@@ -72,13 +72,12 @@ class Resharder:
     def __init__(
         self,
         device: Device,
-        devices_per_node: int | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         gather: Callable[[Shards], list[Shards]] = all_gather_objects,
     ) -> None:
-        """`devices_per_node`: where a node ends; by default as the launcher says. `gather`: every rank's shards."""
+        """`gather`: every rank's shards."""
         self._service = _NcclTransport() if device.is_cuda else _GlooTransport()
-        self._devices_per_node = devices_per_node or ranks_per_node() or dist.get_world_size()
+        self._ranks_per_node = ranks_per_node() or dist.get_world_size()
         self._bucket_bytes, self._gather = bucket_bytes, gather
         # of each destination, the transfers that this rank takes part in, by bucket
         self._plans: weakref.WeakKeyDictionary[torch.nn.Module, list[list[Transfer]]] = weakref.WeakKeyDictionary()
@@ -100,7 +99,7 @@ class Resharder:
         rank, mine = dist.get_rank(), [[located.shard for located in side.values()] for side in (sources, targets)]
         sides = ([shard for part in side for shard in part] for side in zip(*self._gather(mine)))
         has, wants = map(WeightHolders.of_shards, sides)
-        buckets = in_buckets(plan_moves(has, wants, self._devices_per_node), self._bucket_bytes)
+        buckets = in_buckets(plan_moves(has, wants, self._ranks_per_node), self._bucket_bytes)
         return [[transfer for transfer in bucket if rank in (transfer.source, transfer.target)] for bucket in buckets]
 
     def _run(
@@ -128,15 +127,15 @@ class Resharder:
 
 def located_shards(chunks: Iterable[torch.nn.Module]) -> dict[str, LocatedShard]:
     """This rank's shards of a model, by the weights' names over the whole model. Reads no values."""
-    rank, found = dist.get_rank(), {}
+    rank, shards = dist.get_rank(), {}
     for chunk in chunks:
         module: Any = getattr(chunk, "module", chunk)
         layers = _build_layer_module_prefix_map(module)
         groups = ProcessGroupCollection(tp=module.pg_collection.tp, dp=module.pg_collection.dp)
         for name, weight in module.named_parameters():
             facts = extract_param_metadata(weight, name, rank, groups, layer_module_prefix_map=layers)
-            found[facts.resolved_name] = _locate(facts, weight, rank)
-    return found
+            shards[facts.resolved_name] = _locate(facts, weight, rank)
+    return shards
 
 
 def _locate(facts: ParameterMetadata, weight: Tensor, rank: int) -> LocatedShard:

@@ -20,14 +20,21 @@ ENGINES_FUSION = "fuse_wgrad_accumulation"  # asked at every forward
 LINEAR = layers.ColumnParallelLinear | layers.RowParallelLinear
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32, summed and given out in it whatever the inputs are."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()  # only CUDA has 16-bit products that end in float32
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total [M, N] float32 += a [M, K] @ b [K, N], summed in float32 whatever `a` and `b` are."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:  # only CUDA has 16-bit products that end in float32
-        total += a.float() @ b.float()
+    else:
+        total += product(a, b)
 
 
 class TorchProducts:

@@ -22,7 +22,7 @@ class _Part(NamedTuple):
 
     shard: Shard
     dim: int
-    shape: tuple[int, ...]
+    shape: torch.Size
     dtype: torch.dtype
 
 
@@ -36,7 +36,7 @@ class WholeWeights(Mapping[str, Tensor]):
     def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
         """`chunks`: this rank's of the model; a collective. The weights may change until they are read."""
         self._rank, self._mine = dist.get_rank(), located_shards(chunks)
-        mine = [_Part(one.shard, one.dim, tuple(one.weight.shape), one.weight.dtype) for one in self._mine.values()]
+        mine = [_Part(here.shard, here.dim, here.weight.shape, here.weight.dtype) for here in self._mine.values()]
         self._parts: dict[str, list[_Part]] = {}
         for part in (part for parts in all_gather_objects(mine) for part in parts):
             kept = self._parts.setdefault(part.shard.tensor, [])

@@ -19,6 +19,7 @@ from rlhfuse.ppo.token_rewards import sample_rewards
 BLOCK = 128  # a D of 128 x 128 stays in the cache, and 8192 tokens are only 64 blocks to carry over
 ROWS = 64  # blocks in one product
 GROUP_STD_EPS = 1e-6  # samples of one prompt may all have the same score
+WHITE_EPS = 1e-8  # of a variance
 
 
 def add_advantages(batch: RolloutBatch, algorithm: AlgorithmConfig, groups: Tensor | None = None) -> RolloutBatch:
@@ -33,7 +34,8 @@ def add_advantages(batch: RolloutBatch, algorithm: AlgorithmConfig, groups: Tens
         )
         returns = advantages + given(batch.values).double()
     elif algorithm.name == "reinforce++":
-        advantages = returns = discounted_returns(given(batch.token_rewards), batch.response_lengths, algorithm.gamma)
+        rewards = given(batch.token_rewards).double()
+        advantages = returns = discounted_sums(rewards, batch.response_lengths, algorithm.gamma)
     else:
         rewards = sample_rewards(batch)
         if algorithm.name == "rloo":
@@ -78,43 +80,22 @@ def _group_sums(values: Tensor, number: Tensor, counts: Tensor) -> Tensor:
     return values.new_zeros(len(counts)).index_add(0, number, values)
 
 
-def whiten(values: Tensor, eps: float = 1e-8, mask: Tensor | None = None) -> Tensor:
-    """Shift to mean 0 and variance 1 (over n) all entries, or those where `mask` is True: the others come out as 0."""
-    if mask is not None:
-        out = torch.zeros_like(values)
-        out[mask] = whiten(values[mask], eps)
-        return out
-    if not len(values):
-        return values
+def whiten(values: Tensor) -> Tensor:
+    """Shift to mean 0 and variance 1 (over n)."""
     wide = values.double()
     centred = wide - wide.mean()
-    return (centred * torch.rsqrt(centred.square().mean() + eps)).to(values.dtype)
+    return (centred * torch.rsqrt(centred.square().mean() + WHITE_EPS)).to(values.dtype)
 
 
-def generalized_advantages(
-    rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float, mask: Tensor | None = None
-) -> Tensor:
+def generalized_advantages(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Tensor:
     """A_i = sum over j >= i of (gamma lam)^(j-i) (r_j + gamma V_{j+1} - V_j), V = 0 after the end: float64 [R].
 
     `rewards` and `values` are flat [R], `lengths` [N] says how many each sample has.
-    `mask` [R] is True for tokens that count (default: all). What follows a gap is carried over it; rewards and values
-    in it are never read, their advantage is 0.
     """
-    if mask is not None:
-        return _without_gaps(
-            lambda r, v, n: generalized_advantages(r, v, n, gamma, lam), (rewards, values), lengths, mask
-        )
     rewards, values = rewards.double(), values.double()
     following = torch.cat([values[1:], values.new_zeros(1)]) if len(values) else values
     following[(lengths.cumsum(0) - 1)[lengths > 0]] = 0.0  # nothing follows the last token
     return discounted_sums(rewards + gamma * following - values, lengths, gamma * lam)
-
-
-def discounted_returns(rewards: Tensor, lengths: Tensor, gamma: float, mask: Tensor | None = None) -> Tensor:
-    """sum over j >= i of gamma^(j-i) rewards[j], within each sample: float64 [R]; `mask` as above."""
-    if mask is not None:
-        return _without_gaps(lambda r, n: discounted_returns(r, n, gamma), (rewards,), lengths, mask)
-    return discounted_sums(rewards.double(), lengths, gamma)
 
 
 def discounted_sums(terms: Tensor, lengths: Tensor, decay: float) -> Tensor:
@@ -157,12 +138,3 @@ def _carried(own: Tensor, first: Tensor, blocks: Tensor, decay: float) -> Tensor
         total[rows] += decay**BLOCK * behind[rows]
     steps = torch.arange(BLOCK, device=own.device)
     return behind[:, None] * decay ** (BLOCK - steps).to(own.dtype)
-
-
-def _without_gaps(function, arrays: tuple[Tensor, ...], lengths: Tensor, mask: Tensor) -> Tensor:
-    """`function` of the arrays with the masked tokens taken out, its result put back with zeros for them."""
-    owner = torch.repeat_interleave(torch.arange(len(lengths), device=mask.device), lengths)
-    kept = torch.zeros_like(lengths).index_add(0, owner, mask.to(lengths.dtype))
-    out = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
-    out[mask] = function(*(array[mask] for array in arrays), kept)
-    return out

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from rlhfuse.config.settings import AlgorithmConfig
@@ -41,9 +42,7 @@ def batch_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str, 
 
 def balance_metrics(lengths: Sequence[int], parts: Sequence[int]) -> dict[str, float]:
     """Tokens of the lightest and heaviest micro-batch: of `lengths` cut in given order, and of the balanced `parts`."""
-    size, extra = divmod(len(lengths), len(parts))
-    starts = [part * size + min(part, extra) for part in range(len(parts) + 1)]
-    plain = [sum(lengths[a:b]) for a, b in zip(starts, starts[1:])]
+    plain = [int(part.sum()) for part in torch.tensor(lengths).tensor_split(len(parts))]
     return {
         "global_seqlen/min": min(plain),
         "global_seqlen/max": max(plain),

@@ -31,7 +31,7 @@ from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.training_step import TrainedModel
 from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.engine import EngineOptions
-from rlhfuse.models.build import Activations, build_model, fill, stage_layers
+from rlhfuse.models.build import Activations, build_model, fill
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.layers.transformer_engine import ChosenLayers, choose_layers
 from rlhfuse.models.stage import PipelineStage, TrainingStage
@@ -141,7 +141,7 @@ def build_models(
         optimizer = ModelOptimizer(chunks, getattr(config, role).optim, groups, device)
         stages = {}
         for stage, module in optimizer.modules.items():
-            part = PipelineStage(module, first=stage == 0, last=stage == grid.stages - 1, scalar_head=head)
+            part = PipelineStage(module, first=stage == 0, last=stage == grid.layout.stages - 1, scalar_head=head)
             stages[stage] = TrainingStage(part)
         return TrainedModel(role, folders.in_use(role), grid, head, stages, optimizer, groups.tp, dtype)
 
@@ -250,10 +250,10 @@ def load_part(
         path,
         spec,
         tp_rank=tp_rank,
-        tp_size=grid.tp,
-        layers=stage_layers(spec, grid)[stage],
+        tp_size=grid.layout.tp,
+        layers=grid.layout.stage_layers(spec.layers)[stage],
         first=stage == 0,
-        last=stage == grid.stages - 1,
+        last=stage == grid.layout.stages - 1,
         scalar_head=head,
         fresh_head=fresh_head,
         dtype=next(model.parameters()).dtype,
@@ -266,7 +266,7 @@ def neighbour_pairs(grid: ModelGrid) -> list[tuple[int, int]]:
     """(sender, receiver) of every transfer between neighbouring stages, both directions."""
     pairs = []
     for cells in grid.cells:
-        for stage in range(grid.stages - 1):
-            for a, b in zip(cells[stage % grid.pp], cells[(stage + 1) % grid.pp]):
+        for stage in range(grid.layout.stages - 1):
+            for a, b in zip(cells[stage % grid.layout.pp], cells[(stage + 1) % grid.layout.pp]):
                 pairs += [(a, b), (b, a)]
     return pairs

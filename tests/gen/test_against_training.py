@@ -49,7 +49,7 @@ def sample_and_score(
     groups = maker.for_model("actor", grid, rank)
     model = build_model(spec, grid, groups, rank, scalar_head=False, dtype=torch.float32, device=device)
     load_part(model, folder, spec, grid, rank, False)
-    group = groups.tp if grid.tp > 1 else None
+    group = groups.tp if grid.layout.tp > 1 else None
     options = EngineOptions(num_blocks=200, block_tokens=8, max_batched_tokens=100)
     engine = Engine(spec, dict(model.named_parameters()), options, tp_group=group)
     generator = torch.Generator().manual_seed(4)

@@ -2,7 +2,7 @@
 
 A case draws sizes of both engines (blocks, sequences, tokens of a step), samples that share prefixes, and what
 happens to them between the steps: arrivals, aborts, preemption, moves with keys and values or as tokens, pauses,
-loading of weights; and what is guessed of their next tokens: by counts, or by a rule of scripted_drafts.py. A tenth of
+loading of weights; and what is guessed of their next tokens: by counts, or by a rule of scripted_guesses.py. A tenth of
 the cases has 32 samples that end with more than four blocks each. Five shapes of model; bfloat16; two ranks.
 """
 

@@ -59,7 +59,7 @@ def run_degree(rank: int, shape: str, degree: int):
     ways["moved"] = run_out(tight, roomy, results=moved)
     if not shape.startswith("qwen"):
         roomy.generate(prompts, replace(ONE, max_tokens=60))
-        assert roomy.loop.drafter and roomy.loop.drafter._right.sum() > 0, "greedy text repeats itself and is foreseen"
+        assert roomy.loop.guesser and roomy.loop.guesser._right.sum() > 0, "greedy text repeats itself and is foreseen"
     return forced, alone, ways
 
 

@@ -50,13 +50,13 @@ def step(
     rank, role: str, folder, gradients, layout: str, sequence_parallel: bool, recompute: bool, tiles=False
 ) -> dict:
     """One step on `layout`: losses, the largest error of each tensor against the reference, and the gradients."""
-    from rlhfuse.models.build import Activations, stage_layers
+    from rlhfuse.models.build import Activations
     from rlhfuse.models.hf import load_weights
     from rlhfuse.parallel.groups import GroupMaker
 
     ranks, maker = ranks_of(**{role: layout}), GroupMaker(600)
     built = build(rank, maker, ranks, role, folder, Activations(sequence_parallel, recompute))
-    pipelines = built.grid.dp
+    pipelines = built.grid.layout.dp
     rows = random_rows(LENGTHS, 7)
     by_tiles = patch.object(heads, "by_tiles", lambda device: True) if tiles else nullcontext()
     with by_tiles:
@@ -64,8 +64,12 @@ def step(
     _, _, tp_rank = built.grid.position(rank)
     errors, found = {}, built.gradients()
     for stage in built.stages:
-        part = dict(first=stage == 0, last=stage == built.grid.stages - 1, scalar_head=built.head)
-        part |= dict(tp_rank=tp_rank, tp_size=built.grid.tp, layers=stage_layers(built.spec, built.grid)[stage])
+        part = dict(first=stage == 0, last=stage == built.grid.layout.stages - 1, scalar_head=built.head)
+        part |= dict(
+            tp_rank=tp_rank,
+            tp_size=built.grid.layout.tp,
+            layers=built.grid.layout.stage_layers(built.spec.layers)[stage],
+        )
         wanted = load_weights(gradients, built.spec, **part)
         assert {name for number, name in found if number == stage} == wanted.keys()
         for name, want in wanted.items():

@@ -53,7 +53,7 @@ def test_a_run_needs_no_order_but_the_sorted_one(old_torch, actor, critic):
     for rank in range(ranks.size):
         maker, pairs = GroupMaker(), []
         for model, layout in (("actor", L(actor)), ("critic", L(critic))):
-            grid = ModelGrid(ranks.pipelines(model), layout.chunks)
+            grid = ModelGrid(ranks.pipelines(model), layout)
             maker.for_model(model, grid, rank)
             pairs += neighbour_pairs(grid)
         maker.for_model("generation", plain_grid(L(f"d{ranks.size}t1p1")), rank)
@@ -71,7 +71,7 @@ def test_pipelines_have_a_direction_though_their_groups_carry_nothing(old_torch,
     ranks = rank_map({"actor": L(actor), "critic": L(critic)})
     for model, layout in (("actor", L(actor)), ("critic", L(critic))):
         for rank in range(ranks.size):
-            groups = GroupMaker().for_model(model, ModelGrid(ranks.pipelines(model), layout.chunks), rank)
+            groups = GroupMaker().for_model(model, ModelGrid(ranks.pipelines(model), layout), rank)
             pipeline, place, tp_rank = ranks.locate(model, rank)
             assert (groups.pp.rank(), groups.pp.size()) == (place, layout.pp)
             assert (groups.tp_dp_cp.rank(), groups.tp_dp_cp.size()) == (

@@ -99,12 +99,14 @@ def test_shards_of_a_weight_step_as_the_whole_bit_for_bit():
 
 def norms_at(rank: int, folder, places: tuple[int, ...], name: str) -> list[float]:
     """Norms of a model of four stages that lie on the ranks of `places`; gradients are those of a stage, made up."""
+    from rlhfuse.base.parallel_layout import ParallelLayout
     from rlhfuse.config.settings import OptimizerConfig
     from rlhfuse.models.build import WHOLE
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker, ModelGrid
 
-    grid, maker = ModelGrid((tuple((place,) for place in places),)), GroupMaker(600)
+    cells, layout = (tuple((place,) for place in places),), ParallelLayout(1, 1, len(places))
+    grid, maker = ModelGrid(cells, layout), GroupMaker(600)
     groups, config = maker.for_model("actor", grid, rank), OptimizerConfig(name=name)
     model = load(rank, grid, groups, folder, False, WHOLE, config, choose_device("cpu", 0, 1)).optimizer
     found = []

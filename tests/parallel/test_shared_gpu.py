@@ -1,13 +1,12 @@
 """The process group of ranks that share a GPU, with CPU tensors sent through its staging, against plain gloo."""
 
 import datetime
-import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 from testkit.tiny import with_models
-from torch.distributed import PrefixStore, _coalescing_manager
+from torch.distributed import _coalescing_manager
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.rules import check_config
@@ -16,7 +15,7 @@ from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.machine import Host, memory_limit
 from rlhfuse.parallel import shared_gpu
 from rlhfuse.parallel.device import choose_device
-from rlhfuse.parallel.shared_gpu import SHARED_GPU, SharedGpuGroup, Starter
+from rlhfuse.parallel.shared_gpu import SHARED_GPU
 from rlhfuse.planning.settle import Facts, settle_but_layouts
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.run.launch import sharing_line
@@ -135,25 +134,18 @@ def test_sends_that_cross_arrive(workers):
         assert len(good) == 7 and all(good)
 
 
-def overtaken(rank: int) -> tuple[list[float], list[int]]:
-    """A staged sum that starts late on rank 0 alone, and a CPU tensor's sum that is issued after it."""
-    store, starter = PrefixStore("overtaken", dist.distributed_c10d._get_default_store()), Starter()
-    group = SharedGpuGroup(
-        store, rank, WORLD, datetime.timedelta(seconds=60), starter, stages=lambda tensor: tensor.is_floating_point()
-    )
-    overtook = threading.Event()
-    if rank == 0:
-        starter.submit(None, lambda: overtook.wait(540))  # a device that is behind
-    late, prompt = torch.tensor([1.5 + rank]), torch.tensor([rank])
-    work = group.allreduce([late])
-    group.allreduce([prompt]).wait()
-    overtook.set()
-    work.wait()
-    return late.tolist(), prompt.tolist()
+def alternating(rank: int) -> tuple[list[float], list[int]]:
+    """Sums of a staged tensor and of one that goes as it is, under way together."""
+    group = staged_group()
+    group._stages = torch.is_floating_point
+    staged, plain = torch.tensor([1.5 + rank]), torch.tensor([rank])
+    for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in (staged, plain)]:
+        work.wait()
+    return staged.tolist(), plain.tolist()
 
 
-def test_a_cpu_tensor_does_not_take_the_turn_of_a_staged_one(workers):
-    assert workers.run(overtaken) == [([12.0], [6])] * WORLD
+def test_staged_and_plain_tensors_take_turns_in_one_group(workers):
+    assert workers.run(alternating) == [([12.0], [6])] * WORLD
 
 
 def late_receiver(rank: int) -> bool:
@@ -190,19 +182,6 @@ def objects_and_order(rank: int) -> tuple:
 
 def test_objects_timeouts_and_the_end_of_a_group(workers):
     assert workers.run(objects_and_order) == [([0, 1, 2, 3], {7})] * WORLD
-
-
-def test_what_a_transfer_raises_is_raised_where_it_is_waited_for():
-    def fails():
-        raise ValueError("no such peer")
-
-    starter = Starter()
-    work = shared_gpu.StagedWork(starter.submit(None, fails), lambda: None, receives=False)
-    with pytest.raises(ValueError, match="no such peer"):
-        work.wait()
-    assert not work.is_completed()
-    assert starter.submit(None, lambda: "the next").result() == "the next"
-    assert [thread.name for thread in threading.enumerate()].count("shared-gpu-starter") >= 1
 
 
 # the setting

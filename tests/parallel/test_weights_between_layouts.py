@@ -2,6 +2,9 @@
 checkpoint, bit for bit: unequal layers per stage, chunks, tensor ranks, tied embeddings, sequence parallelism. What
 is sent is what was predicted from the layouts alone, on nodes of two, and no more than must go from node to node."""
 
+import os
+from unittest.mock import patch
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -35,7 +38,7 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
 
     Rank 0 writes the checkpoint `out`, weight by weight from the ranks that train it.
     """
-    from rlhfuse.models.build import Activations, stage_layers
+    from rlhfuse.models.build import Activations
     from rlhfuse.models.hf import hf_tensors
     from rlhfuse.models.hf_folder import exhaust, export_checkpoint
     from rlhfuse.parallel.device import choose_device
@@ -52,7 +55,8 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
         for parameter in arrived.parameters():
             parameter.fill_(torch.nan)
     load_part(wanted, folder, spec, grid, rank, built.head)
-    resharder = Resharder(device, devices_per_node=NODE, bucket_bytes=20_000)
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(NODE)):
+        resharder = Resharder(device, bucket_bytes=20_000)
     sent = {True: 0, False: 0}  # to another node, or within the own one
     send = resharder._service.submit_send_with_id
 
@@ -71,7 +75,7 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
         name, without_values = next(tensors)
         assert without_values.is_meta, f"{name} came to a rank that has no use for it"
         exhaust(tensors)
-    layers = stage_layers(spec, built.grid)
+    layers = built.grid.layout.stage_layers(spec.layers)
     result = {
         "layers": [layers[stage] for stage in built.stages],
         "numbers": [

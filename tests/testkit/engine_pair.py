@@ -19,7 +19,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, GenerationResult, SamplingParams
 from testkit.gen_models import engine_of, random_weights, tiny_spec
 from testkit.moves import move_sequences
-from testkit.scripted_drafts import KINDS, ScriptedDrafter
+from testkit.scripted_guesses import KINDS, ScriptedGuesser
 
 SPEC = tiny_spec(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=40, vocab=61, context=96, eos_token_ids=())
 
@@ -106,15 +106,15 @@ class EnginePair:
         self.aborted: set[int] = set()
 
     def guess_by_rule(self, kinds: tuple[str, str], rng: random.Random) -> None:
-        """Let each engine's guesses be what testkit/scripted_drafts.py says; "own" stays as it is."""
+        """Let each engine's guesses be what testkit/scripted_guesses.py says; "own" stays as it is."""
 
         def known(sample_id: int) -> tuple[int, ...]:
             return self.workload.alone(sample_id, self.block_tokens).tokens
 
         for engine, kind in zip(self.engines, kinds):
-            if engine.loop.drafter and kind != "own":
-                engine.loop.drafter = ScriptedDrafter(
-                    self.workload.spec.vocab, engine.loop.drafter.draft_rows, kind, known, rng
+            if engine.loop.guesser and kind != "own":
+                engine.loop.guesser = ScriptedGuesser(
+                    self.workload.spec.vocab, engine.loop.guesser.most_rows, kind, known, rng
                 )
 
     def unfinished(self, which: int) -> list[int]:
@@ -172,7 +172,7 @@ class EnginePair:
         self.check(which)
         self.seen["steps"] += 1
         self.seen["guesses right"] += engine.last_step.accepted_tokens
-        self.seen["guesses wrong"] += engine.last_step.drafted_tokens - engine.last_step.accepted_tokens
+        self.seen["guesses wrong"] += engine.last_step.guessed_tokens - engine.last_step.accepted_tokens
         self.note(engine, before)
 
     def running(self, engine: Engine) -> set[int]:

@@ -266,8 +266,8 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
             store.add("left", 1)
 
     stage, scorer, made = inter_stage(rank, folders, case, number, progress, rewarder, store)
-    engine, own_step, drafter = made.engine, made.engine.step, made.engine.loop.drafter
-    engine.loop.drafter = drafter if case.guesses else None
+    engine, own_step, guesser = made.engine, made.engine.step, made.engine.loop.guesser
+    engine.loop.guesser = guesser if case.guesses else None
     if case.pauses:
         pause = case.pauses[min(made.placement.instance_of(rank), len(case.pauses) - 1)]
         engine.step = lambda: (time.sleep(pause), own_step())[1]
@@ -280,7 +280,7 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
         report = stage.run(0, case.requests(), case.threshold, case.limits())
     finally:
         engine.__dict__.pop("step", None)
-        engine.loop.drafter, inter_stage_module.execute_migration = drafter, execute_migration
+        engine.loop.guesser, inter_stage_module.execute_migration = guesser, execute_migration
         for model in made.frozen.values():
             model.offloaded.__dict__.pop("load", None)
     assert engine._cache is None and not any(model.offloaded.loaded for model in made.frozen.values())

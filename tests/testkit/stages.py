@@ -52,7 +52,7 @@ def loss_of(batches, kept: dict[int, float]):
 
 def real_borders(batch) -> list[tuple[int, int]]:
     """First and end of every sequence but the dummy one."""
-    borders = batch.cu_seqlens.tolist()
+    borders = batch.sequences.borders
     pairs = list(zip(borders, borders[1:]))
     return pairs[:-1] if batch.padding else pairs
 
@@ -132,7 +132,9 @@ def load(rank: int, grid, groups, folder: Path, head: bool, activations, config,
         load_part(chunks[stage], folder, spec, grid, rank, head, stage)
     owner = ModelOptimizer(chunks, config, groups, device)
     stages = {
-        stage: TrainingStage(PipelineStage(module, first=stage == 0, last=stage == grid.stages - 1, scalar_head=head))
+        stage: TrainingStage(
+            PipelineStage(module, first=stage == 0, last=stage == grid.layout.stages - 1, scalar_head=head)
+        )
         for stage, module in owner.modules.items()
     }
     return Built(spec, grid, groups, stages, owner, head)

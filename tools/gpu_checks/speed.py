@@ -21,7 +21,7 @@ from rlhfuse.gen.core.forward_batch import RunningTable
 from rlhfuse.gen.core.sequence import Sequence
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.options import Attention
-from rlhfuse.gen.speculation.drafter import Drafter
+from rlhfuse.gen.speculation.guesser import Guesser
 from rlhfuse.models.attention.backends import choose_paged
 from rlhfuse.models.attention.paged.cache import CacheShape
 from rlhfuse.models.attention.paged.flashinfer import obstacle as flashinfer_obstacle
@@ -77,7 +77,7 @@ def random_prompts(spec: ModelSpec, count: int, length: int, seed: int) -> list[
     return torch.randint(3, spec.vocab, (count, length), generator=generator).tolist()
 
 
-class RandomGuesses(Drafter):
+class RandomGuesses(Guesser):
     """A few tokens at random for each sample, of which hardly one is right: what it costs to verify them."""
 
     def __init__(self, vocab: int, draft_rows: int, each: int) -> None:
@@ -129,9 +129,9 @@ def prefill_seconds(engine: Engine, prompts: int, length: int) -> float:
 def verifying(engine: Engine, context: int) -> dict[str, float]:
     """A step that verifies three guesses of each of four sequences, beside their plain decode step."""
     plain, _ = decode_seconds(engine, VERIFIED, context)
-    engine.loop.drafter = RandomGuesses(engine.spec.vocab, VERIFIED * (1 + GUESSES), GUESSES)
+    engine.loop.guesser = RandomGuesses(engine.spec.vocab, VERIFIED * (1 + GUESSES), GUESSES)
     seconds, _ = decode_seconds(engine, VERIFIED, context)
-    engine.loop.drafter = None
+    engine.loop.guesser = None
     return {"step_seconds": seconds, "over_decode_step": round(seconds / plain, 3)}
 
 
@@ -162,7 +162,7 @@ def check_decode(
         draft_rows=VERIFIED * (1 + GUESSES),
     )
     engine = Engine(spec, random_weights(spec, device, torch.bfloat16), options, device=device, dtype=torch.bfloat16)
-    engine.loop.drafter, figures = None, []
+    engine.loop.guesser, figures = None, []
     kind = f"{size} {library}" if library else size
     kind += f" blocks of {block_tokens}" if block_tokens != 16 else ""
     kind += "" if graphs or not bench.on_gpu else " eager"

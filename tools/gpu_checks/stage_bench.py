@@ -14,7 +14,7 @@ from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.build import build_model
 from rlhfuse.models.stage import PackedTokens, PipelineStage
-from rlhfuse.parallel.groups import GroupMaker, ModelGrid, plain_grid
+from rlhfuse.parallel.groups import GroupMaker, plain_grid
 from rlhfuse.parallel.optimizer import ModelOptimizer
 
 STAGES = 3  # of the pipeline that the rank holds one of
@@ -31,7 +31,7 @@ class MiddleStage:
     def __init__(self, size: str, layers: int, bench: Bench, last: bool = False) -> None:
         self.spec: ModelSpec = spec_of(size, num_hidden_layers=STAGES * layers)
         self._bench, number = bench, STAGES - 1 if last else 1
-        grid = ModelGrid((tuple((rank,) for rank in range(STAGES)),))  # of which this rank is alone here
+        grid = plain_grid(ParallelLayout(1, 1, STAGES))  # of which this rank is alone here
         self.groups = GroupMaker(60.0).for_model("stage", plain_grid(ParallelLayout(1, 1, 1)), 0)
         sizes: dict[str, Any] = {"scalar_head": False, "dtype": torch.bfloat16, "device": bench.device, "stage": number}
         self.model = build_model(self.spec, grid, self.groups, number, **sizes)

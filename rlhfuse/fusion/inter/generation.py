@@ -118,7 +118,7 @@ class Generation:
         if stats.prefill_tokens:
             self.events.observe("prefill", stats.prefill_tokens, stats.batch, seconds)
         else:
-            guesses = stats.drafted_tokens, stats.accepted_tokens
+            guesses = stats.guessed_tokens, stats.accepted_tokens
             self.events.observe("decode", stats.batch, stats.context_tokens, seconds, *guesses)
 
     def _report_finished(self, count: int, samples: Sequence[bytes] = ()) -> None:

@@ -116,7 +116,7 @@ class TrainingStep:
         """
         lengths = batch.lengths.tolist()
         some = next(iter(self._models))
-        parts = cut_microbatches(lengths, self._models[some].grid.dp * microbatches[some])
+        parts = cut_microbatches(lengths, self._models[some].grid.layout.dp * microbatches[some])
         tokens = tuple(sum(lengths[i] for i in part) for part in parts)
         losses = Losses(batch.response_tokens, algorithm, self._temperature)
         work = {}

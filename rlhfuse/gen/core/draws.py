@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,13 @@ class Draws(NamedTuple):
 
     tokens: list[int]
     logprobs: list[float]
+
+
+class Launched(NamedTuple):
+    """A step that was launched, whose draws can be read."""
+
+    places: np.ndarray  # [R]: token ~i of the next step means what this one draws at its place i
+    read: Callable[[], Draws]  # waits for them; once another two steps are launched, it is too late
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.config.layer_weights import layer_weights
 from rlhfuse.config.spec import ModelSpec
 
 Array = TypeVar("Array")
@@ -19,18 +20,18 @@ Array = TypeVar("Array")
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights(Generic[Array]):
-    """One decoder layer's weights, as tensors or arrays: references, never copies."""
+    """One decoder layer's weights, as tensors or arrays: references, never copies; by Megatron-core's names."""
 
-    input_norm: Array
-    qkv: Array
-    qkv_bias: Array | None
-    q_norm: Array | None
-    k_norm: Array | None
-    proj: Array
-    proj_bias: Array | None
-    mlp_norm: Array
-    fc1: Array
-    fc2: Array
+    input_layernorm: Array
+    linear_qkv: Array
+    linear_proj: Array
+    pre_mlp_layernorm: Array
+    linear_fc1: Array
+    linear_fc2: Array
+    linear_qkv_bias: Array | None = None
+    q_layernorm: Array | None = None
+    k_layernorm: Array | None = None
+    linear_proj_bias: Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,24 +64,13 @@ class ModelWeights:
         rows = weights[embedding].shape[0] if embedding in weights else 0
         if embedding in weights and rows * tp < spec.vocab:
             raise InputError(f"{embedding} has {rows} rows on each of {tp} ranks, vocab is {spec.vocab}")
-        heads_dim = spec.heads // tp * spec.head_dim
-        qkv_dim = heads_dim + 2 * (spec.kv_heads // tp) * spec.head_dim
-        mlp = spec.mlp // tp
 
         def layer(number: int) -> LayerWeights:
-            p = f"decoder.layers.{number}."
-            return LayerWeights(
-                input_norm=take(p + "input_layernorm.weight", spec.hidden),
-                qkv=take(p + "self_attention.linear_qkv.weight", qkv_dim, spec.hidden),
-                qkv_bias=take(p + "self_attention.linear_qkv.bias", qkv_dim) if spec.qkv_bias else None,
-                q_norm=take(p + "self_attention.q_layernorm.weight", spec.head_dim) if spec.qk_norm else None,
-                k_norm=take(p + "self_attention.k_layernorm.weight", spec.head_dim) if spec.qk_norm else None,
-                proj=take(p + "self_attention.linear_proj.weight", spec.hidden, heads_dim),
-                proj_bias=take(p + "self_attention.linear_proj.bias", spec.hidden) if spec.proj_bias else None,
-                mlp_norm=take(p + "pre_mlp_layernorm.weight", spec.hidden),
-                fc1=take(p + "mlp.linear_fc1.weight", 2 * mlp, spec.hidden),
-                fc2=take(p + "mlp.linear_fc2.weight", spec.hidden, mlp),
-            )
+            held = {}
+            for weight in layer_weights(spec):
+                field = weight.name.removesuffix(".weight").replace(".bias", "_bias").rpartition(".")[2]
+                held[field] = take(f"decoder.layers.{number}.{weight.name}", *weight.shape(tp))
+            return LayerWeights(**held)
 
         embedding_weight = take(embedding, rows, spec.hidden)
         layers = [layer(number) for number in range(spec.layers)]

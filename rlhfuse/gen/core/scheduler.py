@@ -50,10 +50,10 @@ class Scheduler:
         for seq, count, _, _ in scheduled:
             seq.computed_tokens += count
 
-    def room_for_guesses(self, scheduled: list[ScheduledSequence], draft_rows: int) -> int:
-        """How many tokens besides may run in this step of up to `draft_rows`; 0 unless all sequences decode."""
+    def room_for_guesses(self, scheduled: list[ScheduledSequence], most_rows: int) -> int:
+        """How many tokens besides may run in this step of up to `most_rows`; 0 unless all sequences decode."""
         decode = all(count == 1 and draws and seq.tokens for seq, count, draws, _ in scheduled)
-        return max(0, min(draft_rows, self.max_batched_tokens) - len(scheduled)) if decode else 0
+        return max(0, min(most_rows, self.max_batched_tokens) - len(scheduled)) if decode else 0
 
     def add_guesses(self, scheduled: list[ScheduledSequence], guesses: list[list[int]]) -> list[ScheduledSequence]:
         """Let as many guesses run with each decoding sequence as have room in its blocks and in free ones."""

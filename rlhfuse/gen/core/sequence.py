@@ -12,6 +12,8 @@ import operator
 from dataclasses import dataclass, field
 from typing import Literal, SupportsIndex
 
+import numpy as np
+
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 
@@ -128,6 +130,14 @@ class Sequence:
         assert self.finish_reason is not None, f"sample {self.sample_id} is not finished"
         lists = tuple(self.prompt), tuple(self.tokens), tuple(self.logprobs)
         return GenerationResult(self.sample_id, *lists, self.finish_reason)
+
+
+def stop_table(sequences: list[Sequence]) -> np.ndarray:
+    """The tokens that end each sequence, [S, E] int64, unused columns -1, behind the used ones."""
+    table = np.full((len(sequences), max(len(seq.stop_ids) for seq in sequences)), -1, np.int64)
+    for row, seq in zip(table, sequences):
+        row[: len(seq.stop_ids)] = sorted(seq.stop_ids)
+    return table
 
 
 def _splitmix64(word: int) -> int:

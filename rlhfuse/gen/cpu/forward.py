@@ -6,14 +6,12 @@ sequence alone (docs/explanation/engine.md). In bfloat16 weights and cache are b
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.gen.core.draws import DrawBatch, Draws
+from rlhfuse.gen.core.draws import DrawBatch, Launched
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import LayerWeights, ModelWeights, TensorParallel
@@ -45,7 +43,7 @@ class LaneKVCache(KVCache):
 
 
 def _layer_arrays(layer: LayerWeights[Tensor]) -> LayerWeights[np.ndarray]:
-    none = as_array(layer.qkv)[0, :0]  # of the same type, so that one compiled kernel serves all models
+    none = as_array(layer.linear_qkv)[0, :0]  # of the same type, so that one compiled kernel serves all models
     return LayerWeights(**{name: none if weight is None else as_array(weight) for name, weight in vars(layer).items()})
 
 
@@ -55,32 +53,15 @@ class Workspace:
     def __init__(self, **features: int) -> None:
         self._features = features
         self._arrays: dict[str, np.ndarray] = {}
-        self.offsets: dict[str, np.ndarray] = {}
-        self._panels = 0
 
-    def reserve(self, panels: int) -> None:
-        if panels > self._panels:
-            self._panels = panels
-            for name, features in self._features.items():
-                self._arrays[name] = np.zeros((panels, features, LANES), np.float32)
-                self.offsets[name] = panel_offsets(panels, features)
+    def take(self, name: str, panels: int) -> np.ndarray:
+        if name not in self._arrays or panels > len(self._arrays[name]):
+            self._arrays[name] = np.zeros((panels, self._features[name], LANES), np.float32)
+        return self._arrays[name][:panels]
 
     def clear(self) -> None:
         """Give all memory back."""
-        self._arrays, self.offsets, self._panels = {}, {}, 0
-
-    def take(self, name: str, panels: int) -> np.ndarray:
-        return self._arrays[name][:panels]
-
-
-class DrawnStep(NamedTuple):
-    """A step that is done."""
-
-    places: np.ndarray
-    draws: Draws
-
-    def read(self) -> Draws:
-        return self.draws
+        self._arrays.clear()
 
 
 class CpuForward:
@@ -94,7 +75,7 @@ class CpuForward:
         self.spec, self.parallel = spec, parallel
         self.eps = np.float32(spec.norm_eps)
         self.scale = np.float32(spec.head_dim**-0.5)
-        self.cos, self.sin = (table.numpy() for table in rotary_tables(spec, torch.device("cpu")))
+        self.cos, self.sin = (table.numpy() for table in rotary_tables(spec, spec.context, torch.device("cpu")))
         self.heads, self.kv_heads = spec.heads // parallel.size, spec.kv_heads // parallel.size
         self.space = Workspace(
             **dict.fromkeys(("x", "delta", "normed", "drawn"), spec.hidden),
@@ -132,13 +113,13 @@ class CpuForward:
         return rows  # packed: one may have them all
 
     @torch.inference_mode()
-    def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> DrawnStep:
-        return DrawnStep(batch.draw_rows, draw_tokens(self.forward(batch, cache), draws))
+    def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> Launched:
+        drawn = draw_tokens(self.forward(batch, cache), draws)
+        return Launched(batch.draw_rows, lambda: drawn)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits [drawing rows, vocab] float32 of one step; keys and values go into the cache."""
         threads, panels = share_threads(), -(-len(batch.tokens) // LANES)
-        self.space.reserve(panels)
         keys, values = as_array(cache.keys), as_array(cache.values)
         step = _Step(self, batch, panels, threads)
         for number, layer in enumerate(self.layers):
@@ -156,7 +137,9 @@ class _Step:
         self.x, self.delta, self.normed, self.qkv, self.attention, self.mlp = (
             space.take(name, panels) for name in ("x", "delta", "normed", "qkv", "attention", "mlp")
         )
-        self.hidden_at, self.attention_at, self.mlp_at = (space.offsets[n] for n in ("x", "attention", "mlp"))
+        self.hidden_at, self.attention_at, self.mlp_at = (
+            panel_offsets(panels, array.shape[1]) for array in (self.x, self.attention, self.mlp)
+        )
         self.q = np.empty((len(batch.tokens), forward.heads, forward.spec.head_dim), np.float32)
         self.queries = Queries.of(batch.query_starts, batch.contexts, forward.kv_heads, threads)
         self.no_bias = forward.final_norm[:0]
@@ -168,21 +151,21 @@ class _Step:
     def attend(self, layer: LayerWeights[np.ndarray], keys: np.ndarray, values: np.ndarray) -> None:
         """delta = proj(attention(norm(x + delta))), a bias of proj still to be added"""
         forward, batch, tokens = self.forward, self.batch, len(self.batch.tokens)
-        decoder.add_norm(self.x, self.delta, self.no_bias, layer.input_norm, forward.eps, self.normed)
-        decoder.multiply(layer.qkv, self.normed, self.hidden_at, tokens, self.qkv, self.threads)
+        decoder.add_norm(self.x, self.delta, self.no_bias, layer.input_layernorm, forward.eps, self.normed)
+        decoder.multiply(layer.linear_qkv, self.normed, self.hidden_at, tokens, self.qkv, self.threads)
         places = batch.positions, batch.slots, forward.cos, forward.sin
-        norms = layer.qkv_bias, layer.q_norm, layer.k_norm, forward.eps
+        norms = layer.linear_qkv_bias, layer.q_layernorm, layer.k_layernorm, forward.eps
         decoder.place_heads(self.qkv, *places, *norms, keys, values, self.q, self.threads)
         paged_attention(self.q, keys, values, batch.tables, *self.queries, forward.scale, self.attention)
-        decoder.multiply(layer.proj, self.attention, self.attention_at, tokens, self.delta, self.threads)
+        decoder.multiply(layer.linear_proj, self.attention, self.attention_at, tokens, self.delta, self.threads)
         self._sum(self.delta)
 
     def run_mlp(self, layer: LayerWeights[np.ndarray]) -> None:
         """delta = fc2(silu(gate) * up) of norm(x + delta + bias of proj)"""
-        tokens = len(self.batch.tokens)
-        decoder.add_norm(self.x, self.delta, layer.proj_bias, layer.mlp_norm, self.forward.eps, self.normed)
-        decoder.multiply_swiglu(layer.fc1, self.normed, self.hidden_at, tokens, self.mlp, self.threads)
-        decoder.multiply(layer.fc2, self.mlp, self.mlp_at, tokens, self.delta, self.threads)
+        tokens, eps = len(self.batch.tokens), self.forward.eps
+        decoder.add_norm(self.x, self.delta, layer.linear_proj_bias, layer.pre_mlp_layernorm, eps, self.normed)
+        decoder.multiply_swiglu(layer.linear_fc1, self.normed, self.hidden_at, tokens, self.mlp, self.threads)
+        decoder.multiply(layer.linear_fc2, self.mlp, self.mlp_at, tokens, self.delta, self.threads)
         self._sum(self.delta)
 
     def logits(self) -> Tensor:

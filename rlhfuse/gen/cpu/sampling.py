@@ -24,12 +24,17 @@ _U64 = np.uint64
 
 
 @njit(forceinline=True)
+def mix64(h):
+    """What a round of splitmix64 makes of its state: uint64."""
+    h = (h ^ (h >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    h = (h ^ (h >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return h ^ (h >> _U64(31))
+
+
+@njit(forceinline=True)
 def noise_key(stream, position):
     """Two 32-bit numbers for each (stream, position): one round of splitmix64."""
-    state = (stream ^ _U64(position)) + _U64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> _U64(27))) * _U64(0x94D049BB133111EB)
-    state ^= state >> _U64(31)
+    state = mix64((stream ^ _U64(position)) + _U64(0x9E3779B97F4A7C15))
     return _U32(state), _U32(state >> _U64(32))
 
 
@@ -113,12 +118,12 @@ def _score(row, temperature, cutoff, hashes, scores):
 @njit(forceinline=True)
 def _within(weights, width, start, key0, key1, reach, hashes):
     """The tokens' hashes, and how many may have a noise that lifts them far enough."""
-    found = np.int32(0)
+    within = np.int32(0)
     for j in range(width):
         h = noise_hash(key0, key1, start + j)
         hashes[j] = h
-        found += np.int32(F32(h) * F32(2.0**-32) <= weights[j] * reach)
-    return found
+        within += np.int32(F32(h) * F32(2.0**-32) <= weights[j] * reach)
+    return within
 
 
 @njit
@@ -134,10 +139,10 @@ def _sampled_token(row, weights, highest, key0, key1, temperature, cutoff):
     for c in range(chunks.shape[0] + 1):
         start = np.uint32(c * CHUNK)
         if c < chunks.shape[0]:
-            found = _within(chunks[c], CHUNK, start, key0, key1, reach, hashes)
+            near = _within(chunks[c], CHUNK, start, key0, key1, reach, hashes)
         else:
-            found = _within(rest, rest.shape[0], start, key0, key1, reach, hashes)
-        if best > highest - FARTHEST and not found:
+            near = _within(rest, rest.shape[0], start, key0, key1, reach, hashes)
+        if best > highest - FARTHEST and not near:
             continue
         width = min(CHUNK, row.shape[0] - c * CHUNK)
         _score(row[c * CHUNK : c * CHUNK + width], temperature, cutoff, hashes, scores)
@@ -151,25 +156,9 @@ def _sampled_token(row, weights, highest, key0, key1, temperature, cutoff):
 
 @njit
 def _greedy_token(row):
-    """The highest logit's token, the first of equal ones."""
-    highest = _highest(row)
-    for i in range(row.shape[0]):
-        if row[i] == highest and highest > -np.inf:
-            return i
-    return -1
-
-
-@njit
-def _lowest(row):
-    """min(row), of a row without NaN."""
-    lanes = np.full(CHUNK, np.inf, np.float32)
-    chunks, rest = _chunks(row)
-    for c in range(chunks.shape[0]):
-        for j in range(CHUNK):
-            lanes[j] = chunks[c, j] if chunks[c, j] < lanes[j] else lanes[j]
-    for j in range(rest.shape[0]):
-        lanes[j] = rest[j] if rest[j] < lanes[j] else lanes[j]
-    return lanes.min()
+    """The highest logit's token, the first of equal ones; -1 if all are minus infinity."""
+    token = np.argmax(row)
+    return token if row[token] > -np.inf else -1
 
 
 @njit
@@ -207,7 +196,7 @@ def row_cutoff(row, temperature, top_k, top_p):
     highest = _highest(row)
     if highest == -np.inf:
         return highest
-    lowest, highest = _lowest(row) / temperature, highest / temperature
+    lowest, highest = -_highest(-row) / temperature, highest / temperature
     vocab = row.shape[0]
     left = top_k if 0 < top_k < vocab else vocab  # tokens that top-k leaves, counted down bin by bin
     bins, weights = np.empty(vocab, np.uint16), np.empty(vocab, np.float32)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfuse.decisions.decode_shapes import rounded_queries, rounded_rows, rounded_width
+from rlhfuse.decisions.decode_shapes import rounded_rows, rounded_width
 from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.gpu.draws import DrawInputs, draw_array
@@ -30,67 +29,25 @@ class DecodeShape(NamedTuple):
     def rows(self) -> int:
         return self.sequences * self.queries
 
-    @property
-    def integers(self) -> int:
-        return self.rows * (3 + self.draws) + self.sequences * (1 + self.width)
-
     @staticmethod
-    def holding(
-        sequences: int,
-        blocks: int,
-        most_sequences: int,
-        most_blocks: int,
-        block_tokens: int,
-        banned: int = 0,
-        queries: int = 1,
-    ) -> DecodeShape:
+    def holding(sequences: int, blocks: int, most_sequences: int, most_blocks: int, block_tokens: int) -> DecodeShape:
         """The smallest shape for so many sequences of at most `blocks` blocks; beyond the `most_` only if they are."""
-        width, rounded = rounded_width(blocks, most_blocks, block_tokens), rounded_queries(queries)
-        return DecodeShape(rounded_rows(sequences, most_sequences), width, DrawInputs.columns(banned), rounded)
+        return DecodeShape(rounded_rows(sequences, most_sequences), rounded_width(blocks, most_blocks, block_tokens))
 
 
-@dataclass(frozen=True, eq=False)
-class DecodeInputs:
-    """Views into `packed`, int32 [shape.integers] on the device, which the next step of this shape overwrites."""
+class DecodeInputs(NamedTuple):
+    """Integers of a step of one shape, int32 on the device: the next step of this shape overwrites their memory."""
 
-    shape: DecodeShape
-    packed: Tensor
-
-    @staticmethod
-    def empty(shape: DecodeShape, device: torch.device) -> DecodeInputs:
-        return DecodeInputs(shape, torch.empty(shape.integers, dtype=torch.int32, device=device))
-
-    def indices(self) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens, positions, slots, each [rows] int64: new tensors, made by one kernel."""
-        tokens, positions, slots = self.packed[: 3 * self.shape.rows].long().chunk(3)
-        return tokens, positions, slots
-
-    @property
-    def contexts(self) -> Tensor:
-        """[sequences] int32: tokens up to the last query of each, a guess or one that pads."""
-        return self.packed[-self.shape.sequences * (1 + self.shape.width) :][: self.shape.sequences]
-
-    @property
-    def tokens(self) -> Tensor:
-        """[rows] int32; ~i until `feed` has put the i-th draw of the step before there."""
-        return self.packed[: self.shape.rows]
-
-    @property
-    def draws(self) -> DrawInputs:
-        rows = self.shape.rows
-        return DrawInputs(rows, self.packed[3 * rows : (3 + self.shape.draws) * rows])
-
-    @property
-    def tables(self) -> Tensor:
-        """[sequences, width] int32 cache blocks; those past a context are never looked at."""
-        sequences, width = self.shape[:2]
-        return self.packed[-sequences * width :].view(sequences, width)
+    facts: Tensor  # [3, rows]: tokens, ~i until `feed` has put the i-th draw of the step before there; positions; slots
+    draws: Tensor  # [integers of a row's draw, rows], as DrawInputs.packed
+    contexts: Tensor  # [sequences]: tokens up to the last query of each, a guess or one that pads
+    tables: Tensor  # [sequences, width] cache blocks; those past a context are never looked at
 
 
 def padded_arrays(
     batch: ForwardBatch, draws: DrawBatch, shape: DecodeShape, spare_block: int, block_tokens: int
 ) -> list[np.ndarray]:
-    """The parts of DecodeInputs.packed for a batch of sequences that decode, in order, with padding rows."""
+    """DecodeInputs of a batch of sequences that decode, with padding rows, in host memory."""
     # Padding is token 0 at position 0, in a spare block that no sequence ever gets; what it reads is of no interest.
     sequences, counts = len(batch.contexts), np.diff(batch.query_starts)
     assert sequences <= shape.sequences and counts.max() <= shape.queries, f"{counts} tokens do not fit {shape}"
@@ -120,9 +77,10 @@ class Staging:
         self._host = torch.empty(0, dtype=torch.int32)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
-    def send(self, arrays: list[np.ndarray], target: Tensor | None = None) -> Tensor:
-        """All arrays one after another as int32 on the device, in `target` or a new tensor; they may change at once."""
-        total = sum(array.size for array in arrays)
+    def send(self, arrays: list[np.ndarray], target: Tensor | None = None) -> list[Tensor]:
+        """The arrays as int32 on the device, side by side in `target` or a new tensor; they may change at once."""
+        sizes = [array.size for array in arrays]
+        total = sum(sizes)
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this one still reads the host memory
         if total > self._host.numel():
@@ -133,22 +91,11 @@ class Staging:
         target.copy_(self._host[:total], non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
-        return target
-
-
-class Recorder(Protocol):
-    """Turns work on fixed memory into something that does it again."""
-
-    def record(self, work: Callable[[], object]) -> Callable[[], None]:
-        """What repeats `work`. `work` may be run while recording, any number of times, also none."""
-        ...
-
-    def release(self) -> None:
-        """Give back the memory of what was recorded; the caller has dropped all of it."""
+        return [part.view(array.shape) for part, array in zip(target.split(sizes), arrays)]
 
 
 class CudaRecorder:
-    """Records CUDA graphs of one device into one memory pool."""
+    """Turns work on fixed memory into something that does it again: CUDA graphs of one device, in one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -156,6 +103,7 @@ class CudaRecorder:
         self._pool: Any = None
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
+        """What repeats `work`, which is run while recording, once for real."""
         with torch.cuda.device(self._device):
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             # On the stream of the capture, so that what libraries allocate per stream lies outside the pool.
@@ -175,6 +123,7 @@ class CudaRecorder:
         return graph.replay
 
     def release(self) -> None:
+        """Give back the memory of what was recorded; the caller has dropped all of it."""
         torch.cuda.synchronize(self._device)  # no replay may still be running in the memory that is given back
         self._pool = None
 
@@ -186,10 +135,10 @@ class DecodeGraphs:
     too, so all ranks must capture and replay in one order: the ranks of an engine take identical steps.
     """
 
-    def __init__(self, recorder: Recorder | None, device: torch.device) -> None:
+    def __init__(self, recorder: CudaRecorder | None, device: torch.device) -> None:
         """`recorder` None: steps are launched one by one, and nothing is recorded."""
         self._recorder, self._device = recorder, device
-        self._recorded: dict[DecodeShape, tuple[DecodeInputs, Callable[[], None]]] = {}
+        self._recorded: dict[DecodeShape, tuple[Tensor, Callable[[], None]]] = {}  # memory of its inputs, replay
         self._addresses: tuple[int, ...] = ()
         self.recording_seconds, self.recorded_shapes = 0.0, 0  # since the beginning
 
@@ -207,13 +156,15 @@ class DecodeGraphs:
         `work` must allocate nothing that outlives it, read nothing back, and write only what it would write again.
         """
         if self._recorder is None:
-            return work(DecodeInputs(shape, staging.send(arrays)))
-        inputs, replay = self._recorded.get(shape) or (DecodeInputs.empty(shape, self._device), None)
-        staging.send(arrays, inputs.packed)
+            return work(DecodeInputs(*staging.send(arrays)))
+        packed, replay = self._recorded.get(shape, (None, None))
+        if packed is None:
+            packed = torch.empty(sum(array.size for array in arrays), dtype=torch.int32, device=self._device)
+        inputs = DecodeInputs(*staging.send(arrays, packed))
         if replay is None:
             start = time.perf_counter()
             replay = self._recorder.record(lambda: work(inputs))
-            self._recorded[shape] = inputs, replay
+            self._recorded[shape] = packed, replay
             self.recording_seconds += time.perf_counter() - start
             self.recorded_shapes += 1
         replay()

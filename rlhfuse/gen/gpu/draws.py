@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfuse.gen.core.draws import DrawBatch, Draws
+from rlhfuse.gen.core.draws import DrawBatch, Draws, Launched
 
 FEWEST_BANS = 8  # columns: so that few shapes of a step occur
 _NO_DRAW = np.float32(-1).view(np.int32)  # the temperature of a row that draws nothing
@@ -70,21 +70,6 @@ class DrawKernels(NamedTuple):
     draw: Callable[[Tensor, DrawInputs, Tensor], None]
 
 
-@dataclass(frozen=True, eq=False)
-class StepInFlight:
-    """A step that was launched. `read` waits for it; once another two are launched, it is too late."""
-
-    places: np.ndarray  # [R]: where its draws lie among the outputs; row ~i of the next step's tokens means place i
-    _results: Tensor  # [2, most rows] int32 on the host
-    _done: torch.cuda.Event | None
-
-    def read(self) -> Draws:
-        if self._done is not None:
-            self._done.synchronize()
-        tokens, bits = self._results.numpy()[:, self.places]
-        return Draws(tokens.tolist(), bits.view(np.float32).tolist())
-
-
 class DrawOutputs:
     """The newest draws on the device, and two places on the host to which they are copied in turn."""
 
@@ -94,12 +79,22 @@ class DrawOutputs:
         self._hosts = [torch.empty((2, most_rows), dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._events = [torch.cuda.Event() if cuda else None for _ in range(2)]
 
-    def send(self, places: np.ndarray) -> StepInFlight:
-        """Copy what the launched step will have drawn to the host, without waiting."""
+    def send(self, places: np.ndarray) -> Launched:
+        """Copy what the launched step will have drawn to the host, without waiting.
+
+        places [R]: where its draws lie among the outputs.
+        """
         host, done = self._hosts[0], self._events[0]
         self._hosts.reverse()
         self._events.reverse()
         host.copy_(self.newest, non_blocking=True)
         if done is not None:
             done.record(torch.cuda.current_stream(self._device))
-        return StepInFlight(places, host, done)
+
+        def read() -> Draws:
+            if done is not None:
+                done.synchronize()
+            tokens, bits = host.numpy()[:, places]
+            return Draws(tokens.tolist(), bits.view(np.float32).tolist())
+
+        return Launched(places, read)

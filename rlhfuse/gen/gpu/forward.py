@@ -19,23 +19,24 @@ from rlhfuse.base.cuda_environment import recording_obstacle
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.decode_shapes import queries_within, rounded_queries
-from rlhfuse.gen.core.draws import DrawBatch
+from rlhfuse.gen.core.draws import DrawBatch, Launched
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import ModelWeights, TensorParallel
 from rlhfuse.gen.gpu.decode_graphs import (
+    CudaRecorder,
     DecodeGraphs,
     DecodeInputs,
     DecodeShape,
-    Recorder,
     Staging,
     padded_arrays,
     padded_places,
 )
-from rlhfuse.gen.gpu.draws import DrawInputs, DrawKernels, DrawOutputs, StepInFlight, draw_array
+from rlhfuse.gen.gpu.draws import DrawInputs, DrawKernels, DrawOutputs, draw_array
 from rlhfuse.models.attention.paged.cache import Attend, PagedAttention, PagedQueries
 from rlhfuse.models.layers.decode_layer import LayerKernels
 from rlhfuse.models.layers.rotation import rotary_tables
+from rlhfuse.parallel.weight_gradients import product
 
 
 class DeviceForward:
@@ -51,11 +52,11 @@ class DeviceForward:
         parallel: TensorParallel,
         device: torch.device,
         max_sequences: int,
-        recorder: Recorder | None,
+        recorder: CudaRecorder | None,
         kernels: DrawKernels,
         attention: PagedAttention,
         layer_kernels: LayerKernels,
-        draft_rows: int = 0,
+        guess_rows: int = 0,
     ) -> None:
         """`recorder` None: no graphs. `bind` must be called before `launch`.
 
@@ -66,10 +67,10 @@ class DeviceForward:
         self.spec, self.parallel, self.device = spec, parallel, device
         self.max_sequences = max_sequences
         self._attention, self._layer_kernels = attention, layer_kernels
-        self._rotary = rotary_tables(spec, device)
+        self._rotary = rotary_tables(spec, spec.context, device)
         self._staging = Staging(device)
         self._graphs = DecodeGraphs(recorder, device)
-        self._kernels, self._outputs = kernels, DrawOutputs(device, max(max_sequences, draft_rows))
+        self._kernels, self._outputs = kernels, DrawOutputs(device, max(max_sequences, guess_rows))
         self._weights: ModelWeights | None = None
         self._weight_addresses: tuple[int, ...] = ()
 
@@ -104,7 +105,7 @@ class DeviceForward:
         self._graphs.release()
 
     @torch.inference_mode()
-    def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> StepInFlight:
+    def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> Launched:
         assert cache.keys.shape[1] * cache.block_tokens < 2**31, "slots are sent as int32"
         if len(batch.tokens) == len(batch.contexts) or batch.guesses is not None:
             return self._outputs.send(self._decode_step(batch, draws, cache))
@@ -115,25 +116,27 @@ class DeviceForward:
 
     def decode(self, inputs: DecodeInputs, cache: KVCache) -> Tensor:
         """Logits [rows, vocab] float32: of fixed shapes, never waiting; may be run twice."""
-        self._kernels.feed(inputs.tokens, self._outputs.newest[0])
-        tokens, positions, slots = inputs.indices()
-        attend = self._attention.decode(inputs.tables, inputs.contexts, inputs.shape.queries)
+        facts, _, contexts, tables = inputs
+        self._kernels.feed(facts[0], self._outputs.newest[0])
+        tokens, positions, slots = facts.long()  # new tensors, made by one kernel
+        attend = self._attention.decode(tables, contexts, facts.shape[1] // len(contexts))
         return self._logits(*self._layers(tokens, positions, slots, cache, attend))
 
     def _decode_step(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> np.ndarray:
         """Launch it; returns the rows that draw."""
-        most_blocks, banned = -(-self.spec.context // cache.block_tokens), draws.banned.shape[1]
-        most = self.max_sequences, most_blocks
+        most = self.max_sequences, -(-self.spec.context // cache.block_tokens)
         counts = np.diff(batch.query_starts)
         queries = rounded_queries(int(counts.max()))
         # a sequence with fewer than others is padded, and what pads it must find blocks in its table
         blocks = -(-int((batch.contexts - counts).max() + queries) // cache.block_tokens)
         blocks = max(blocks, batch.tables.shape[1])
-        shape = DecodeShape.holding(len(counts), blocks, *most, cache.block_tokens, banned, queries)
+        shape = DecodeShape.holding(len(counts), blocks, *most, cache.block_tokens)
+        shape = shape._replace(draws=DrawInputs.columns(draws.banned.shape[1]), queries=queries)
         arrays = padded_arrays(batch, draws, shape, cache.keys.shape[1] - 1, cache.block_tokens)
 
         def work(inputs: DecodeInputs) -> None:
-            self._kernels.draw(self.decode(inputs, cache), inputs.draws, self._outputs.newest)
+            draws = DrawInputs(shape.rows, inputs.draws.flatten())
+            self._kernels.draw(self.decode(inputs, cache), draws, self._outputs.newest)
 
         self._graphs.keep_for((*self._weight_addresses, cache.keys.data_ptr(), cache.values.data_ptr()))
         self._graphs.run(shape, arrays, self._staging, work)
@@ -144,15 +147,14 @@ class DeviceForward:
         rows = len(batch.draw_rows)
         arrays = [batch.tokens, batch.positions, batch.slots, batch.draw_rows, batch.query_starts, batch.contexts]
         arrays += [batch.tables, draw_array(draws, np.arange(rows), rows)]
-        sent = self._staging.send(arrays).split([array.size for array in arrays])
-        self._kernels.feed(sent[0], self._outputs.newest[0])
-        tokens, positions, slots, draw_rows = (x.long() for x in sent[:4])
-        tables, here = sent[6].view(batch.tables.shape), torch.from_numpy(batch.tables)
-        runs = batch.query_starts.tolist(), batch.contexts.tolist()
-        attend = self._attention.mixed(PagedQueries(tables, sent[4], sent[5], *runs, here))
+        *indices, query_starts, contexts, tables, packed = self._staging.send(arrays)
+        self._kernels.feed(indices[0], self._outputs.newest[0])
+        tokens, positions, slots, draw_rows = (x.long() for x in indices)
+        runs, here = (batch.query_starts.tolist(), batch.contexts.tolist()), torch.from_numpy(batch.tables)
+        attend = self._attention.mixed(PagedQueries(tables, query_starts, contexts, *runs, here))
         x, delta = self._layers(tokens, positions, slots, cache, attend)
         none = torch.empty(0, self.spec.vocab, device=self.device)
-        return self._logits(x[draw_rows], delta[draw_rows]) if rows else none, DrawInputs(rows, sent[7])
+        return self._logits(x[draw_rows], delta[draw_rows]) if rows else none, DrawInputs(rows, packed.flatten())
 
     def _layers(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, attend: Attend
@@ -167,12 +169,14 @@ class DeviceForward:
         x, delta = self.parallel.embed(tokens, self._weights.embedding), None
         for number, layer in enumerate(self._weights.layers):
             keys, values = cache.keys[number], cache.values[number]
-            qkv = F.linear(add_norm(x, delta, None, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
-            norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+            bias, q_norm, k_norm = layer.linear_qkv_bias, layer.q_layernorm, layer.k_layernorm
+            qkv = F.linear(add_norm(x, delta, None, layer.input_layernorm, eps), layer.linear_qkv, bias)
+            norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
             q = place_heads(qkv, norms, eps, self._rotary, positions, slots, keys, values)
-            delta = product_sum(attend(q, keys, values).flatten(1), layer.proj)
-            mlp = swiglu(F.linear(add_norm(x, delta, layer.proj_bias, layer.mlp_norm, eps), layer.fc1))
-            delta = product_sum(mlp, layer.fc2)
+            delta = product_sum(attend(q, keys, values).flatten(1), layer.linear_proj)
+            bias, norm = layer.linear_proj_bias, layer.pre_mlp_layernorm
+            mlp = swiglu(F.linear(add_norm(x, delta, bias, norm, eps), layer.linear_fc1))
+            delta = product_sum(mlp, layer.linear_fc2)
         assert delta is not None, "a model has layers"
         return x, delta
 
@@ -180,6 +184,5 @@ class DeviceForward:
         """[rows, vocab] float32: the products' own sums, not rounded between."""
         assert self._weights is not None, "bind() comes first"
         x = self._layer_kernels.add_norm(x, delta, None, self._weights.final_norm, self.spec.norm_eps)
-        weight = self._weights.output.t()
-        logits = torch.mm(x, weight, out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float()
+        logits = product(x, self._weights.output.t())
         return self.parallel.gather(logits)[:, : self.spec.vocab]

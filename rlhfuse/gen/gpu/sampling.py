@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlhfuse.gen.gpu.draws import DrawInputs
+from rlhfuse.models.layers.decode_layer_triton import power_of_two
 
 # Formulas are those of models/cpu/elementwise.py in the same order, so no launch may fuse multiply and add.
 
@@ -47,8 +48,9 @@ def draw(logits: Tensor, inputs: DrawInputs, outputs: Tensor) -> None:
     given = logits, logits.stride(0), vocab, inputs.packed, rows
     parts = highest, totals, best, tokens
     _run(_cutoffs, (rows,), *given, cutoffs, BLOCK=CUTOFF_BLOCK, num_warps=16)
-    _run(_scores, (rows, splits), *given, cutoffs, *parts, BLOCK=min(_power_of_two(vocab), CHUNK), num_warps=8)
-    _run(_merge, (rows,), *given, *parts, splits, outputs, outputs.stride(0), SPLITS=_power_of_two(splits), num_warps=1)
+    block, room = min(power_of_two(vocab), CHUNK), power_of_two(splits)
+    _run(_scores, (rows, splits), *given, cutoffs, *parts, BLOCK=block, num_warps=8)
+    _run(_merge, (rows,), *given, *parts, splits, outputs, outputs.stride(0), SPLITS=room, num_warps=1)
 
 
 def feed(tokens: Tensor, newest: Tensor) -> None:
@@ -59,10 +61,6 @@ def feed(tokens: Tensor, newest: Tensor) -> None:
 
 def _run(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> None:
     kernel[grid](*arguments, **options, enable_fp_fusion=False)
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 @triton.jit(do_not_specialize=["rows"])

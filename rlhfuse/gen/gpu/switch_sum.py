@@ -8,7 +8,6 @@ that all hold the same bits.
 from __future__ import annotations
 
 import socket
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,30 +15,20 @@ from torch import Tensor
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.gen.core.model_shard import TensorParallel
+from rlhfuse.parallel.collectives import all_gather_objects
 
 LEAST_CAPABILITY = (9, 0)  # of a GPU that adds in the switch
 TOLERANCE = 0.02  # of the largest sum, in bfloat16
 
 
-class SharedMemory(Protocol):
-    """Memory that the ranks of a group see, and the sum over it."""
-
-    def buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """New on every rank of the group, [elements]; a collective. Raises where there is none."""
-        ...
-
-    def sum(self, part: Tensor) -> None:
-        """Write the ranks' sum over `part`, the beginning of the buffer, on all ranks; never waits on the host."""
-        ...
-
-
 class SwitchMemory:
-    """torch's, on CUDA."""
+    """Memory that the GPUs of a group see, torch's symmetric one, and the sum over it."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
 
     def buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """New on every rank of the group, [elements]; a collective. Raises where there is none."""
         from torch.distributed import _symmetric_memory as symmetric  # CPU builds of torch may lack it
 
         made = symmetric.empty(elements, dtype=dtype, device=self._device)
@@ -48,13 +37,14 @@ class SwitchMemory:
         return made
 
     def sum(self, part: Tensor) -> None:
+        """Write the ranks' sum over `part`, the beginning of the buffer, on all ranks; never waits on the host."""
         torch.ops.symm_mem.multimem_all_reduce_(part, "sum", self._group.group_name)
 
 
 class SwitchParallel(TensorParallel):
     """Products of up to `most_rows` rows are written into the shared memory, and summed there."""
 
-    def __init__(self, group: dist.ProcessGroup, memory: SharedMemory, buffer: Tensor) -> None:
+    def __init__(self, group: dist.ProcessGroup, memory: SwitchMemory, buffer: Tensor) -> None:
         """`buffer`: of `memory`, as long as the largest product."""
         super().__init__(group)
         self._memory, self._buffer = memory, buffer
@@ -88,7 +78,7 @@ def choose_parallel(
     most_rows: int,
     hidden: int,
     dtype: torch.dtype,
-    memory: SharedMemory | None = None,
+    memory: SwitchMemory | None = None,
 ) -> tuple[TensorParallel, str]:
     """How the ranks of an instance sum, the same on all of them, and a line for the log; a collective of the group.
 
@@ -129,15 +119,9 @@ def _obstacle(group: dist.ProcessGroup, device: torch.device, row_bytes: int) ->
 
 
 def _several_nodes(group: dist.ProcessGroup) -> str:
-    return "the ranks are of several nodes" if len(set(_gathered(group, socket.gethostname()))) > 1 else ""
+    return "the ranks are of several nodes" if len(set(all_gather_objects(socket.gethostname(), group))) > 1 else ""
 
 
 def _first(group: dist.ProcessGroup, obstacle: str) -> str:
     """Obstacle of the first rank that has one; "" where none has."""
-    return next(filter(None, _gathered(group, obstacle)), "")
-
-
-def _gathered(group: dist.ProcessGroup, text: str) -> list[str]:
-    told: list[Any] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(told, text, group=group)
-    return told
+    return next(filter(None, all_gather_objects(obstacle, group)), "")

@@ -80,14 +80,7 @@ class HeadPlan:
         return [(m, slice(m.first - start, m.last - start)) for m in self.moves if rank in (m.source, m.destination)]
 
 
-def send_sequences(
-    transfer: KVTransfer,
-    plan: HeadPlan,
-    rank: int,
-    group: dist.ProcessGroup | None = None,
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> int:
+def send_sequences(transfer: KVTransfer, plan: HeadPlan, rank: int, *, bucket_bytes: int = BUCKET_BYTES) -> int:
     """This rank's part of sending; every source rank calls it inside its `export_sequences`. Returns bytes of KV sent.
 
     Raises RuntimeError if a destination refuses the samples or its ranks disagree.
@@ -95,8 +88,8 @@ def send_sequences(
     peers = plan.moves_of(rank)
     manifest = transfer.manifest.to_bytes()
     for move, _ in peers:
-        send_bytes(manifest, move.destination, group)
-    answers = [receive_bytes(move.destination, group) for move, _ in peers]
+        send_bytes(manifest, move.destination)
+    answers = [receive_bytes(move.destination) for move, _ in peers]
     if REFUSED in answers or len(set(answers)) > 1:
         raise RuntimeError(f"rank {rank}: the samples were not taken by all of ranks {list(plan.destinations)}")
     under_way, sent = deque(), 0
@@ -104,31 +97,24 @@ def send_sequences(
         if len(under_way) == 2:
             under_way.popleft()[0].wait()
         kv = transfer.read(numbers, heads)
-        under_way.append((start_transfer(dist.isend, kv, move.destination, group), kv))  # kv lives until it is sent
+        under_way.append((start_transfer(dist.isend, kv, move.destination), kv))  # kv lives until it is sent
         sent += kv.numel() * kv.element_size()
         del kv
     for work, _ in under_way:
         work.wait()
     for move, _ in peers:
-        if receive_bytes(move.destination, group) != DONE:
+        if receive_bytes(move.destination) != DONE:
             raise RuntimeError(f"rank {move.destination} did not confirm that it has the samples")
     return sent
 
 
-def receive_sequences(
-    engine: Engine,
-    plan: HeadPlan,
-    rank: int,
-    group: dist.ProcessGroup | None = None,
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> list[int]:
+def receive_sequences(engine: Engine, plan: HeadPlan, rank: int, *, bucket_bytes: int = BUCKET_BYTES) -> list[int]:
     """This rank's part of receiving; every destination rank calls it. Returns ids whose tokens will be run again.
 
     Raises what `Engine.import_sequences` raises, after the source was told that the samples stay there.
     """
     peers = plan.moves_of(rank)
-    manifests = [TransferManifest.from_bytes(receive_bytes(move.source, group)) for move, _ in peers]
+    manifests = [TransferManifest.from_bytes(receive_bytes(move.source)) for move, _ in peers]
     manifest, *others = manifests
     if any(other != manifest for other in others):
         raise RuntimeError(f"ranks {list(plan.sources)} sent different manifests; they did not take the same steps")
@@ -136,15 +122,15 @@ def receive_sequences(
         with engine.import_sequences(manifest) as transaction:
             missing = transaction.missing_blocks
             for move, _ in peers:
-                send_bytes(json.dumps(missing).encode(), move.source, group)
+                send_bytes(json.dumps(missing).encode(), move.source)
             messages = _messages(missing, peers, manifest.shape, bucket_bytes)
-            _receive_blocks(transaction, messages, manifest.shape, group)
+            _receive_blocks(transaction, messages, manifest.shape)
     except InputError:  # raised before anything was answered
         for move, _ in peers:
-            send_bytes(REFUSED, move.source, group)
+            send_bytes(REFUSED, move.source)
         raise
     for move, _ in peers:
-        send_bytes(DONE, move.source, group)
+        send_bytes(DONE, move.source)
     return transaction.recomputed
 
 
@@ -163,9 +149,7 @@ def _messages(
                 yield run[index], move, heads
 
 
-def _receive_blocks(
-    transaction: ImportTransaction, messages: Iterator[Message], shape: BlockShape, group: dist.ProcessGroup | None
-) -> None:
+def _receive_blocks(transaction: ImportTransaction, messages: Iterator[Message], shape: BlockShape) -> None:
     under_way = deque()
 
     def finish_first() -> None:
@@ -177,7 +161,7 @@ def _receive_blocks(
         if len(under_way) == 2:
             finish_first()
         kv = transaction.empty(shape.tensor_shape(len(numbers), move.last - move.first))
-        under_way.append((start_transfer(dist.irecv, kv, move.source, group), numbers, kv, heads))
+        under_way.append((start_transfer(dist.irecv, kv, move.source), numbers, kv, heads))
         del kv
     while under_way:
         finish_first()

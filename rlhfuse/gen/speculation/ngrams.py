@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from rlhfuse.gen.cpu.sampling import exponential, noise_hash, noise_key
+from rlhfuse.gen.cpu.sampling import exponential, mix64, noise_hash, noise_key
 from rlhfuse.models.cpu.elementwise import F32
 
 ORDER = 4
@@ -27,13 +27,6 @@ MOST_PAIRS = 1024  # looked at for one guess
 _U64 = np.uint64
 _SEED = _U64(0x9E3779B97F4A7C15)
 _PAIR = _U64(0xD6E8FEB86659FD93)
-
-
-@njit(forceinline=True)
-def _mix(h):
-    h = (h ^ (h >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    h = (h ^ (h >> _U64(27))) * _U64(0x94D049BB133111EB)
-    return h ^ (h >> _U64(31))
 
 
 @njit(forceinline=True)
@@ -81,12 +74,12 @@ def count(text, start, end, suffixes, pairs, lists, used):
             return i
         h = _SEED
         for order in range(min(ORDER, i)):
-            h = _mix(h + _U64(text[i - 1 - order]) + _U64(1))
+            h = mix64(h + _U64(text[i - 1 - order]) + _U64(1))
             suffix = suffixes[_place(suffixes, h)]
             if suffix[KEY] == 0:
                 suffix[KEY] = _key(h)
                 used[0] += 1
-            after = _mix(h ^ (_U64(text[i]) * _PAIR))
+            after = mix64(h ^ (_U64(text[i]) * _PAIR))
             pair = pairs[_place(pairs, after)]
             if pair[KEY] == 0:
                 place = suffix[KINDS]
@@ -102,15 +95,15 @@ def count(text, start, end, suffixes, pairs, lists, used):
 
 @njit
 def _interpolate(text, length, suffixes, lists, p, touched):
-    """Probabilities after text[:length] into p [vocab], zeros before; returns how many are not 0, and the order."""
+    """Probabilities after text[:length] into p [vocab], zeros before; returns their tokens, and the order."""
     where, highest, h = np.empty(ORDER, np.int64), 0, _SEED
     for order in range(min(ORDER, length)):
-        h = _mix(h + _U64(text[length - 1 - order]) + _U64(1))
+        h = mix64(h + _U64(text[length - 1 - order]) + _U64(1))
         where[order] = np.int64(_place(suffixes, h))
         if suffixes[where[order], KEY] == 0:
             break
         highest = order + 1
-    found, rest, seen = 0, F32(1), 0
+    kept, rest, seen = 0, F32(1), 0
     for order in range(highest, 0, -1):
         suffix = suffixes[where[order - 1]]
         if suffix[TOTAL] == 0:  # all its pairs have the hashes of others
@@ -120,21 +113,21 @@ def _interpolate(text, length, suffixes, lists, p, touched):
         for pair in range(first, first + kinds):
             token = lists[pair, TOKEN]
             if p[token] == F32(0):
-                touched[found] = token
-                found += 1
+                touched[kept] = token
+                kept += 1
             p[token] += scale * (F32(lists[pair, COUNT]) - DISCOUNT)
         seen += kinds
         rest = scale * DISCOUNT * F32(suffix[KINDS])
         if rest < LEAST_REST:
             break
-    return found, highest
+    return touched[:kept], highest
 
 
 @njit
-def _keep_likeliest(p, touched, found, top_k, top_p):
+def _keep_likeliest(p, likely, top_k, top_p):
     """Take out what top-k and top-p would, were p the model's: p becomes 0 there."""
-    likeliest = np.sort(p[touched[:found]])[::-1]
-    if 0 < top_k < found:
+    likeliest = np.sort(p[likely])[::-1]
+    if 0 < top_k < len(likely):
         likeliest = likeliest[:top_k]
     cutoff, mass, enough = likeliest[-1], F32(0), F32(top_p) * likeliest.sum()
     if top_p < 1:
@@ -143,24 +136,23 @@ def _keep_likeliest(p, touched, found, top_k, top_p):
             mass += value
             if mass >= enough:
                 break
-    for j in range(found):
-        if p[touched[j]] < cutoff:
-            p[touched[j]] = F32(0)
+    for token in likely:
+        if p[token] < cutoff:
+            p[token] = F32(0)
 
 
 @njit
 def _guess(text, length, stream, temperature, top_k, top_p, banned, suffixes, lists, p, touched):
     """(token, cell) that may follow text[:length]; (-1, 0) if nothing is known. p stays all zeros."""
-    found, order = _interpolate(text, length, suffixes, lists, p, touched)
+    likely, order = _interpolate(text, length, suffixes, lists, p, touched)
     for token in banned:
         if token >= 0:
             p[token] = F32(0)
-    if temperature > 0 and found and (top_k > 0 or top_p < 1):
-        _keep_likeliest(p, touched, found, top_k, top_p)
+    if temperature > 0 and len(likely) and (top_k > 0 or top_p < 1):
+        _keep_likeliest(p, likely, top_k, top_p)
     key0, key1 = noise_key(stream, length)
     best, second, guess = F32(np.inf), F32(np.inf), -1
-    for j in range(found):
-        token = touched[j]
+    for token in likely:
         if p[token] > F32(0):
             # argmax(log p + noise) is argmin(e / p) of the exponential e that the noise is made of; e is at least u
             if temperature > 0:

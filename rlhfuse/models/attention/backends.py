@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.models.attention.packed import dense, flash_attention, torch_varlen
+from rlhfuse.models.attention.packed import flash_attention, torch_varlen
 from rlhfuse.models.attention.packed.cpu import packed_attention
+from rlhfuse.models.attention.packed.dense import dense_attention
 from rlhfuse.models.attention.packed.sequences import PackedShape, SequenceBorders, VarlenKernel
 from rlhfuse.models.attention.paged import flashinfer, triton
 from rlhfuse.models.attention.paged.cache import CacheShape, PagedAttention
@@ -45,7 +46,7 @@ def no_obstacle(shape: object) -> str:
 PACKED: tuple[Backend[PackedShape, VarlenKernel], ...] = (  # of training and scoring
     Backend("torch's varlen attention", torch_varlen.obstacle, torch_varlen.make),
     Backend("flash-attn", flash_attention.obstacle, flash_attention.make),
-    Backend("torch's dense attention, length by length, which is slow", no_obstacle, dense.make),
+    Backend("torch's dense attention, length by length, which is slow", no_obstacle, lambda shape: dense_attention),
 )
 PAGED: tuple[Backend[CacheShape, PagedAttention], ...] = (  # of generation, named by rollout.attention
     Backend("flashinfer", flashinfer.obstacle, flashinfer.FlashInferAttention),

@@ -49,8 +49,8 @@ def make_tile(rows: int, panels: int, add: bool = False, ahead: str = "", lanes:
     vector = ir.VectorType(_FLOAT, lanes)
 
     def typed(w: Any, x: Any, offsets: Any, out: Any, more: int) -> Any:
-        one = types.int64
-        return types.void(w, one, one, x, offsets, one, one, one, out, one, one, one, *[one] * more)
+        at = types.int64
+        return types.void(w, at, at, x, offsets, at, at, at, out, at, at, at, *[at] * more)
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         w, w_at, w_row, x, offsets, first, x_step, k, out, out_at, out_row, out_panel, *skip = args

@@ -91,7 +91,7 @@ def add_norm(x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tenso
     tokens, size = x.shape
     out = torch.empty_like(x)
     if tokens:
-        block = _power_of_two(size)
+        block = power_of_two(size)
         launch: Any = _add_norm_kernel[(tokens,)]
         some = x if delta is None else delta
         constants = dict(size=size, DELTA=delta is not None, BIAS=bias is not None, BLOCK=block)
@@ -119,7 +119,7 @@ def place_heads(
     q = qkv.new_empty(tokens, groups * heads, dim)
     if tokens:
         weights = norms or (qkv, qkv)
-        block_h, block_d = _power_of_two(heads + 1), _power_of_two(dim // 2)
+        block_h, block_d = power_of_two(heads + 1), power_of_two(dim // 2)
         warps = min(4, max(1, block_h * block_d // 256))
         launch: Any = _place_heads_kernel[(tokens, groups)]
         launch(
@@ -129,5 +129,6 @@ def place_heads(
     return q
 
 
-def _power_of_two(least: int) -> int:
+def power_of_two(least: int) -> int:
+    """The least power of two from `least` on."""
     return 1 << (least - 1).bit_length()

@@ -35,29 +35,25 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
     return (1 - keep) * frequencies / scaling.factor + keep * frequencies
 
 
-def rotary_tables(spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [context, head_dim / 2] float32."""
-    return _tables(spec.context, rotary_frequencies(spec), device)
+def rotary_tables(spec: ModelSpec, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of the first positions, each [rows, head_dim / 2] float32."""
+    angles = torch.outer(torch.arange(rows).float(), rotary_frequencies(spec))
+    return angles.cos().to(device), angles.sin().to(device)
 
 
 class RotaryTables:
     """cos and sin of a model's angles, as far as its sequences have been long; its layers share them."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
-        self._frequencies, self._device = rotary_frequencies(spec), device
+        self._spec, self._device = spec, device
         self._tables = torch.empty(0, 0), torch.empty(0, 0)
 
     def up_to(self, length: int) -> tuple[Tensor, Tensor]:
         """Each [`length` or more, head_dim / 2] float32."""
         if length > len(self._tables[0]):
             rows = 1 << max(length - 1, SHORTEST - 1).bit_length()
-            self._tables = _tables(rows, self._frequencies, self._device)
+            self._tables = rotary_tables(self._spec, rows, self._device)
         return self._tables
-
-
-def _tables(rows: int, frequencies: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    angles = torch.outer(torch.arange(rows).float(), frequencies)
-    return angles.cos().to(device), angles.sin().to(device)
 
 
 def rotate_packed(x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhfuse.models.logprobs.tile_sums import TileFunctions, tile_functions
-from rlhfuse.parallel.weight_gradients import add_product
+from rlhfuse.models.logprobs.tile_sums import add_tile, no_tile, tile_gradient
+from rlhfuse.parallel.weight_gradients import add_product, product
 
 TILE_BYTES = 512 << 20  # of a tile of logits: itself and what its gradient is made of, 10 bytes per logit
 LINE_BYTES = 128 << 20  # of a chunk's float32 gradient of hidden states, and of a tile's of weights
@@ -44,12 +44,21 @@ class TileLimits:
     tile: int = TILE_BYTES
     line: int = LINE_BYTES
 
-    def chunk_rows(self, rows: int, hidden: int) -> int:
-        return min(rows, max(self.line // (4 * hidden), 1))
+    def chunks(self, x: Tensor) -> Iterator[slice]:
+        """Rows of x [R, H] that are worked on at a time."""
+        rows, hidden = x.shape
+        return slices(rows, max(self.line // (4 * hidden), 1))
 
-    def columns(self, rows: int, hidden: int) -> int:
-        """Columns of a tile that is so many rows high."""
-        return max(min(self.tile // (LOGIT_BYTES * rows), self.line // (4 * hidden)) // 64 * 64, 1)
+    def tiles(self, chunk: Tensor, columns: int) -> Iterator[slice]:
+        """Columns of each tile of a chunk's logits."""
+        rows, hidden = chunk.shape
+        most = min(self.tile // (LOGIT_BYTES * rows), self.line // (4 * hidden))
+        return slices(columns, max(most // 64 * 64, 1))
+
+
+def slices(count: int, step: int) -> Iterator[slice]:
+    """0 to `count`, `step` at a time."""
+    return (slice(at, min(at + step, count)) for at in range(0, count, step))
 
 
 def linear_logprobs(
@@ -69,8 +78,7 @@ def linear_logprobs(
     # Not an input of the function, or autograd would tell Megatron's hooks of a gradient that is not there.
     owner = weight_VH if hasattr(weight_VH, "main_grad") else None
     weight = weight_VH if owner is None else weight_VH.detach()
-    tiles = tile_functions(x_RH.device)
-    settings = _Settings(shard, temperature, entropy_graph, limits or TileLimits(), tiles, owner)
+    settings = _Settings(shard, temperature, entropy_graph, limits or TileLimits(), owner)
     return _LinearLogprobs.apply(x_RH, weight, targets_R, settings)  # pyright: ignore[reportReturnType]
 
 
@@ -80,31 +88,20 @@ class _Settings:
     temperature: float
     entropy_graph: bool
     limits: TileLimits
-    tiles: TileFunctions
     owner: Any  # of the weight's main_grad, looked up when there is a gradient: its memory comes and goes
-
-    def chunks(self, x: Tensor) -> Iterator[slice]:
-        step = self.limits.chunk_rows(*x.shape)
-        return (slice(at, min(at + step, len(x))) for at in range(0, len(x), step or 1))
-
-    def columns(self, x: Tensor) -> Iterator[slice]:
-        """The tiles of one chunk."""
-        step, end = self.limits.columns(*x.shape), self.shard.columns
-        return (slice(at, min(at + step, end)) for at in range(0, end, step))
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, settings: _Settings) -> Any:
-        shard, tiles = settings.shard, settings.tiles
-        local = targets - shard.start
-        sums = tiles.empty(len(x), x.device)
-        for rows in settings.chunks(x):
+        local = targets - settings.shard.start
+        sums = no_tile(len(x), x.device)
+        for rows in settings.limits.chunks(x):
             part = x[rows]
-            for columns in settings.columns(part):
+            for columns in settings.limits.tiles(part, settings.shard.columns):
                 logits = product(part, weight[columns].t())
-                tiles.add(logits, local[rows] - columns.start, settings.temperature, sums[:, rows])
-        log_total, entropy, picked = _over_ranks(sums, shard.group)
+                add_tile(logits, local[rows] - columns.start, settings.temperature, sums[:, rows])
+        log_total, entropy, picked = _over_ranks(sums, settings.shard.group)
         ctx.save_for_backward(x, weight, local, log_total, entropy)
         ctx.settings = settings
         if not settings.entropy_graph:
@@ -122,7 +119,7 @@ class _LinearLogprobs(torch.autograd.Function):
             dweight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         by_logprob, by_entropy = by_logprob.contiguous(), by_entropy.contiguous()  # a sum's gradient is an expanded one
         dx = torch.zeros_like(x)
-        for rows in settings.chunks(x):
+        for rows in settings.limits.chunks(x):
             part, total = x[rows], torch.zeros(x[rows].shape, dtype=torch.float32, device=x.device)
             given = (
                 log_total[rows],
@@ -130,10 +127,10 @@ class _LinearLogprobs(torch.autograd.Function):
                 by_logprob[rows],
                 by_entropy[rows] if settings.entropy_graph else None,
             )
-            for columns in settings.columns(part):
+            for columns in settings.limits.tiles(part, settings.shard.columns):
                 logits = product(part, weight[columns].t())
                 where = local[rows] - columns.start
-                gradient = settings.tiles.gradient(logits, where, settings.temperature, *given, dtype=x.dtype)
+                gradient = tile_gradient(logits, where, settings.temperature, *given, dtype=x.dtype)
                 del logits
                 add_product(total, gradient, weight[columns])
                 if dweight is not None:
@@ -141,15 +138,6 @@ class _LinearLogprobs(torch.autograd.Function):
                 del gradient  # before the next tile
             dx[rows] = total
         return dx, dweight.to(weight.dtype) if settings.owner is None and dweight is not None else None, None, None
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32, summed and given out in it whatever the inputs are."""
-    if a.dtype == torch.float32:
-        return a @ b
-    if a.device.type == "cpu":  # only CUDA has 16-bit products that end in float32
-        return a.float() @ b.float()
-    return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def _over_ranks(sums: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

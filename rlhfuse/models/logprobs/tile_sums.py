@@ -6,8 +6,7 @@ exp(z - m) (z - m), and the target's logit, 0 until its tile has come.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,30 +14,17 @@ from torch import Tensor
 LOWEST = -1e30  # of no logit yet: finite, because it is multiplied by zero
 
 
-@dataclass(frozen=True)
-class TileFunctions:
-    add: Callable[[Tensor, Tensor, float, Tensor], None]  # as `add_tile`
-    gradient: Callable[..., Tensor]  # as `tile_gradient`
-
-    @staticmethod
-    def empty(rows: int, device: torch.device) -> Tensor:
-        """Sums of no tile."""
-        sums = torch.zeros(4, rows, dtype=torch.float32, device=device)
-        sums[0].fill_(LOWEST)
-        return sums
-
-
-def tile_functions(device: torch.device) -> TileFunctions:
-    """Those of this device."""
-    if device.type == "cuda":
-        from rlhfuse.models.logprobs import tile_sums_triton as kernels
-
-        return TileFunctions(kernels.add_tile, kernels.tile_gradient)
-    return TileFunctions(add_tile, tile_gradient)
+def no_tile(rows: int, device: torch.device) -> Tensor:
+    """Sums of no tile."""
+    sums = torch.zeros(4, rows, dtype=torch.float32, device=device)
+    sums[0].fill_(LOWEST)
+    return sums
 
 
 def add_tile(logits_RW: Tensor, targets_R: Tensor, temperature: float, sums_4R: Tensor) -> None:
     """Add a tile to the sums, in place; the logits are overwritten. Targets outside 0..W-1 are in other tiles."""
+    if logits_RW.is_cuda:
+        return _kernels().add_tile(logits_RW, targets_R, temperature, sums_4R)
     z, (old, total, moment, picked) = logits_RW.div_(temperature), sums_4R
     inside, place = _inside(targets_R, z.shape[1])
     picked += torch.where(inside, z.gather(1, place)[:, 0], 0.0)
@@ -63,6 +49,9 @@ def tile_gradient(
     dtype: torch.dtype,
 ) -> Tensor:
     """Gradient [R, W] of the logits in `dtype`, which are overwritten: (target - p) dl - p (log p + entropy) dh."""
+    if logits_RW.is_cuda:
+        given = log_total_R, entropy_R, by_logprob_R, by_entropy_R
+        return _kernels().tile_gradient(logits_RW, targets_R, temperature, *given, dtype=dtype)
     z = logits_RW.div_(temperature).sub_(log_total_R[:, None])
     inside, place = _inside(targets_R, z.shape[1])
     down = by_logprob_R[:, None] / temperature
@@ -72,6 +61,12 @@ def tile_gradient(
         share = z.exp()
         z.add_(entropy_R[:, None]).mul_(by_entropy_R[:, None] / temperature).add_(down).mul_(share).neg_()
     return z.scatter_add_(1, place, torch.where(inside[:, None], down, 0.0)).to(dtype)
+
+
+def _kernels() -> Any:
+    from rlhfuse.models.logprobs import tile_sums_triton  # Triton is there where CUDA is
+
+    return tile_sums_triton
 
 
 def _inside(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:

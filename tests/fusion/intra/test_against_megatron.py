@@ -22,7 +22,7 @@ def both_ways(rank: int, folders: dict, layout: str, lengths, sequence_parallel:
         for role, folder in folders.items()
     }
     rows = {
-        role: [random_rows(lengths, 10 * number + pipeline) for pipeline in range(built.grid.dp)]
+        role: [random_rows(lengths, 10 * number + pipeline) for pipeline in range(built.grid.layout.dp)]
         for number, (role, built) in enumerate(models.items())
     }
 

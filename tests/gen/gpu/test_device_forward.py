@@ -80,7 +80,7 @@ def decoded(engine: Engine, batch: ForwardBatch, shape: DecodeShape) -> torch.Te
     cache = engine._cache
     arrays = padded_arrays(batch, greedy(len(batch.tokens)), shape, cache.keys.shape[1] - 1, cache.block_tokens)
     with torch.inference_mode():
-        inputs = DecodeInputs(shape, Staging(CPU).send(arrays))
+        inputs = DecodeInputs(*Staging(CPU).send(arrays))
         return engine.forward.decode(inputs, cache)[: len(batch.tokens)].float()
 
 
@@ -222,6 +222,11 @@ def meta_cache(spec: ModelSpec, block_tokens: int) -> KVCache:
     return KVCache(*sizes, dtype=torch.bfloat16, device=META)
 
 
+def inputs_without_numbers(shape: DecodeShape) -> DecodeInputs:
+    sizes = (3, shape.rows), (shape.draws, shape.rows), (shape.sequences,), (shape.sequences, shape.width)
+    return DecodeInputs(*(torch.empty(size, dtype=torch.int32, device=META) for size in sizes))
+
+
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_tensors_without_numbers_pass_through_so_nothing_is_read_back(monkeypatch, kernels):
     """On the meta device there are only shapes and types: reading a number back, or mixing devices, would raise."""
@@ -230,7 +235,7 @@ def test_tensors_without_numbers_pass_through_so_nothing_is_read_back(monkeypatc
     three = np.arange(3)
     batch = ForwardBatch(three, three, three, np.array([0, 3]), np.array([300]), np.zeros((1, 2), np.int32), three[2:])
     with torch.inference_mode():
-        decoded = forward.decode(DecodeInputs.empty(DecodeShape(4, 8), META), cache)
+        decoded = forward.decode(inputs_without_numbers(DecodeShape(4, 8)), cache)
         mixed, inputs = forward.mixed(batch, greedy(1), cache)
     assert inputs.rows == 1
     for logits, rows in ((decoded, 4), (mixed, 1)):
@@ -271,7 +276,7 @@ def test_a_decode_layer_is_nine_launches(monkeypatch, spec):
 
     def step(layers: int) -> list[str]:
         shape = replace(spec, layers=layers)
-        forward, inputs = meta_forward(shape, "triton"), DecodeInputs.empty(DecodeShape(4, 16), META)
+        forward, inputs = meta_forward(shape, "triton"), inputs_without_numbers(DecodeShape(4, 16))
         names.clear()
         with torch.inference_mode(), Operators(names):
             forward.decode(inputs, meta_cache(shape, 16))
@@ -314,7 +319,7 @@ def test_triton_computes_what_torch_computes(spec, dtype):
 def test_guesses_are_verified_in_a_decode_step_of_several_queries(kernels):
     """Recorded like any decode step: logits are those of a mixed step over the same tokens, ragged ones padded."""
     engine = torch_engine(max_sequences=8, attention=kernels, draft_rows=32)
-    engine.loop.drafter = None  # these are chosen here
+    engine.loop.guesser = None  # these are chosen here
     filled(engine, PROMPTS[:5])
     scheduler, forward, cache = engine.scheduler, engine.forward, engine._cache
     guesses = [[3, 4, 5], [], [7], [9, 10], [11]]
@@ -326,7 +331,7 @@ def test_guesses_are_verified_in_a_decode_step_of_several_queries(kernels):
     shape = DecodeShape(8, 16, queries=4)
     arrays = padded_arrays(batch, draws, shape, cache.keys.shape[1] - 1, cache.block_tokens)
     with torch.inference_mode():
-        found = forward.decode(DecodeInputs(shape, Staging(CPU).send(arrays)), cache)[padded_places(batch, shape)]
+        found = forward.decode(DecodeInputs(*Staging(CPU).send(arrays)), cache)[padded_places(batch, shape)]
     assert (found - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max())
     repeater = Repeater()
     forward._graphs = DecodeGraphs(repeater, CPU)

@@ -5,7 +5,7 @@ import random
 
 import torch
 from testkit.gen_models import TINY, add_all, engine_of, random_weights
-from testkit.scripted_drafts import ScriptedDrafter
+from testkit.scripted_guesses import ScriptedGuesser
 
 from rlhfuse.gen.engine import Engine, GenerationResult, SamplingParams
 
@@ -25,7 +25,7 @@ def serve(engine: Engine, params: SamplingParams) -> tuple[list[GenerationResult
         engine.check_integrity()
         steps += 1
         right += engine.last_step.accepted_tokens
-        assert engine.last_step.accepted_tokens <= engine.last_step.drafted_tokens
+        assert engine.last_step.accepted_tokens <= engine.last_step.guessed_tokens
     assert engine.free_blocks == engine.options.num_blocks
     return [results[i] for i in range(len(PROMPTS))], steps, right
 
@@ -40,7 +40,7 @@ def scripted(kind: str, params: SamplingParams, draft_rows: int = 16, **options)
     """An engine whose guesses are by rule, from what the samples will draw."""
     expected, _ = plain(params)
     engine = make(draft_rows=draft_rows, **options)
-    engine.loop.drafter = ScriptedDrafter(TINY.vocab, draft_rows, kind, lambda i: expected[i].tokens, random.Random(0))
+    engine.loop.guesser = ScriptedGuesser(TINY.vocab, draft_rows, kind, lambda i: expected[i].tokens, random.Random(0))
     return engine
 
 
@@ -62,8 +62,8 @@ def test_rows_of_guesses_count_against_the_tokens_of_a_step():
     while engine.has_unfinished():
         engine.step()
         ran = engine.last_step
-        most = max(most, ran.batch + ran.drafted_tokens if not ran.prefill_tokens else 0)
-        assert ran.prefill_tokens + ran.batch + ran.drafted_tokens <= 8 + len(PROMPTS)
+        most = max(most, ran.batch + ran.guessed_tokens if not ran.prefill_tokens else 0)
+        assert ran.prefill_tokens + ran.batch + ran.guessed_tokens <= 8 + len(PROMPTS)
     assert most == 8
 
 
@@ -74,7 +74,7 @@ def test_wrong_guesses_never_enter_the_prefix_index():
     engine = scripted("wrong", params, block_tokens=2)
     engine.generate([PROMPTS[0]], params)
     for known in (4, 9, 20):
-        engine.loop.drafter = ScriptedDrafter(TINY.vocab, 16, "random", lambda _: (), random.Random(0))
+        engine.loop.guesser = ScriptedGuesser(TINY.vocab, 16, "random", lambda _: (), random.Random(0))
         wrong = [(token + 1) % TINY.vocab for token in expected.tokens[known:]]
         guessed = [*PROMPTS[0], *expected.tokens[:known], *wrong]
         plain = make(draft_rows=0).generate([guessed], params, [77])[0]
@@ -90,7 +90,7 @@ def test_a_sample_whose_logits_are_not_finite_behind_a_wrong_guess_goes_on():
     unused = next(t for t in range(TINY.vocab) if all(t not in (*r.tokens, *r.prompt_tokens) for r in expected))
     weights["embedding.word_embeddings.weight"][unused] = torch.inf
     engine = engine_of(weights=weights, draft_rows=16)
-    engine.loop.drafter = ScriptedDrafter(TINY.vocab, 16, "right", lambda _: (unused,) * 99, random.Random(0))
+    engine.loop.guesser = ScriptedGuesser(TINY.vocab, 16, "right", lambda _: (unused,) * 99, random.Random(0))
     assert engine.generate(PROMPTS, params) == expected
 
 
@@ -111,15 +111,15 @@ def test_guesses_that_are_slower_by_the_engines_clock_are_turned_off():
     expected, steps = plain(params)
     for slow, least, most in ((5.0, 4, 20), (1.0, 25, steps)):
         engine, now = make(), [0.0]
-        guess = ScriptedDrafter(TINY.vocab, 16, "right", lambda i: expected[i].tokens[:-1], random.Random(0))
-        drafter = engine.loop.drafter
-        assert drafter
+        guess = ScriptedGuesser(TINY.vocab, 16, "right", lambda i: expected[i].tokens[:-1], random.Random(0))
+        guesser = engine.loop.guesser
+        assert guesser
 
-        def propose(*asked, guess=guess, drafter=drafter):
-            drafter.searched = True
+        def propose(*asked, guess=guess, guesser=guesser):
+            guesser.searched = True
             return [tokens[:1] for tokens in guess.propose(*asked)]
 
-        drafter.propose = propose
+        guesser.propose = propose
         engine.loop._now = lambda now=now: now[0]
         launch, guessed = engine.forward.launch, []
 
@@ -129,7 +129,7 @@ def test_guesses_that_are_slower_by_the_engines_clock_are_turned_off():
             return launch(batch, *rest)
 
         engine.forward.launch = timed
-        drafter.told = guess.told
+        guesser.told = guess.told
         assert serve(engine, params)[0] == expected
         assert least <= sum(guessed) <= most, (slow, sum(guessed))
         assert ("guesses are off in steps of" in engine.news()) == (slow > 1)

@@ -99,14 +99,14 @@ def both(rank: int, folder, layout: str, head: bool) -> list:
     from rlhfuse.models import build
     from rlhfuse.models.stage import PackedTokens, PipelineStage
     from rlhfuse.parallel.device import choose_device
-    from rlhfuse.parallel.groups import GroupMaker, ModelGrid
+    from rlhfuse.parallel.groups import GroupMaker, trained_grid
     from rlhfuse.parallel.optimizer import ModelOptimizer
     from rlhfuse.parallel.optimizer_state import export_state
     from rlhfuse.parallel.whole_weights import WholeWeights
     from rlhfuse.run.rank_models import load_part
 
     ranks, maker, spec = ranks_of(critic=layout), GroupMaker(600), ModelSpec.from_config(folder)
-    grid, device = ModelGrid(ranks.pipelines("critic"), 1), choose_device("cpu", 0, 1)
+    grid, device = trained_grid(ranks, "critic"), choose_device("cpu", 0, 1)
     groups = maker.for_model("critic", grid, rank)
     batch = PackedTokens.pack([[3, 14, 15, 9], [2, 6]], device.torch_device)
     found, chosen = [], build.transformer_engine_slots

@@ -40,7 +40,7 @@ class SampledStage(TrainingStage):
     def forward(
         self, microbatch: int, batch: PackedTokens, hidden_T1H: Tensor | None, loss: LossFunction
     ) -> Tensor | None:
-        alike = len(batch), len(batch.cu_seqlens), batch.sequences.longest
+        alike = len(batch), len(batch.sequences.borders), batch.sequences.longest
         passed = self._passed.get(alike)
         if microbatch < REAL or passed is None or passed.backward_top is None:
             return self._forward(microbatch, alike, batch, hidden_T1H, loss)

@@ -8,11 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhfuse.models.attention.packed.sequences import PackedShape, SequenceBorders, VarlenKernel
-
-
-def make(shape: PackedShape) -> VarlenKernel:
-    return dense_attention
+from rlhfuse.models.attention.packed.sequences import SequenceBorders
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceBorders) -> Tensor:
@@ -25,7 +21,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceBorders)
     return torch.cat(pieces) if pieces else torch.empty_like(q)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, sequences: int = 1) -> Tensor:
+def _dense(q: Tensor, k: Tensor, v: Tensor, sequences: int) -> Tensor:
     """Attention of so many sequences of one length that lie one after another, [T, heads, D] in and out."""
     q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])

@@ -31,7 +31,8 @@ class TritonAttention:
         from rlhfuse.models.attention.paged import triton_kernels  # Triton is not for runs on the CPU
 
         self._kernels = triton_kernels
-        self._counters = triton_kernels.DecodeCounters(shape.device, shape.most_sequences * shape.kv_heads)
+        # how many parts of a row and head have ended
+        self._counters = torch.zeros(shape.most_sequences * shape.kv_heads, dtype=torch.int32, device=shape.device)
         on_cuda = shape.device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(shape.device).multi_processor_count if on_cuda else 1
 

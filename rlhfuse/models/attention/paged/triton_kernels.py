@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlhfuse.models.layers.decode_layer_triton import power_of_two
+
 DECODE_SPLIT = 128  # a part of a context that is worth a program of its own, in tokens
 LONGEST_SPLIT = 2048  # so that one long context among short ones doesn't hold up the others
 MOST_SPLITS = 32
@@ -185,43 +187,37 @@ def decode_splits(rows: int, groups: int, most_tokens: int, processors: int) -> 
     return max(1, min(wanted, -(-most_tokens // DECODE_SPLIT), MOST_SPLITS))
 
 
-class DecodeCounters:
-    """int32 zeros on the device, which each launch leaves as zeros: how many parts of a row and head have ended."""
-
-    def __init__(self, device: torch.device, cells: int) -> None:
-        self.zeros = torch.zeros(cells, dtype=torch.int32, device=device)
-
-
 def decode(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
     contexts: Tensor,
-    counters: DecodeCounters,
+    counters: Tensor,
     processors: int,
     starts: Tensor | None = None,
 ) -> Tensor:
     """Attention of the last tokens of R sequences, as many of each; one launch, nothing read back. Returns [T, H, D].
 
     q [T, H, D] contiguous with T a multiple of R; keys, values [blocks, block_tokens, G, D]; tables [R, W] and contexts
-    [R] int32; counters of R * G cells or more. With `starts` [R + 1] int32 only sequences of one query are computed,
-    the others' rows of the result left as they are. Bytes: 2 contexts * G * D of the cache, once; q and the result;
-    16 float32 rows of D + 2 per row, group and part, written and read, where contexts are cut.
+    [R] int32; counters: int32 zeros for R * G cells or more, which each launch leaves as zeros. With `starts` [R + 1]
+    int32 only sequences of one query are computed, the others' rows of the result left as they are. Bytes: 2 contexts *
+    G * D of the cache, once; q and the result; 16 float32 rows of D + 2 per row, group and part, written and read,
+    where contexts are cut.
     """
     (rows, width), (_, block_tokens, groups, dim) = tables.shape, keys.shape
     queries, heads = 1 if starts is not None else len(q) // rows, q.shape[1] // groups
     splits = decode_splits(rows, groups, width * block_tokens, processors)
-    block_m, block_d = max(16, _power_of_two(queries * heads)), max(16, _power_of_two(dim))
+    block_m, block_d = max(16, power_of_two(queries * heads)), max(16, power_of_two(dim))
     block_n, warps, stages = _decode_tile(block_d, q.dtype)
     split_tokens = -(-width * block_tokens // splits // block_n) * block_n
     splits = -(-width * block_tokens // split_tokens)
-    assert counters.zeros.numel() >= rows * groups, f"{rows} rows of {groups} groups need as many counters"
+    assert counters.numel() >= rows * groups, f"{rows} rows of {groups} groups need as many counters"
     partial = q.new_empty(rows * groups * splits * block_m * (block_d + 2) if splits > 1 else 1, dtype=torch.float32)
     out = torch.empty_like(q)
     launch: Any = _decode_kernel[(rows, groups, splits)]
     launch(
-        q, keys, values, out, tables, contexts, contexts if starts is None else starts, partial, counters.zeros,
+        q, keys, values, out, tables, contexts, contexts if starts is None else starts, partial, counters,
         groups, tables.stride(0), split_tokens, dim**-0.5 * LOG2_E,
         heads=heads, dim=dim, block_tokens=block_tokens, QUERIES=queries, SINGLES=starts is not None,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=warps, num_stages=stages,
@@ -236,7 +232,7 @@ def mixed(
     tables: Tensor,
     contexts: Tensor,
     starts: Tensor,
-    counters: DecodeCounters,
+    counters: Tensor,
     processors: int,
     most_queries: int,
 ) -> Tensor:
@@ -250,9 +246,9 @@ def mixed(
     if most_queries > 1:
         groups, dim = keys.shape[2:]
         sequences, heads = len(tables), q.shape[1] // groups
-        block_d = max(16, _power_of_two(dim))
+        block_d = max(16, power_of_two(dim))
         block_m, block_n, warps, stages = _chunk_tile(block_d, q.dtype)
-        block_m = max(block_m, _power_of_two(heads))
+        block_m = max(block_m, power_of_two(heads))
         tile = block_m // heads
         launch: Any = _chunk_kernel[(len(q) // tile + sequences, groups)]
         launch(
@@ -261,10 +257,6 @@ def mixed(
             TILE=tile, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 def _decode_tile(block_d: int, dtype: torch.dtype) -> tuple[int, int, int]:

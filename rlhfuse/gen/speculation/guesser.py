@@ -16,7 +16,7 @@ import numpy as np
 from rlhfuse.costs.speculation import GuessRows
 from rlhfuse.decisions.decode_shapes import DRAFT_ITERATIONS
 from rlhfuse.gen.core.forward_batch import RunningTable
-from rlhfuse.gen.core.sequence import Sequence
+from rlhfuse.gen.core.sequence import Sequence, stop_table
 from rlhfuse.gen.speculation.ngrams import CELLS, ORDER, count, propose
 
 FEWEST_ENTRIES, MOST_SUFFIXES, MOST_PAIRS = 1 << 12, 1 << 20, 1 << 21  # of 16 bytes: together at most 48 MiB
@@ -40,17 +40,17 @@ def _piece(prompt: SequenceOf[int], response: SequenceOf[int], counted: int = 0)
     return Piece(tokens, start, max(start, counted - len(prompt) + start))
 
 
-class Drafter:
-    """`draft_rows` of a decode step are the most that samples and guesses fill together."""
+class Guesser:
+    """`most_rows` of a decode step are the most that samples and guesses fill together."""
 
     def __init__(
-        self, vocab: int, draft_rows: int, price: Callable[[int, int], float], measured: GuessRows | None = None
+        self, vocab: int, most_rows: int, price: Callable[[int, int], float], measured: GuessRows | None = None
     ) -> None:
         """`price`: of a step of so many samples with so many guesses, in any unit, the same on all ranks.
 
         `measured`: where guesses pay; None: wherever the price says so.
         """
-        self.draft_rows, self._price, self.measured = draft_rows, price, measured
+        self.most_rows, self._price, self.measured = most_rows, price, measured
         self.searched = False  # for the step that was asked for last, whether in vain or not
         self._prices: dict[int, np.ndarray] = {}  # by samples; of 0, 1, ... guesses
         self._room = np.zeros(vocab, np.float32), np.empty(vocab, np.int32)
@@ -66,20 +66,14 @@ class Drafter:
         self._cells: np.ndarray = np.zeros((0, 0), np.int64)  # classes of the guesses proposed last
         self._pause = self._waited = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tables, and of the tokens kept to fill them anew."""
-        kept = sum(piece.tokens.nbytes for pieces in (*self._before, self._now) for piece in pieces)
-        return kept + self._texts.nbytes + sum(table.nbytes for table in self._tables)
-
     def rows(self, sequences: int) -> int:
         """Rows that the coming step of so many may fill; to be asked once a step."""
         self.searched = False
-        return self.measured.rows(sequences) if self.measured else self.draft_rows
+        return self.measured.rows(sequences) if self.measured else self.most_rows
 
     def is_due(self, sequences: int) -> bool:
         """Whether a step of so many may get guesses."""
-        return 0 < sequences < self.draft_rows and self._waited >= self._pause
+        return 0 < sequences < self.most_rows and self._waited >= self._pause
 
     def propose(self, sequences: list[Sequence], table: RunningTable, rows: int, each: int) -> list[list[int]]:
         """Guesses for these, which decode, at most `rows` in all and `each` of one; [] where they would not pay."""
@@ -92,11 +86,8 @@ class Drafter:
         lengths = np.array([seq.total_tokens for seq in sequences])
         limits = np.array([min(seq.max_total_tokens - seq.total_tokens - 1, each) for seq in sequences])
         running = np.array([seq.row for seq in sequences])
-        ends = np.full((len(sequences), max(1, *(len(seq.stop_ids) for seq in sequences))), -1, np.int64)
-        for number, seq in enumerate(sequences):
-            ends[number, : len(seq.stop_ids)] = list(seq.stop_ids)
         draws = table.streams, table.temperatures, table.top_ks, table.top_ps, table.least_totals
-        draws = tuple(column[running] for column in draws)
+        draws, ends = tuple(column[running] for column in draws), stop_table(sequences)
         hopes = ((self._right + HOPE * PRIOR) / (self._tried + PRIOR)).astype(np.float32)
         prices = self._prices_of(len(sequences))
         texts = self._texts, at, lengths, limits
@@ -154,7 +145,7 @@ class Drafter:
 
     def _prices_of(self, samples: int) -> np.ndarray:
         if samples not in self._prices:
-            prices = [self._price(samples, guesses) for guesses in range(self.draft_rows + 1)]
+            prices = [self._price(samples, guesses) for guesses in range(self.most_rows + 1)]
             self._prices[samples] = np.array(prices, np.float32)
         return self._prices[samples]
 

@@ -1,11 +1,11 @@
-"""Drafters that guess by a rule: at random, always right, always wrong, right up to somewhere or to the end."""
+"""Guessers that guess by a rule: at random, always right, always wrong, right up to somewhere or to the end."""
 
 import random
 from collections.abc import Callable
 
 from rlhfuse.gen.core.forward_batch import RunningTable
 from rlhfuse.gen.core.sequence import Sequence
-from rlhfuse.gen.speculation.drafter import Drafter
+from rlhfuse.gen.speculation.guesser import Guesser
 
 Known = Callable[[int], tuple[int, ...]]  # sample id -> the response it will have
 RULES = (
@@ -19,15 +19,15 @@ RULES = (
 KINDS = ("own", "own", *RULES)
 
 
-class ScriptedDrafter(Drafter):
+class ScriptedGuesser(Guesser):
     """Shares its rows out at random; learns as the real one, but guesses what `kind` says."""
 
-    def __init__(self, vocab: int, draft_rows: int, kind: str, known: Known, rng: random.Random) -> None:
-        super().__init__(vocab, draft_rows, lambda sequences, guesses: 1.0)
+    def __init__(self, vocab: int, most_rows: int, kind: str, known: Known, rng: random.Random) -> None:
+        super().__init__(vocab, most_rows, lambda sequences, guesses: 1.0)
         self._kind, self._known, self._rng, self._vocab = kind, known, rng, vocab
 
     def is_due(self, sequences: int) -> bool:
-        return sequences < self.draft_rows
+        return sequences < self.most_rows
 
     def propose(self, sequences: list[Sequence], table: RunningTable, rows: int, each: int) -> list[list[int]]:
         guesses = []
