@@ -16,7 +16,8 @@ from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.spec import DeviceKind
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.layout_moves import LayoutMove
-from rlhfuse.decisions.layouts import BatchArithmetic, Task
+from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.layouts import Task
 from rlhfuse.decisions.migration import SampleMoveCost
 from rlhfuse.planning.efficiency import Efficiency
 from rlhfuse.planning.graph_capture import GraphCapture

@@ -107,5 +107,5 @@ def test_where_there_is_no_room_nothing_else_changes():
     report = make_plan(draft).report
     assert not report.keeps_generation and "released after generation: with its weights" in report.render()
     assert draft.config.rollout.kv_blocks_per_instance == roomy.config.rollout.kv_blocks_per_instance == 0
-    assert draft.problem.static_memory == roomy.problem.static_memory  # keeping is no part of it
-    assert replace(draft.problem, memory_cap=None) == replace(roomy.problem, memory_cap=None)
+    assert draft.training.problem.static_memory == roomy.training.problem.static_memory  # keeping is no part of it
+    assert replace(draft.training.problem, memory_cap=None) == replace(roomy.training.problem, memory_cap=None)

@@ -17,7 +17,6 @@ from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.machine import Host, memory_limit
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.decisions.decode_shapes import draft_bytes
-from rlhfuse.planning.draft import fitting_blocks, kv_blocks
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.reasons import Reasons
 from rlhfuse.planning.run_plan import PlanReport, RunPlan
@@ -35,7 +34,7 @@ MB = 10**6
 
 
 def problem_of(made):
-    return drafted(made, SPECS, 4).problem
+    return drafted(made, SPECS, 4).training.problem
 
 
 def test_a_plan_says_what_and_why():
@@ -57,7 +56,7 @@ def test_a_plan_says_what_and_why():
 
 def reasons_of(config, specs=SPECS) -> Reasons:
     made = settle(config, Facts(specs, 4))
-    return Reasons(made, made.config)
+    return Reasons(made)
 
 
 def test_small_models_at_the_rate_of_large_ones_are_named():
@@ -137,10 +136,10 @@ def generation_of(memory):
 
 
 def test_the_limit_of_a_rank(monkeypatch):
-    assert memory_limit(run(), hardware_by_name("a100"), 4, Host.here()) == (80e9, "of one a100")
-    assert memory_limit(run(trainer__memory_limit_gb=3.0), hardware_by_name("a100"), 4, Host.here())[0] == 3e9
+    assert memory_limit(run().trainer, hardware_by_name("a100"), 4, Host.here()) == (80e9, "of one a100")
+    assert memory_limit(run(trainer__memory_limit_gb=3.0).trainer, hardware_by_name("a100"), 4, Host.here())[0] == 3e9
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert memory_limit(run(), hardware_by_name("cpu"), 16, Host.here())[0] == Host.here().memory_bytes / 8
+    assert memory_limit(run().trainer, hardware_by_name("cpu"), 16, Host.here())[0] == Host.here().memory_bytes / 8
 
 
 @pytest.mark.parametrize("node, crosses", [("", False), ("4", False), ("2", True)])
@@ -171,24 +170,28 @@ def test_the_cache_gets_what_memory_leaves(layout):
     memory = before_early_loading(draft.memory)  # which gets what the cache leaves
     longest, generation = -(-(128 + 256) // 16), generation_of(memory)
     wanted = draft.batch.samples // draft.batch.instances * longest
-    assert draft.config.rollout.kv_blocks_per_instance == 0
-    assert draft.limits.kv_capacity_bytes == wanted * 16 * draft.limits.kv_bytes_per_token
+    assert draft.generation.cache.left == 0
+    assert draft.generation.limits.kv_capacity_bytes == wanted * 16 * draft.generation.limits.kv_bytes_per_token
     block_bytes, beside = generation.kv / wanted, generation.device - generation.kv + memory.process
 
     def limit(blocks):
         return beside + (blocks + 0.5) * block_bytes
 
+    def fitting_blocks(memory):
+        smaller = draft.generation.cache.fitting(generation.kv, memory.needed(generation) - memory.limit)
+        return smaller and smaller.blocks
+
     for blocks in (wanted - 1, wanted // 2, longest + 1):
-        fitting = fitting_blocks(draft.config, replace(memory, limit=limit(blocks)), draft.batch.instances)
+        fitting = fitting_blocks(replace(memory, limit=limit(blocks)))
         left, part = blocks - 1, wanted // 16  # a GPU's cache has a block for padding, and whole 16ths of what it wants
         assert left - part < fitting <= left and (fitting % part == 0 if left >= part else fitting == left)
     for blocks in (wanted, longest):
         memory = replace(memory, limit=limit(blocks))
-        assert fitting_blocks(draft.config, memory, draft.batch.instances) is None
+        assert fitting_blocks(memory) is None
     tight = drafted(run(**keys, trainer__memory_limit_gb=limit(wanted // 2) / 1e9), SPECS, 4)
     kept = tight.config.rollout.kv_blocks_per_instance
-    assert kept == 7 * wanted // 16 and kv_blocks(tight.config, tight.batch.instances) == kept
-    assert tight.limits.kv_capacity_bytes == kept * 16 * draft.limits.kv_bytes_per_token
+    assert kept == 7 * wanted // 16 and tight.generation.cache.blocks == kept
+    assert tight.generation.limits.kv_capacity_bytes == kept * 16 * draft.generation.limits.kv_bytes_per_token
     assert tight.memory.needed(generation_of(tight.memory)) <= tight.memory.limit
     assert f"rollout.kv_blocks_per_instance = {kept}: what memory leaves" in make_plan(tight).report.render()
     given = {**keys, "rollout__kv_blocks_per_instance": wanted, "trainer__memory_limit_gb": limit(wanted // 2) / 1e9}
@@ -211,7 +214,7 @@ ON_GPU = dict(trainer__hardware="a100", rollout__kv_blocks_per_instance=24, roll
 
 def limits(peaks, draft) -> tuple[float, float, float]:
     """Memory limits in GB with room for `peaks`, for something between them and the leanest schedule, and for none."""
-    least, beside = min_memory(draft.problem), draft.memory.training_bytes
+    least, beside = min_memory(draft.training.problem), draft.memory.training_bytes
     enough, leanest = (max(map(sum, zip(beside, activations))) for activations in (peaks, least))
     assert leanest < enough and draft.memory.fullest(least).phase == "training"
     return (enough + 1) / 1e9, (leanest + enough) / 2e9, (leanest - 1) / 1e9
@@ -239,7 +242,7 @@ def test_a_given_schedule_that_does_not_fit_is_refused(tmp_path, source):
         save_schedule(tmp_path / "free.json", greedy(problem_of(run(**ON_GPU))))
         keys = {"fusion__schedule": str(tmp_path / "free.json")}
     draft = drafted(run(**ON_GPU, **keys), SPECS, 4)
-    enough, between, _ = limits(evaluate(draft.given[0]).node_peak_memory, draft)
+    enough, between, _ = limits(evaluate(draft.training.given[0]).node_peak_memory, draft)
     drafted(run(**ON_GPU, **keys, trainer__memory_limit_gb=enough), SPECS, 4)
     with pytest.raises(InputError, match=f"with {source}.*set fusion.intra_stage=search without fusion.schedule"):
         drafted(run(**ON_GPU, **keys, trainer__memory_limit_gb=between), SPECS, 4)

@@ -71,7 +71,7 @@ def test_a_plan_says_what_the_search_priced_and_its_parts_add_up(seed):
     assert made.schedules >= count * report.schedule.lower_bound_seconds * (1 - 1e-9)
     if not report.offload:
         assert said.weight_moves == made.moves
-    if draft.given:
+    if draft.training.given:
         assert made.schedules == pytest.approx(annealed)
     least = made.seconds - made.capture + said.capture
     assert said.fused >= least * (1 - 1e-9) or report.offload
@@ -96,7 +96,7 @@ def test_less_memory_is_never_priced_as_faster(seed, inter_stage):
             draft = with_memory(case, (full - (1 - part) * generation.kv) / 1e9).setting.draft(TABLE)
         except InputError:  # training needs more than generation
             continue
-        cut.add(draft.limits.kv_capacity_bytes)
+        cut.add(draft.generation.limits.kv_capacity_bytes)
         made = price_generation(draft)
         seconds.append(made.fused)
         assert made.fused >= ideal.fused and made.serial >= ideal.serial
@@ -109,7 +109,7 @@ def test_a_luckier_order_in_less_room_is_not_priced_as_faster():
     small = replace(ideal, kv_capacity_bytes=ideal.kv_capacity_bytes // 32)
     lucky, whole = simulate_generation(draft, small), simulate_generation(draft, ideal)
     assert lucky.fused < whole.fused and lucky.serial == whole.serial
-    made = price_generation(replace(draft, limits=small))
+    made = price_generation(replace(draft, generation=replace(draft.generation, limits=small)))
     assert (made.fused, made.serial) == (whole.fused, whole.serial)
 
 
@@ -119,5 +119,6 @@ def test_an_order_by_rule_is_priced_as_it_is():
         for rule in ("serial", "search")
     )
     by_rule = schedule_seconds(serial)
-    assert serial.given and by_rule == pytest.approx(float(evaluate(serial.given[0]).makespan) * 1e-6)
+    assert serial.training.given
+    assert by_rule == pytest.approx(float(evaluate(serial.training.given[0]).makespan) * 1e-6)
     assert schedule_seconds(searched) < by_rule

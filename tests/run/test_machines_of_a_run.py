@@ -50,7 +50,7 @@ def on_its_machine(rank: int, config, settings: list[str], cores: list[float]):
         inputs = on_every_machine(made, inputs, rank)
     except JointError as error:
         return str(error)
-    return inputs.draft.cores.count, inputs.draft.problem.to_dict()
+    return inputs.draft.inputs.cores.count, inputs.draft.training.problem.to_dict()
 
 
 def test_ranks_on_machines_that_differ_draft_alike_or_are_named(workers, tmp_path):

@@ -23,7 +23,7 @@ PHASES = (
 def work_of(draft: PlanDraft) -> RunWork:
     """What a drafted run does."""
     asked = {"sequence_parallel": draft.run.asked.parallel.sequence_parallel}
-    inputs = DraftInputs(draft.hardware, draft.cores, draft.lengths, draft.drawn, None)
+    inputs = DraftInputs(draft.inputs.hardware, draft.inputs.cores, draft.inputs.lengths, draft.inputs.drawn, None)
     return RunWork(draft.run.with_config(draft.run.config.with_(parallel=asked)), inputs)
 
 

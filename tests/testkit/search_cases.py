@@ -17,12 +17,13 @@ from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.machine import Host
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
-from rlhfuse.decisions.batch_cut import resolve_batch
+from rlhfuse.decisions.batch_arithmetic import resolve_batch
+from rlhfuse.decisions.layouts import given_tasks
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.price import Price, price, price_generation, weight_moves
 from rlhfuse.planning.search.search import Ranking, Row, check_headroom
 from rlhfuse.planning.search.setting import Setting
-from rlhfuse.planning.search.space import Space, space_of
+from rlhfuse.planning.search.space import Space
 from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.settle import Facts, settle_but_layouts
 from rlhfuse.planning.settled_run import SettledRun
@@ -168,7 +169,7 @@ def drawn_table(space: Space, rng: random.Random) -> Table:
 
 def space_of_setting(setting: Setting) -> Space:
     devices = setting.inputs.hardware.devices_per_node
-    return space_of(setting.config, setting.specs, setting.world_size, devices, setting.given)
+    return Space.of(setting.run, devices, setting.given)
 
 
 def with_little_memory(case: SearchCase, rng: random.Random) -> SearchCase:
@@ -180,7 +181,7 @@ def with_little_memory(case: SearchCase, rng: random.Random) -> SearchCase:
             draft = setting.draft(drawn_table(space, rng))
         except InputError:
             continue
-        needs.append(draft.memory.needed(draft.memory.fullest(min_memory(draft.problem))))
+        needs.append(draft.memory.needed(draft.memory.fullest(min_memory(draft.training.problem))))
     if not needs:
         return case
     return with_memory(
@@ -214,7 +215,7 @@ def profiles_of(case: SearchCase, rng: random.Random) -> TensorProfiles:
         }
         made.append(
             ProfiledCost(
-                made_for=made_for(known, case.specs),
+                made_for=made_for(known.trainer, given_tasks(known.parallel, known.roles(), degree), case.specs),
                 decode=grid(few, (8.0, 60.0, 300.0), scale=1e-3),
                 prefill=grid(tokens, few, scale=1e-3),
                 score={role: grid(tokens, few, scale=2e-3) for role in known.scorers()},
@@ -243,7 +244,7 @@ def priced_tables(case: SearchCase) -> list[PricedTable]:
             check_headroom(draft, case.config.parallel.headroom)
         except InputError:
             continue
-        key = str(table.generation), str(table.inference), draft.limits
+        key = str(table.generation), str(table.inference), draft.generation.limits
         if key not in generated:
             generated[key] = price_generation(draft)
         moves = sum(move.seconds for move in weight_moves(draft))

@@ -4,6 +4,7 @@ each with seconds of an iteration and bytes of a rank."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import fmean
 
 from placements.problem import Option
@@ -14,7 +15,8 @@ from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.decisions.packing import deal, scoring_packs, split_samples
-from rlhfuse.planning.draft import instance_limits, kv_blocks
+from rlhfuse.planning.draft import instance_limits
+from rlhfuse.planning.instance_cache import InstanceCache
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.seconds import gen_infer_seconds
@@ -64,7 +66,7 @@ def scoring_options(
         need += cost.memory.rotation_bytes(work.longest_tokens)
         if need > room:
             continue
-        costs = JobCost(cost, (cost,), output_share=work.output_share)
+        costs = JobCost(cost, (cost,), output_share=work.inputs.lengths.samples.output_share)
         seconds = fmean(_scored_seconds(batch, layout.dp, costs, budget) for batch in work.inputs.drawn.batches)
         loaded, fetch = costs.swap_in_seconds(), 0.0
         if task == f"{Role.CRITIC}_inference":
@@ -84,12 +86,10 @@ def _scored_seconds(batch: SampleLengths, replicas: int, costs: JobCost, budget:
 
 def _caches(work: RunWork, cost: AnalyticCost) -> Iterator[InstanceLimits]:
     """Caches of one instance, from the largest; no smaller one than a sample needs."""
-    config, dp, batches = work.config, cost.layout.dp, work.inputs.drawn.batches
-    whole, least = kv_blocks(config, dp), kv_blocks(config, config.samples_per_iteration)
-    counts = {max(least, -(-whole // part)) for part in CACHES}
-    for blocks in sorted({whole} if config.rollout.kv_blocks_per_instance else counts, reverse=True):
-        made = config.with_(rollout={"kv_blocks_per_instance": blocks})
-        yield instance_limits(made, cost.spec, dp, JobCost(cost, ()), batches[0].median_context)
+    cache, context = InstanceCache.of(work.config, cost.layout.dp), work.inputs.drawn.batches[0].median_context
+    counts = {max(cache.least, -(-cache.wanted // part)) for part in ((1,) if cache.given else CACHES)}
+    for blocks in sorted(counts, reverse=True):
+        yield instance_limits(work.run, replace(cache, left=blocks), JobCost(cost, ()), context)
 
 
 def _most_tokens(work: RunWork, instances: int) -> int:

@@ -18,7 +18,7 @@ from placements.search import best_plan
 from placements.walk import greedy_plan, walk
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.planning.memory import TRAINED
+from rlhfuse.decisions.layouts import TRAINED
 
 WALK_STEPS, WALK_SEED = 4000, 1
 Places = Mapping[str, Callable[[Mesh], bool]]  # by call: where it may run

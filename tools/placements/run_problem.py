@@ -14,11 +14,11 @@ from placements.training_options import training_options
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.auto_layouts import SCORERS
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.machine import communicator_bytes, memory_limit
-from rlhfuse.decisions.layouts import TASK_ROLES
-from rlhfuse.planning.memory import SCORERS, TRAINED
+from rlhfuse.decisions.layouts import TASK_ROLES, TRAINED
 from rlhfuse.schedule.ir.ranks import rank_map
 
 SOURCES = {"generation": "actor_train", "critic_inference": "critic_train"}
@@ -132,7 +132,7 @@ class _Pricer:
         self.memory_bytes: tuple[float, ...] = ()
         self._headroom: tuple[float, ...] = ()
         for spec, count in machines.kinds:
-            limit = memory_limit(work.config, spec, machines.ranks, work.run.host)[0]
+            limit = memory_limit(work.config.trainer, spec, machines.ranks, work.run.host)[0]
             groups = (forwards + 1) * self._talks  # one more for weights on the move
             room = limit - spec.process_bytes - groups * spec.communicator_bytes
             self.memory_bytes += (room,) * count
@@ -172,9 +172,10 @@ class _Pricer:
         is no part."""
         if not self._talks or layout.size == 1:
             return 0
-        role, config = dict(TASK_ROLES)[task], self.work.config
+        role = dict(TASK_ROLES)[task]
         tied = {role} if self.work.specs[role].tied_embeddings and not role.scalar_head else ()
-        held = communicator_bytes(config, hardware, {task: layout}, rank_map({role: layout}), tied)
+        by_pipeline = self.work.run.norms_by_pipeline
+        held = communicator_bytes(hardware, {task: layout}, rank_map({role: layout}), tied, by_pipeline)
         return held - hardware.communicator_bytes * (layout.size == self.machines.ranks)
 
     def _all(self, task: str, ranks: int, hardware: HardwareSpec, room: float) -> Iterable[Option]:

@@ -11,8 +11,7 @@ from typing import Any
 from placements.mesh import Mesh
 from placements.placements import OVERLAPPED, Placement
 
-from rlhfuse.decisions.layouts import TASK_ROLES
-from rlhfuse.planning.memory import TRAINED
+from rlhfuse.decisions.layouts import TASK_ROLES, TRAINED
 
 TODAY = "colocated, fused"
 TEXT_COLUMNS = 110

@@ -56,7 +56,7 @@ class Rehearsal:
         self._phases = PhaseLog(self._mode, progress)
         install(self._mode)
         EmptyFiles(draft.world_size)
-        node = min(draft.world_size, draft.hardware.devices_per_node)
+        node = min(draft.world_size, draft.inputs.hardware.devices_per_node)
         os.environ |= {"LOCAL_WORLD_SIZE": str(node), "LOCAL_RANK": str(rank % node)}
         self._device = Device(CUDA, "fake")
 
@@ -142,7 +142,7 @@ class Rehearsal:
         trainer._release_generation()
 
     def _score(self, trainer: RehearsedTrainer) -> None:
-        samples = max(1, self._draft.limits.score_tokens // self._samples.longest)
+        samples = max(1, self._draft.generation.limits.score_tokens // self._samples.longest)
         for pack in range(PACKS):
             trainer.scorer.score([self._samples.rollout(pack * samples + number) for number in range(samples)])
 

@@ -111,7 +111,7 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
 
 def _table_of(draft: PlanDraft) -> Table:
     """Raises InputError where models that score lie differently."""
-    config, rows = draft.config, Given.of(draft.config)
+    config, rows = draft.run.config, Given.of(draft.run.config)
     assert rows.generation and rows.actor_train, "a draft has layouts"
     inference = Given.of(config.with_(parallel={"inference": inference_layout(config)})).inference
     critic = rows.critic_train if Role.CRITIC in config.trained() else None

@@ -145,7 +145,7 @@ def test_what_is_larger_than_anything_measured_is_named(profiled):
     made, ranking = profiled, measured(profiled, 1, 2, 4, largest=10.0)
     found = ranking.found(2)
     draft = made.draft(found.best.table)
-    longest = draft.limits.longest
+    longest = draft.generation.limits.longest
     told = doubts_of(ranking, found)[1].partition("; beyond what was measured the best table has ")[2].split(", ")
     assert told[0] == f"{longest} tokens of a context (measured: 10)"  # an instance has fewer sequences
     kinds = [one.partition(" ")[2].partition(" (")[0] for one in told[1:]]

@@ -105,7 +105,7 @@ def test_split_backwards_hold_what_was_planned(programs, run_yaml, tmp_path):
     """What B leaves for W, and the gradients that were received for it: a searched schedule, in the fullest place."""
     asked, file = ["fusion.intra_stage=search", "fusion.split_backward=true"], tmp_path / "schedule.json"
     draft = rehearsal_draft(load_config(run_yaml, asked), 16)
-    save_schedule(file, search(draft.problem, SearchSettings(iterations=20_000, objective="memory"))[0])
+    save_schedule(file, search(draft.training.problem, SearchSettings(iterations=20_000, objective="memory"))[0])
     draft = rehearsal_draft(load_config(run_yaml, [*asked, f"fusion.schedule={file}"]), 16)
     plan = make_plan(draft)
     peaks = draft.memory.held_by(plan.schedule)
