@@ -12,9 +12,17 @@ from rlhfuse.costs.machine import ranks_on_machine
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
+from rlhfuse.planning.memory_plan import MemoryPlan
 from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
 from rlhfuse.planning.reasons import Reasons, of_keeping, of_memory
-from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary
+from rlhfuse.planning.run_plan import (
+    GenerationPlan,
+    PlannedRanks,
+    PlanReport,
+    RunPlan,
+    ScheduleSummary,
+    ThresholdPlan,
+)
 from rlhfuse.planning.training.stage_cuts import stage_balances
 from rlhfuse.planning.training.training_orders import other_promises
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
@@ -62,11 +70,12 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     batch, inputs, limits = draft.batch, draft.inputs, draft.generation.limits
     reasons = Reasons(draft.run)
     summary, peaks = _summary(draft, schedule, source), draft.memory.held_by(schedule)
-    kept = draft.memory.keeps_generation(peaks)
-    memory = draft.memory.with_generation_kept() if kept else draft.memory
-    capture = graph_capture(draft, kept)
+    memory = MemoryPlan.of(draft.memory, peaks, ranks_on_machine(inputs.hardware, draft.world_size))
+    capture = graph_capture(draft, memory.keeps_generation)
     generation = price_generation(draft)
     hints = reasons.threshold_hints(generation.threshold_samples, inputs.lengths)
+    told = (generation.why, *hints, reasons.instance_limits(limits))
+    threshold = ThresholdPlan(generation.threshold_samples, generation.threshold, told)
     moves = weight_moves(draft)
     steps = optimizer_step_seconds(draft.analytic)
     moving, offload = sum(move.seconds for move in moves), draft.memory.offload
@@ -82,26 +91,17 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         capture.seconds if capture and capture.each_iteration else 0.0,
     )
     return PlanReport(
-        world_size=draft.world_size,
-        hardware=inputs.hardware.name,
-        dtype=draft.run.config.trainer.dtype,
+        ranks=PlannedRanks(draft.world_size, inputs.hardware.name, draft.run.config.trainer.dtype),
         tasks=draft.tasks,
         batch=batch,
-        memory=memory.phases(peaks),
-        memory_limit=memory.limit,
-        memory_limit_source=memory.limit_source,
-        microbatch_tokens=memory.microbatch_tokens,
-        process_bytes=draft.memory.process,
-        ranks_per_node=ranks_on_machine(inputs.hardware, draft.world_size),
+        memory=memory,
         weight_moves=moves,
         seconds=predicted,
         schedule=summary,
-        threshold_samples=generation.threshold_samples,
-        threshold=generation.threshold,
-        limits=limits,
-        move_cost=move_cost(draft.costs, limits),
+        efficiency=efficiency(draft, predicted.training_fused),
+        threshold=threshold,
+        generation=GenerationPlan(limits, move_cost(draft.costs, limits), capture),
         files=reasons.output_files(),
-        threshold_reasons=(generation.why, *hints, reasons.instance_limits(limits)),
         reasons=(
             *reasons.choices(batch, draft.generation.cache),
             *reasons.learning_rates(),
@@ -111,17 +111,12 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
             *inputs.cores.lines(draft.world_size),
             *reasons.reward_calls(draft.costs),
             draft.training.split.why,
-            of_memory(memory, peaks),
+            of_memory(memory, draft.memory.communicators),
             *of_keeping(draft.memory, peaks),
             *reasons.offload(draft.memory, seen),
             *((str(capture),) if capture else ()),
             *reasons.early_loading(draft.memory, draft.costs),
         ),
-        keeps_generation=kept,
-        capture=capture,
-        stages=stage_balances(draft.tasks, draft.analytic, draft.costs, draft.longest_microbatch),
-        efficiency=efficiency(draft, predicted.training_fused),
-        offload=offload,
     )
 
 
@@ -137,5 +132,6 @@ def _summary(draft: PlanDraft, schedule: Schedule, source: str) -> ScheduleSumma
         serial_idle=idle_share(timeline, serial),
         peak_activation_bytes=float(timeline.peak_memory),
         alternates=fusion.alternates,
+        stages=stage_balances(draft.tasks, draft.analytic, draft.costs, draft.longest_microbatch),
         others=other_promises(fusion, seed, schedule.problem, draft.training.split, draft.ranks.shape),
     )

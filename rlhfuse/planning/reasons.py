@@ -15,7 +15,8 @@ from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.planning.instance_cache import InstanceCache
-from rlhfuse.planning.memory import KEEPING_PART, MemoryBudget
+from rlhfuse.planning.memory_budget import KEEPING_PART, MemoryBudget
+from rlhfuse.planning.memory_plan import MemoryPlan
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.simulator.instance_limits import InstanceLimits
@@ -205,14 +206,14 @@ class Reasons:
         return (*rows, ("finished.json", "when all iterations are done"))
 
 
-def of_memory(memory: MemoryBudget, activations: Sequence[float]) -> str:
-    """The fullest phase beside the limit of a rank; `activations`: of the training schedule, by node."""
-    fullest = memory.fullest(activations)
-    process = f"the process itself, {readable_bytes(memory.process)},"
-    if memory.communicators:
-        process += f" of them {readable_bytes(memory.communicators)} communicators (assumed),"
-    included = f"host copies and {process}" if not memory.hardware.device.own_memory else process
-    needed = readable_bytes(memory.needed(fullest))
+def of_memory(memory: MemoryPlan, communicators: int) -> str:
+    """The fullest phase beside the limit of a rank; `communicators`: bytes of the process that are theirs."""
+    fullest = max(memory.phases, key=memory.needed_bytes)
+    process = f"the process itself, {readable_bytes(memory.process_bytes)},"
+    if communicators:
+        process += f" of them {readable_bytes(communicators)} communicators (assumed),"
+    included = process if memory.own_memory else f"host copies and {process}"
+    needed = readable_bytes(memory.needed_bytes(fullest))
     return (
         f"the fullest phase, {fullest.phase}, needs {needed} per rank, {included} included, and "
         f"fits in {readable_bytes(memory.limit)}"

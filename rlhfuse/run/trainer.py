@@ -132,7 +132,7 @@ class Trainer:
             timeout_seconds=config.trainer.hang_seconds,
             progress=watchdog.progress,
             bucket_bytes=config.fusion.bucket_mib << 20,
-            early_models=plan.report.limits.early_models,
+            early_models=plan.report.generation.limits.early_models,
             generation_done=self._release_generation,
         )
         self.evaluator = Evaluator(inputs, self.inter_stage, self.models, self.rewarder)
@@ -143,7 +143,7 @@ class Trainer:
         return Engine(
             self.inputs.models.in_use(Role.ACTOR),
             None,  # they come with the first move
-            engine_options(self.config, self.plan.report.batch.instances, self.plan.report.keeps_generation),
+            engine_options(self.config, self.plan.report.batch.instances, self.plan.report.memory.keeps_generation),
             device=self.device.torch_device,
             dtype=DTYPES[self.config.trainer.dtype],
             tp_group=self.models.generation_tp if dist.get_world_size(self.models.generation_tp) > 1 else None,
@@ -152,7 +152,7 @@ class Trainer:
 
     def _release_generation(self) -> None:
         """This rank decodes no more in this iteration: the actor's copy goes before others come in, unless it stays."""
-        if not self.plan.report.keeps_generation:
+        if not self.plan.report.memory.keeps_generation:
             self.engine.release_weights()
             self.models.generation.release()
         self.memory.switch("inference")
@@ -280,7 +280,7 @@ class Trainer:
             samples = self.inputs.resume.manifest.state.position.get("samples_bytes")
         log = RunLog(self.run_dir, self.config, self.plan.report, first - has_row, kept, samples)
         lines = peak_line(self.peak_flops, self.device), *self.engine.lines, self.models.layers.line()
-        lines = *lines, process_line(self.device, self.plan.report.process_bytes)
+        lines = *lines, process_line(self.device, self.plan.report.memory.process_bytes)
         print("\n".join(line for line in lines if line), flush=True)
         return log
 
@@ -366,7 +366,7 @@ class Trainer:
         for model in self.models.trained.values():
             model.optimizer.release_gradients()
         self.memory.switch("moves")
-        if offload := self.plan.report.offload:
+        if offload := self.plan.report.memory.offload:
             self.models.offload_optimizers(free=offload.first_phase == "moves")
         generation = self.models.generation
         generation.allocate()
@@ -395,7 +395,7 @@ class Trainer:
             for indices in cut_minibatches(len(batch), count, seed, iteration, epoch):
                 self.watchdog.progress(f"iteration {iteration}: training mini-batch {len(results)}")
                 results.append(self.training.run(batch.select(indices), microbatches, lr, algorithm))
-        if self.plan.report.offload:
+        if self.plan.report.memory.offload:
             self.models.offload_optimizers(free=False)
         return results
 

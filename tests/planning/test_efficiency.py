@@ -55,8 +55,8 @@ def test_the_run_that_the_readme_names_fits_eight_h100(sizes):
     assert f"`examples/{name}`" in text and "are for eight and 64 H100" in text
     draft = example(name, sizes, "fusion.search_seconds=2")
     plan = make_plan(draft).report
-    assert (plan.world_size, plan.hardware, plan.memory_limit) == (8, "h100", 80e9)
-    assert all(plan.needed_bytes(phase) <= plan.memory_limit for phase in plan.memory)
+    assert (plan.ranks.count, plan.ranks.hardware, plan.memory.limit) == (8, "h100", 80e9)
+    assert all(plan.memory.needed_bytes(phase) <= plan.memory.limit for phase in plan.memory.phases)
     planned_rates, worse = plan.efficiency.uses
     assert planned_rates.training.mfu >= 0.4
     assert plan.efficiency.hbm_share(planned_rates) >= 0.7

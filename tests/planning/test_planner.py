@@ -39,9 +39,9 @@ def problem_of(made):
 
 def test_a_plan_says_what_and_why():
     plan = shared_plan().report
-    assert plan.threshold_samples is None, "until lengths are known"
-    assert plan.threshold is not None and plan.threshold.threshold > 0
-    assert plan.seconds.gen_infer_fused == plan.threshold.fused_seconds < plan.seconds.gen_infer_serial
+    assert plan.threshold.samples is None, "until lengths are known"
+    assert plan.threshold.curve is not None and plan.threshold.curve.threshold > 0
+    assert plan.seconds.gen_infer_fused == plan.threshold.curve.fused_seconds < plan.seconds.gen_infer_serial
     assert plan.seconds.training_fused <= plan.seconds.training_serial  # as fast where cores are short
     assert plan.schedule.makespan_seconds < plan.schedule.serial_makespan_seconds
     assert plan.schedule.lower_bound_seconds <= plan.schedule.makespan_seconds
@@ -70,10 +70,10 @@ def test_small_models_at_the_rate_of_large_ones_are_named():
 
 def test_lengths_give_a_threshold():
     plan = planned(run(), lengths=long_tail(500, longest=256)).report
-    assert plan.threshold is not None and plan.threshold_samples == plan.threshold.threshold
-    assert plan.threshold.samples == 64 and plan.threshold.instances == 4
+    assert plan.threshold.curve is not None and plan.threshold.samples == plan.threshold.curve.threshold
+    assert plan.threshold.curve.samples == 64 and plan.threshold.curve.instances == 4
     assert plan.seconds.gen_infer_fused <= plan.seconds.gen_infer_serial
-    assert plan.seconds.gen_infer_fused == pytest.approx(plan.threshold.fused_seconds)
+    assert plan.seconds.gen_infer_fused == pytest.approx(plan.threshold.curve.fused_seconds)
     assert 0 < plan.seconds.generation_fused < plan.seconds.gen_infer_fused
     assert "lengths are those of 500 samples of past runs" in plan.render()
 
@@ -90,18 +90,18 @@ def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):
     plan = shared_plan(**keys).report
     budget = drafted(run(**keys), SPECS, 4).memory
     assert all(budget.needed(phase) == needed(phase) for phase in budget.static)
-    for phase in plan.memory:
-        assert plan.needed_bytes(phase) == needed(phase) and plan.memory_limit == limit
+    for phase in plan.memory.phases:
+        assert plan.memory.needed_bytes(phase) == needed(phase) and plan.memory.limit == limit
         rows = [line for line in plan.render().splitlines() if line.startswith(f"  {phase.phase} ")]
         assert any(row.endswith(f" {needed(phase) / limit:.1%}") for row in rows)
-    offloaded = readable_bytes(4 * plan.memory[0].host)
-    assert (f"{offloaded} on a node of 4 ranks" in plan.render()) == (plan.hardware == "a100")
+    offloaded = readable_bytes(4 * plan.memory.phases[0].host)
+    assert (f"{offloaded} on a node of 4 ranks" in plan.render()) == (plan.ranks.hardware == "a100")
 
 
 def test_memory_by_hand():
     """float32 on 4 ranks: the actor is cut in 4 stages, the critic in 2, generation copies whole."""
     made = planned(run())
-    moves, generation, inference, training = made.report.memory
+    moves, generation, inference, training = made.report.memory.phases
     spec = SPECS["actor"]
     whole, layer, ends = spec.parameters(), spec.layer_parameters, 512 * 64
     actor = [2 * layer + ends, 2 * layer, 2 * layer, 2 * layer + ends + 64]
@@ -147,7 +147,7 @@ def test_a_node_has_as_many_ranks_as_the_launcher_says(monkeypatch, node, crosse
     """Where weights move, as the run's resharder has it."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", node)
     report = planned(run()).report
-    assert report.ranks_per_node == int(node or 4)
+    assert report.memory.ranks_per_node == int(node or 4)
     assert any(move.traffic.across for move in report.weight_moves) == crosses
     for bad in ("0", "four"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", bad)
@@ -226,8 +226,9 @@ def test_the_schedule_is_searched_under_the_memory_that_is_left():
     searched = {**ON_GPU, "fusion__search_seconds": 2.0}  # long enough to find the best also on a busy machine
     free, tight = (planned(run(**searched, trainer__memory_limit_gb=limit)) for limit in (enough, between))
     assert tight.schedule.problem.memory_cap == between * 1e9
-    training = tight.report.memory[-1]
-    assert tight.report.needed_bytes(training) <= between * 1e9 < free.report.needed_bytes(free.report.memory[-1])
+    training = tight.report.memory.phases[-1]
+    assert tight.report.memory.needed_bytes(training) <= between * 1e9
+    assert free.report.memory.needed_bytes(free.report.memory.phases[-1]) > between * 1e9
     assert tight.report.schedule.makespan_seconds >= free.report.schedule.makespan_seconds
     words = r"memory: training needs .* per rank .*; the least of any schedule is .*a rank of this a100 has .*; raise "
     with pytest.raises(InputError, match=words + ".*recompute.*trainer.memory_limit_gb"):
@@ -246,7 +247,7 @@ def test_a_given_schedule_that_does_not_fit_is_refused(tmp_path, source):
     drafted(run(**ON_GPU, **keys, trainer__memory_limit_gb=enough), SPECS, 4)
     with pytest.raises(InputError, match=f"with {source}.*set fusion.intra_stage=search without fusion.schedule"):
         drafted(run(**ON_GPU, **keys, trainer__memory_limit_gb=between), SPECS, 4)
-    assert shared_plan(**ON_GPU, trainer__memory_limit_gb=between).report.memory_limit == between * 1e9
+    assert shared_plan(**ON_GPU, trainer__memory_limit_gb=between).report.memory.limit == between * 1e9
 
 
 def test_weight_moves_are_in_the_plan():
@@ -279,8 +280,8 @@ ONE_INSTANCE = {f"parallel__{row}": "d1t4p1" for row in ROWS}
 )
 def test_threshold_from_the_config(keys, world, expected, reason):
     plan = shared_plan(**keys).report
-    assert plan.threshold_samples == expected
-    assert any(reason in sentence for sentence in plan.threshold_reasons)
+    assert plan.threshold.samples == expected
+    assert any(reason in sentence for sentence in plan.threshold.reasons)
 
 
 def test_the_plan_says_what_the_reward_function_counts(tmp_path):
@@ -296,11 +297,11 @@ def test_the_plan_says_what_the_reward_function_counts(tmp_path):
 
 
 def test_threshold_file_is_used_and_checked(tmp_path):
-    made = planned(run(), lengths=long_tail(500)).report.threshold
+    made = planned(run(), lengths=long_tail(500)).report.threshold.curve
     file = tmp_path / "threshold.json"
     write_json(file, to_json(made))
     plan = planned(run(fusion__threshold_file=str(file))).report
-    assert plan.threshold == made and plan.seconds.gen_infer_fused == made.fused_seconds
+    assert plan.threshold.curve == made and plan.seconds.gen_infer_fused == made.fused_seconds
     raw = json.loads(file.read_text())
     for change, message in (
         ({"instances": 8}, "made for 8 generation instances, this run has 4; calibrate again"),
@@ -368,7 +369,7 @@ def test_a_profile_reaches_the_search(tmp_path):
 
 
 def test_bad_plans_are_refused():
-    for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({"version": 2}, "run: world_size is missing")):
+    for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({"version": 3}, "run: ranks is missing")):
         with pytest.raises(InputError, match=message):
             PlanReport.from_dict(raw, "run")
 

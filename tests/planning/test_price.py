@@ -61,7 +61,7 @@ def test_a_plan_says_what_the_search_priced_and_its_parts_add_up(seed):
     made, report = row.price, make_plan(draft).report
     said, count = report.seconds, draft.batch.optimizer_steps
     assert (said.gen_infer_serial, said.gen_infer_fused) == (made.generation.serial, made.generation.fused)
-    assert report.threshold_samples == made.generation.threshold_samples
+    assert report.threshold.samples == made.generation.threshold_samples
     assert sum(move.seconds for move in report.weight_moves) == made.moves <= said.weight_moves
     steps = count * optimizer_step_seconds(draft.analytic)
     assert made.steps == steps
@@ -69,13 +69,13 @@ def test_a_plan_says_what_the_search_priced_and_its_parts_add_up(seed):
     assert said.training_fused == pytest.approx(annealed + steps)
     assert made.schedules <= annealed * (1 + 1e-9)
     assert made.schedules >= count * report.schedule.lower_bound_seconds * (1 - 1e-9)
-    if not report.offload:
+    if not report.memory.offload:
         assert said.weight_moves == made.moves
     if draft.training.given:
         assert made.schedules == pytest.approx(annealed)
     least = made.seconds - made.capture + said.capture
-    assert said.fused >= least * (1 - 1e-9) or report.offload
-    assert report.memory_limit == row.limit_bytes
+    assert said.fused >= least * (1 - 1e-9) or report.memory.offload
+    assert report.memory.limit == row.limit_bytes
     again = price(draft, price_generation(draft), sum(move.seconds for move in weight_moves(draft)))
     assert again == made and len(set(made.parts)) == 6
     assert made.seconds == pytest.approx(sum(made.parts.values())) and min(made.parts.values()) >= 0

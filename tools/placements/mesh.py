@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -43,11 +42,6 @@ class MeshTree:
 def aligned_meshes(ranks: int, least: int) -> MeshTree:
     """All ranks, and every block of a power of two of them, at least `least`, that begins at a multiple of its size."""
     return _tree(Mesh(0, ranks), least)
-
-
-def meshes_anywhere(ranks: int, sizes: Iterable[int], step: int) -> list[Mesh]:
-    """Meshes of these sizes, wherever they begin at a multiple of `step`."""
-    return [Mesh(first, size) for size in sizes for first in range(0, ranks - size + 1, step)]
 
 
 def split_meshes(ranks: int, left: int, least: int) -> MeshTree:

@@ -135,7 +135,7 @@ class Rehearsal:
         for sample in range(count):
             engine.add(sample, self._samples.tokens(sample % different, length), params)
         # Beneath the end of generation, where samples that moved as tokens, or lost their blocks, are prefilled too.
-        trainer.scorer.begin_load(self._plan.report.limits.early_models)
+        trainer.scorer.begin_load(self._plan.report.generation.limits.early_models)
         while engine.has_unfinished():
             engine.step()
         engine.pause()

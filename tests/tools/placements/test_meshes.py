@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from placements.call_graph import GraphCall, graph_seconds, place_calls
+from paper.call_graph import GraphCall, graph_seconds, place_calls
 from placements.mesh import Mesh, aligned_meshes, split_meshes
 from placements.problem import Call, Choice, MeshProblem, Option
 from placements.search import best_plan, mesh_kinds

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paper.call_graph import GraphCall, place_calls
 from placements.across_iterations import ACTOR_LANE, CRITIC_LANE, best_lanes, period_seconds
-from placements.call_graph import GraphCall, place_calls
 from placements.mesh import Mesh
 from placements.placements import OVERLAPPED, SHAPES, placements
 from placements.problem import Call, Choice, MeshProblem, Option

@@ -88,7 +88,8 @@ def test_scoring_takes_what_the_simulation_says():
     draft = drafted(on_gpus(), SPECS, 4, long_tail(300, longest=256))
     work = work_of(draft)
     costs = {name: work.cost(name, draft.tasks[0].layout, H100) for name in ("generation", "reference_inference")}
-    job = JobCost(costs["generation"], (costs["reference_inference"],), output_share=work.output_share)
+    share = work.inputs.lengths.samples.output_share
+    job = JobCost(costs["generation"], (costs["reference_inference"],), output_share=share)
     limits = replace(draft.generation.limits, scoring_models=1, early_models=0)
     lines = [simulate_gen_infer(batch, 4, job, limits, threshold=0) for batch in work.inputs.drawn.batches]
     scored = option(RunProblem.of(work, machines_by_name("h100", ranks=4)), "reference_inference", "d4t1p1")

@@ -15,6 +15,7 @@ from itertools import accumulate
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.auto_layouts import SCORERS
+from rlhfuse.config.settings import RolloutConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.machine import communicator_bytes, host_memory, memory_limit, ranks_on_machine
@@ -22,8 +23,8 @@ from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.decode_shapes import draft_bytes
 from rlhfuse.decisions.layouts import TRAINED
-from rlhfuse.planning.passing import PassingMemory
 from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.planning.training.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -92,9 +93,20 @@ class GenerationMemory:
     weights: int  # its copy of the actor
     kv: int
     graphs: int  # what recorded decode steps reserve for their activations
+    decoding: int  # activations of a step, and the logits of those sequences that draw a token
+
+    @staticmethod
+    def of(model: ModelMemory, rollout: RolloutConfig, kv_capacity_bytes: float) -> GenerationMemory:
+        """With C of a whole instance."""
+        batched = rollout.max_batched_tokens
+        drawing = min(rollout.max_sequences_per_instance, batched)
+        graphs = model.graph_bytes(drawing) if rollout.cuda_graphs else 0
+        kv = int(kv_capacity_bytes / model.layout.tp)
+        return GenerationMemory(model.weights_bytes(), kv, graphs, model.prefilling_bytes(batched, drawing))
 
     @property
     def device(self) -> int:
+        """What may stay between iterations."""
         return self.weights + self.kv + self.graphs
 
     def beside(self, phase: PhaseMemory) -> PhaseMemory:
@@ -342,11 +354,8 @@ class _Needs:
         written = batch.samples * rollout.max_response_tokens
         self._guesses = draft_bytes(written) if rollout.draft_rows else 0
         self._critic = models["critic_inference"].weights_bytes() if "critic_inference" in models else 0
-        copy, drawing = generation.weights_bytes(), min(rollout.max_sequences_per_instance, batched)
-        self._buckets = min(run.config.fusion.bucket_mib << 20, max(copy, self._critic))
-        self._decoding = generation.prefilling_bytes(batched, drawing)
-        graphs = generation.graph_bytes(drawing) if rollout.cuda_graphs else 0
-        self.generation = GenerationMemory(copy, int(kv_capacity_bytes / generation.layout.tp), graphs)
+        self.generation = GenerationMemory.of(generation, rollout, kv_capacity_bytes)
+        self._buckets = min(run.config.fusion.bucket_mib << 20, max(self.generation.weights, self._critic))
         self._scoring = max((model.scoring_bytes(batched) for model in scorers), default=0)
         self.microbatch_tokens = batch.samples_per_microbatch * sum(longest)
         self._inputs = input_bytes(batch, longest, hardware)
@@ -374,7 +383,7 @@ class _Needs:
         return (
             *((self._start(parts),) if self._starts else ()),
             phase("moves", self.generation.weights + self._critic, buckets=standing + self._buckets),
-            phase("generation", self.generation.weights, activations=self._decoding, kv=self.generation.kv),
+            phase("generation", self.generation.weights, activations=self.generation.decoding, kv=self.generation.kv),
             phase("inference", self._offloaded, activations=self._scoring),
             phase("training", gradients=gradients, activations=passing),
         )
