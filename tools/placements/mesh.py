@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhfuse.config.machines import Machines, worst
+from rlhfuse.config.spec import HardwareSpec
+
 
 @dataclass(frozen=True, order=True)
 class Mesh:
@@ -59,3 +62,13 @@ def _tree(mesh: Mesh, least: int) -> MeshTree:
             parts.append(_tree(Mesh(first, size), least))
         first += size
     return MeshTree(mesh, tuple(parts))
+
+
+def hardware_on(machines: Machines, mesh: Mesh) -> HardwareSpec:
+    """What a task on these ranks can count on."""
+    there, begin = [], 0
+    for spec, count in machines.kinds:
+        if (held := min(mesh.last + 1, begin + count) - max(mesh.first, begin)) > 0:
+            there.append((spec, held))
+        begin += count
+    return worst(there)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from placements.across_iterations import best_lanes
-from placements.mesh import Mesh, MeshTree
+from placements.mesh import Mesh, MeshTree, hardware_on
 from placements.problem import MeshPlan, MeshProblem
 from placements.run_problem import RunProblem
 from placements.search import best_plan
@@ -200,7 +200,7 @@ def _halves(run: RunProblem) -> Iterator[tuple[MeshTree, Mesh, Mesh]]:
     for tree in run.splits:
         left, right = (part.mesh for part in tree.parts)
         for one, other in ((left, right), (right, left)):
-            kind = tuple(run.machines.on(mesh.first, mesh.last) for mesh in (one, other)), one.size
+            kind = tuple(hardware_on(run.machines, mesh) for mesh in (one, other)), one.size
             if kind not in seen:
                 seen.add(kind)
                 yield tree, one, other

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from placements.forward_options import generation_options, scoring_options
-from placements.mesh import Mesh, MeshTree, aligned_meshes, split_meshes
+from placements.mesh import Mesh, MeshTree, aligned_meshes, hardware_on, split_meshes
 from placements.problem import Call, MeshProblem, Option
 from placements.run_work import RunWork
 from placements.training_options import training_options
@@ -141,7 +141,7 @@ class _Pricer:
     def options(self, task: str, meshes: Sequence[Mesh]) -> dict[Mesh, tuple[Option, ...]]:
         found = {}
         for mesh in meshes:
-            hardware = self.machines.on(mesh.first, mesh.last)
+            hardware = hardware_on(self.machines, mesh)
             key = task, mesh.size, hardware
             if key not in self._priced:
                 self._priced[key] = leanest_fastest(self._fitting(task, mesh, hardware), loose=True)

@@ -77,7 +77,7 @@ def test_batches_that_cannot_be_cut_are_refused():
 def test_a_draft_prices_and_predicts_the_same_batches():
     made, unknown = (drafted(run(fusion__split_backward="false"), SPECS, 4, lengths) for lengths in (TAIL, None))
     assert made.inputs.drawn.batches == TAIL.clip(128, 256).draw(64, DRAWS, made.config.trainer.seed)
-    assert unknown.drawn.batches == assumed_lengths(128, 256).draw(64, DRAWS, unknown.config.trainer.seed)
+    assert unknown.inputs.drawn.batches == assumed_lengths(128, 256).draw(64, DRAWS, unknown.config.trainer.seed)
     for share in made.ranks.shape.shares:
         micro = equal_microbatch(made.inputs.drawn, made.batch, share)
         count = made.batch.microbatches_of[share.model]

@@ -102,7 +102,8 @@ def test_splitting_costs_what_it_costs():
 def test_false_and_rules_leave_backwards_whole():
     assert drafted(fusion__split_backward="false").training.split.why.endswith("all backwards are whole")
     serial = drafted(fusion__intra_stage="serial")
-    assert not split_models(serial.problem) and "fusion.intra_stage=serial is no search" in serial.split.why
+    assert not split_models(serial.training.problem)
+    assert "fusion.intra_stage=serial is no search" in serial.training.split.why
 
 
 @pytest.mark.parametrize("rule", ["serial", "time_sharing"])
