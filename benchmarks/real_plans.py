@@ -17,9 +17,9 @@ from dataclasses import replace
 from harness import Figure, Measurement, counting, options
 from paper.real import BATCH, END_TO_END, RealRow, end_to_end_seconds, of_table, real_rows
 from paper.space import MACHINE_RANKS, mesh_problem
+from placements.exact_search import best_plan
 from placements.mesh import Mesh, aligned_meshes
 from placements.problem import Choice, MeshPlan, MeshProblem
-from placements.search import best_plan
 from placements.walk import greedy_plan, walk
 from real_tables import fit_calibration
 

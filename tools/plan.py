@@ -26,12 +26,12 @@ from pathlib import Path
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
+from layout_search.search_answer import SearchAnswer, answer_of, draw_memory_curve, overrides
 from layout_search.sizes import render_sizes, sizes_of
-from layout_search.tell import SearchAnswer, answer_of, draw_memory_curve, overrides
 from placements.placements import Placement, placements
+from placements.placements_text import as_dict, as_text
 from placements.run_problem import RunProblem
 from placements.run_work import RunWork
-from placements.tell import as_dict, as_text
 from rich.console import Console
 
 from rlhfuse.base.cuda_environment import has_gpu

@@ -135,11 +135,6 @@ class PlanDraft:
     def longest_microbatch(self) -> MicrobatchTokens:
         return longest_microbatch(self.run.config.longest_sample, self.batch.samples_per_microbatch)
 
-    @property
-    def tied(self) -> frozenset[str]:
-        """Trained models whose output layer is their embedding; the critic has a head of its own."""
-        return frozenset({Role.ACTOR} if self.specs[Role.ACTOR].tied_embeddings else ())
-
 
 def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: DraftInputs | None = None) -> PlanDraft:
     """Check and price a run; searches nothing. Raises InputError: an equation, a file, a phase that does not fit.

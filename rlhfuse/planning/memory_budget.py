@@ -21,7 +21,7 @@ from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.machine import communicator_bytes, host_memory, memory_limit, ranks_on_machine
 from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.decisions.decode_shapes import draft_bytes
+from rlhfuse.decisions.decode_shapes import guess_bytes
 from rlhfuse.decisions.layouts import TRAINED
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.passing import PassingMemory
@@ -198,11 +198,6 @@ class MemoryBudget:
         """Whether the phases do in which the optimizer may rest on the host, and leave such a share of a rank free."""
         return all(self.leaves(headroom, phase) for phase in self.static if phase.phase in RESTING)
 
-    @property
-    def _would_fit_offloaded(self) -> bool:
-        may_rest = self.hardware.device.own_memory and not self.offload
-        return may_rest and self.with_optimizer_offloaded().fits_beside_training()
-
     def leaves(self, headroom: float, phase: PhaseMemory) -> bool:
         """Whether a phase does; in generation the cache takes what it may have."""
         share = 1.0 if phase.phase == "generation" else 1.0 - headroom
@@ -258,13 +253,14 @@ class MemoryBudget:
         if self.process:
             parts.append(f"the process {readable_bytes(self.process)}")
         which, remedy = "", REMEDIES[fullest.phase]
+        may_rest = self.hardware.device.own_memory and not self.offload
         if fullest.phase == "training":
             smallest = max(self.needed(rank.phases(least)[-1]) for rank in self.ranks)
             which = f" with {order}" if smallest < needed else ""
             which += f"; the least of any schedule is {readable_bytes(smallest)}"
             if smallest <= self.limit:
                 remedy = f"set fusion.intra_stage=search without fusion.schedule to find one that fits, {remedy}"
-        elif self._would_fit_offloaded:
+        elif may_rest and self.with_optimizer_offloaded().fits_beside_training():
             remedy = f"set trainer.offload_optimizer=auto, {remedy}"
         raise MemoryRefusal(
             fullest.phase,
@@ -315,9 +311,8 @@ def memory_budget(
     passing = PassingMemory.of(trained, tokens) if hardware.device.own_memory else None
     buffers = 0
     if not trainer.share_gpu:  # else what ranks exchange passes through the host
-        tied = {name for name, model in trained.items() if model.spec.tied_embeddings and not model.scalar_head}
         layouts = {task: model.layout for task, model in models.items()}
-        buffers = communicator_bytes(hardware, layouts, ranks, tied, run.norms_by_pipeline)
+        buffers = communicator_bytes(hardware, layouts, ranks, run.tied, run.norms_by_pipeline)
     return MemoryBudget(tuple(kinds.values()), hardware, *limit, tokens, needs.generation, None, (), passing, buffers)
 
 
@@ -352,7 +347,7 @@ class _Needs:
         scorers = [models[task] for task in SCORERS if task in models]
         self._offloaded = sum(model.weights_bytes() for model in scorers)
         written = batch.samples * rollout.max_response_tokens
-        self._guesses = draft_bytes(written) if rollout.draft_rows else 0
+        self._guesses = guess_bytes(written) if rollout.draft_rows else 0
         self._critic = models["critic_inference"].weights_bytes() if "critic_inference" in models else 0
         self.generation = GenerationMemory.of(generation, rollout, kv_capacity_bytes)
         self._buckets = min(run.config.fusion.bucket_mib << 20, max(self.generation.weights, self._critic))

@@ -52,8 +52,8 @@ def parse_plan(draft: PlanDraft, text: str) -> RunPlan:
 
 def _run_plan(draft: PlanDraft, schedule: Schedule, report: PlanReport) -> RunPlan:
     reduce = draft.inputs.hardware.device.reduction
-    programs = lower(schedule, draft.ranks, tied=draft.tied, reduce=reduce)
-    verify(programs, schedule, draft.ranks, tied=draft.tied, one_queue=reduce == "joint")
+    programs = lower(schedule, draft.ranks, tied=draft.run.tied, reduce=reduce)
+    verify(programs, schedule, draft.ranks, tied=draft.run.tied, one_queue=reduce == "joint")
     return RunPlan(report, schedule, draft.ranks, programs, draft.costs, draft.costs_name)
 
 

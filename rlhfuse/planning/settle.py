@@ -90,15 +90,15 @@ def settle_but_layouts(config: RunConfig, facts: Facts) -> SettledRun:
     return run.with_config(resolve_batch(with_one_inference(made)))
 
 
-def _known(value: Any, found: Any) -> Any:
-    return found if value == AUTO else value
+def _known(value: Any, fact: Any) -> Any:
+    return fact if value == AUTO else value
 
 
 def _searched(run: SettledRun, lines: tuple[str, ...]) -> SettledRun:
     setting = Setting.of(run)
-    found = Ranking(setting).found(TOP)
-    made = with_table(run.config, found.best.table)
-    chosen = f"layouts of the search: {decided(run.config, made)}: {str(found).splitlines()[0]}"
+    search = Ranking(setting).found(TOP)
+    made = with_table(run.config, search.best.table)
+    chosen = f"layouts of the search: {decided(run.config, made)}: {str(search).splitlines()[0]}"
     return _ready(run.with_config(made), *lines, chosen, *setting.notes)
 
 

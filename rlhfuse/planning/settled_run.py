@@ -31,6 +31,13 @@ class SettledRun:
         return LayoutRules(self.config, self.specs, self.world_size)
 
     @property
+    def tied(self) -> frozenset[Role]:
+        """Models that train with their embedding as output layer; a scalar head is one of their own."""
+        return frozenset(
+            role for role in self.config.trained() if self.specs[role].tied_embeddings and not role.scalar_head
+        )
+
+    @property
     def norms_by_pipeline(self) -> frozenset[Role]:
         """Models that train with an optimizer that takes norms of gradients by pipeline."""
         return frozenset(role for role in self.config.trained() if getattr(self.config, role).optim.name != "adam")

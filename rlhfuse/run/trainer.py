@@ -28,7 +28,7 @@ from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id
-from rlhfuse.decisions.balance import cut_minibatches
+from rlhfuse.decisions.balance import split_minibatches
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
@@ -392,7 +392,7 @@ class Trainer:
         results, microbatches = [], self.plan.report.batch.microbatches_of
         seed, count = self.config.trainer.seed, algorithm.minibatches
         for epoch in range(algorithm.epochs):
-            for indices in cut_minibatches(len(batch), count, seed, iteration, epoch):
+            for indices in split_minibatches(len(batch), count, seed, iteration, epoch):
                 self.watchdog.progress(f"iteration {iteration}: training mini-batch {len(results)}")
                 results.append(self.training.run(batch.select(indices), microbatches, lr, algorithm))
         if self.plan.report.memory.offload:

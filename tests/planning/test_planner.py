@@ -16,7 +16,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.machine import Host, memory_limit
 from rlhfuse.costs.profiled import ProfiledCost
-from rlhfuse.decisions.decode_shapes import draft_bytes
+from rlhfuse.decisions.decode_shapes import guess_bytes
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.reasons import Reasons
 from rlhfuse.planning.run_plan import PlanReport, RunPlan
@@ -116,7 +116,7 @@ def test_memory_by_hand():
     assert moves.gradients == generation.gradients == inference.gradients == 0
     assert generation.weights == trained + 4 * whole
     assert generation.kv == 16 * 384 * spec.kv_bytes_per_token(4)
-    assert generation.host == 4 * whole + 2 * critic_copy + draft_bytes(run().samples_per_iteration * 256)
+    assert generation.host == 4 * whole + 2 * critic_copy + guess_bytes(run().samples_per_iteration * 256)
     assert inference.weights == trained + 4 * whole + 2 * critic_copy  # reference, reward, critic; no generation copy
     longest = 4 * 384  # tokens of a micro-batch
     attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads  # its output's log-sums last

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from testkit.profiles import share
-from testkit.search_cases import SearchCase, auto_config, long_tail, random_case, spec_of, with_memory
+from testkit.search_cases import SearchCase, auto_config, long_tail, random_case, spec_of, table_of, with_memory
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.planning.draft import PlanDraft
@@ -21,13 +21,12 @@ from rlhfuse.planning.price import (
     weight_moves,
 )
 from rlhfuse.planning.search.search import TOP, Ranking, Row
-from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.ir.evaluate import evaluate
 
 SPECS = dict.fromkeys(("actor", "critic", "reference", "reward"), spec_of(4, 1024, 8, 4))
 ROWS = ("generation=d2t2p1", "inference=d4t1p1", "actor_train=d1t2p2", "critic_train=d2t2p1", "sequence_parallel=false")
 REST = ("fusion.actor_microbatches=2", "trainer.recompute=full")
-TABLE = Table.parse((*(f"parallel.{row}" for row in ROWS), *REST))
+TABLE = table_of((*(f"parallel.{row}" for row in ROWS), *REST))
 LONG = {
     "rollout__prompts_per_iteration": 192,
     "rollout__max_response_tokens": 1900,

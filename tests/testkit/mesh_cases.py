@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from placements.mesh import Mesh
-from placements.problem import Call, Choice, MeshPlan, MeshProblem, Option
+from placements.problem import Call, MeshPlan, MeshProblem, Option
 from placements.run_problem import SOURCES, RunProblem
 from placements.run_work import RunWork
 
@@ -63,9 +63,7 @@ def random_problem(
 
 def plans(problem: MeshProblem, meshes: Sequence[Mesh]) -> Iterator[MeshPlan]:
     """Every plan on these meshes that fits."""
-    every = [
-        [Choice(mesh, one) for mesh in meshes for one in call.options.get(mesh, ())] for call in problem.calls.values()
-    ]
+    every = [call.choices(*meshes) for call in problem.calls.values()]
     for chosen in product(*every):
         plan = dict(zip(problem.calls, chosen))
         if problem.fits(plan):

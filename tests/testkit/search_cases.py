@@ -1,7 +1,7 @@
 """Runs whose layouts are searched: random ones, all their tables priced one by one, and small ones, ranked once."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
@@ -191,6 +192,15 @@ def with_little_memory(case: SearchCase, rng: random.Random) -> SearchCase:
 
 def with_memory(case: SearchCase, gigabytes: float) -> SearchCase:
     return replace(case, config=case.config.with_(trainer={"memory_limit_gb": gigabytes}))
+
+
+def table_of(overrides: Sequence[str]) -> Table:
+    """Inverse of `Table.overrides`."""
+    rows = dict(word.split("=", 1) for word in overrides)
+    names = ("generation", "inference", "actor_train", "critic_train")
+    layouts = [ParallelLayout.parse(text) if (text := rows.get(f"parallel.{name}")) else None for name in names]
+    recompute, sharded = rows["trainer.recompute"], rows["parallel.sequence_parallel"] == "true"
+    return Table(*layouts, int(rows["fusion.actor_microbatches"]), recompute, sharded)
 
 
 def profiles_of(case: SearchCase, rng: random.Random) -> TensorProfiles:

@@ -6,11 +6,11 @@ import pytest
 from testkit.llama3 import llama3
 from testkit.paths import ROOT
 from testkit.programs import call_tool
+from testkit.search_cases import table_of
 from testkit.tiny import write_tokenizer
 
 from rlhfuse.config.load import load_config
 from rlhfuse.planning.price import CAPTURE, OFFLOAD
-from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.ir.problem import load_problem
 from tools.try_plans import by_phase, read_search
 
@@ -160,7 +160,7 @@ def test_numbers_of_ranks_are_compared(run_yaml):
 
 def test_what_an_argument_gives_stays(run_yaml):
     done = plan(run_yaml, "--search", "--json", "parallel.generation=d2t2p1", "trainer.recompute=full")
-    tables = [Table.parse(table["overrides"]) for table in json.loads(done.stdout)["tables"]]
+    tables = [table_of(table["overrides"]) for table in json.loads(done.stdout)["tables"]]
     assert {(str(table.generation), table.recompute) for table in tables} == {("d2t2p1", "full")}
     assert len({table.text for table in tables}) == 5
 
@@ -173,7 +173,7 @@ def test_the_best_is_written_as_a_run_and_what_is_printed_as_json_can_be_tried(r
     predicted, _ = by_phase(best["parts"], [json.dumps({"timing_s/gen": 1.0})])
     rest = sum(best["parts"][name] for name in (OFFLOAD, CAPTURE))
     assert sum(predicted.values()) + rest == pytest.approx(best["seconds"])
-    config, table = load_config(file), Table.parse(best["overrides"])
+    config, table = load_config(file), table_of(best["overrides"])
     assert table.of(config) == config and config.parallel.headroom == 0.2
     whatever = ["parallel.headroom=0.2", "parallel.reward_inference=d1t4p1"]  # whatever layouts the file has
     assert config == load_config(run_yaml, [*whatever, *best["overrides"]])

@@ -38,6 +38,10 @@ class Call:
     options: Mapping[Mesh, Sequence[Option]] = field(hash=False)
     source: str = ""
 
+    def choices(self, *meshes: Mesh) -> list[Choice]:
+        """All on these meshes."""
+        return [Choice(mesh, option) for mesh in meshes for option in self.options.get(mesh, ())]
+
     @property
     def resident(self) -> bool:
         """Whether it takes memory from calls of other phases."""

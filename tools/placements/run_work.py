@@ -1,4 +1,4 @@
-"""What a run does in an iteration, whatever its layouts: models, a batch of samples, and how it is cut."""
+"""What a run does in an iteration, whatever its layouts: models, a batch of samples, and how it is split."""
 
 from __future__ import annotations
 

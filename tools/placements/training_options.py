@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from operator import add
 
 from placements.problem import Option
 from placements.run_work import RunWork
@@ -30,12 +31,12 @@ from rlhfuse.schedule.ir.ranks import fused_shape
 
 def training_options(work: RunWork, task: str, ranks: int, hardware: HardwareSpec, room: float) -> list[Option]:
     """Those of `actor_train` or `critic_train` that fit into `room` bytes of a rank."""
-    found = []
+    options = []
     for layout in work.layouts(task, ranks, hardware.devices_per_node):
         for recompute, sharded in product((False, True), work.sharding):
             if not sharded or layout.tp > 1 or work.sharding == (True,):
-                found += _layout_options(work, task, work.cost(task, layout, hardware, recompute, sharded), room)
-    return found
+                options += _layout_options(work, task, work.cost(task, layout, hardware, recompute, sharded), room)
+    return options
 
 
 def _layout_options(work: RunWork, task: str, uncut: AnalyticCost, room: float) -> Iterator[Option]:
@@ -96,7 +97,7 @@ def _bytes_of(
 
 
 def _sums(left: Sequence[float], right: Sequence[float]) -> list[float]:
-    return [one + other for one, other in zip(left, right)]
+    return list(map(add, left, right))
 
 
 def _fitting(option: Option, held: Sequence[float], passing: Sequence[float], room: float) -> Iterator[Option]:

@@ -11,7 +11,7 @@ from testkit.sim_helpers import equal, long_tail
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.balance import cut_microbatches, cut_minibatches
+from rlhfuse.decisions.balance import split_microbatches, split_minibatches
 from rlhfuse.planning.planned_lengths import assumed_lengths
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.training import drawn_batches
@@ -28,9 +28,9 @@ def by_hand(drawn: DrawnBatches, pipelines: int, microbatches: int, depth: int) 
     found = []
     for batch in drawn.batches:
         lengths, tokens = [p + o for p, o in zip(batch.prompt, batch.output)], []
-        for part in cut_minibatches(len(batch), drawn.minibatches, drawn.seed, 0):
+        for part in split_minibatches(len(batch), drawn.minibatches, drawn.seed, 0):
             own = [lengths[i] for i in part]
-            cut = [sum(own[i] for i in micro) for micro in cut_microbatches(own, pipelines * microbatches)]
+            cut = [sum(own[i] for i in micro) for micro in split_microbatches(own, pipelines * microbatches)]
             rows = [cut[k * microbatches : (k + 1) * microbatches] for k in range(pipelines)]
             slowest = max(sum(row) + (depth - 1) * max(row) for row in rows)
             tokens.append(slowest / (microbatches + depth - 1))

@@ -7,11 +7,11 @@ from statistics import fmean, median
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from placements.exact_search import best_plan
 from placements.forward_options import generation_options
 from placements.mesh import Mesh
 from placements.problem import Option
 from placements.run_problem import RunProblem, leanest_fastest, run_meshes, split_points
-from placements.search import best_plan
 from placements.training_options import training_options
 from testkit.four_ranks import drafted, full, run, with_cores
 from testkit.mesh_cases import run_problem_of, work_of
