@@ -177,7 +177,7 @@ class Reasons:
         traced = trainer.trace_iterations
         rows = [
             (trainer.output_dir or "runs/<config name>-<time>", "the run directory; it holds"),
-            ("self.config.yaml", "this configuration, defaults filled in"),
+            ("config.yaml", "this configuration, defaults filled in"),
             ("plan.json, schedule.json", "this plan, and the training schedule"),
             ("metrics.jsonl", f"one line for each of {trainer.iterations} iterations{self._held_out()}"),
             *((name, "the same metrics") for name in loggers),
