@@ -26,9 +26,9 @@ from paper.real import (
     real_rows,
 )
 from paper.space import MACHINE_RANKS, mesh_problem
+from placements.exact_search import best_plan
 from placements.mesh import Mesh, aligned_meshes
 from placements.problem import Choice, MeshPlan, MeshProblem
-from placements.search import best_plan
 from placements.walk import greedy_plan, walk
 from real_tables import fit_calibration
 

@@ -31,8 +31,10 @@ WITHIN = {
     },
     "models": {"cpu": (), "layers": ("cpu",), "attention": ("cpu", "layers"), "logprobs": ()},
     "planning": {
-        "training": ("memory",),
-        "search": tuple("draft efficiency graph_capture memory price settled_run training".split()),  # none of a plan
+        "training": (),
+        "search": tuple(  # none of a plan
+            "draft efficiency graph_capture instance_cache memory_budget price rooflines settled_run training".split()
+        ),
     },
     "run": {"checkpoint": ("run_directory",)},
     "schedule": {
@@ -64,6 +66,7 @@ RESTRICTED = {
     "megatron": ("rlhfuse/parallel/", "rlhfuse/models/"),
 }
 MOST_FILES = 15
+MOST_CONFIGS = 12  # parameters and fields outside of config/ and run/ that are the whole configuration
 MOST_ROOMS, MOST_ARROWS, MOST_FLOORS = 18, 90, 10  # of the house: packages, tools and benchmarks; who imports whom
 TORCH_FREE = set("base config schedule decisions costs simulator planning".split())
 
@@ -163,6 +166,35 @@ def untold(root):
     """One line for every module whose docstring is missing or longer than what it is, its idea and its source."""
     docs = {file: ast.get_docstring(ast.parse(file.read_text())) for file in root.glob("rlhfuse/**/*.py")}
     return [str(file.relative_to(root)) for file, doc in docs.items() if doc is None or doc.count("\n") >= 6]
+
+
+def whole_configurations(root):
+    """One line for every parameter and field of the package that is a RunConfig, beside those of config/ and run/."""
+    found = []
+    for file in sorted(root.glob("rlhfuse/**/*.py")):
+        path = file.relative_to(root)
+        for node in ast.walk(ast.parse(file.read_text())) if path.parts[1] not in ("config", "run") else ():
+            named = {}
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                named = {a.arg: a.annotation for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+            elif isinstance(node, ast.ClassDef):
+                fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+                named = {ast.unparse(field.target): field.annotation for field in fields}
+            whole = [name for name, hint in named.items() if hint is not None and "RunConfig" in ast.unparse(hint)]
+            found += [f"{path}:{node.lineno}: {name} of {node.name}" for name in whole]
+    return found
+
+
+def test_few_take_the_whole_configuration(tmp_path):
+    """All others take the facts that they use."""
+    found = whole_configurations(ROOT)
+    assert len(found) <= MOST_CONFIGS, "\n".join(found)
+    text = "class A:\n    one: RunConfig\n\n    def two(self, three: RunConfig | None, *, four: int): ..."
+    for room in ("planning", "run"):
+        (tmp_path / "rlhfuse" / room).mkdir(parents=True)
+        (tmp_path / "rlhfuse" / room / "a.py").write_text(text)
+    names = [line.split(": ")[1] for line in whole_configurations(tmp_path)]
+    assert names == ["one of A", "three of two"]
 
 
 def test_project_holds_the_table():

@@ -59,7 +59,7 @@ def main() -> int:
         draft_plan(run)  # what cannot run is refused before the trial
         seen, trial, source = _trial(run.config, args.trial)
     draft = draft_plan(run, seen)
-    lengths = draft.lengths.samples
+    lengths = draft.inputs.lengths.samples
     threshold = _calibrate(draft, _trial_costs(draft, trial, source) if trial else draft.costs, args.draws)
     if args.plot:
         _plot(threshold, args.plot)
@@ -166,8 +166,8 @@ def _trial_costs(draft: PlanDraft, trial: GenerationTrial, told: list[str]) -> C
 
 def _calibrate(draft: PlanDraft, costs: CostModel, draws: int) -> Threshold:
     """R_t of the instances that the plan has, at these costs."""
-    config, lengths = draft.config, draft.lengths.samples
-    limits = priced_limits(config.fusion.bs_max, draft.limits, costs, lengths.median_context)
+    config, lengths = draft.config, draft.inputs.lengths.samples
+    limits = priced_limits(config.fusion.bs_max, draft.generation.limits, costs, lengths.median_context)
     batches = lengths.draw(config.samples_per_iteration, draws, config.trainer.seed)
     return sweep_threshold(batches, draft.batch.instances, costs, limits, clipped=lengths.clipped)
 

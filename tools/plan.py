@@ -26,12 +26,12 @@ from pathlib import Path
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
+from layout_search.search_answer import SearchAnswer, answer_of, draw_memory_curve, overrides
 from layout_search.sizes import render_sizes, sizes_of
-from layout_search.tell import SearchAnswer, answer_of, draw_memory_curve, overrides
 from placements.placements import Placement, placements
+from placements.placements_text import as_dict, as_text
 from placements.run_problem import RunProblem
 from placements.run_work import RunWork
-from placements.tell import as_dict, as_text
 from rich.console import Console
 
 from rlhfuse.base.cuda_environment import has_gpu
@@ -46,7 +46,7 @@ from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
 from rlhfuse.planning.draft import DraftInputs, draft_plan
-from rlhfuse.planning.memory import MemoryRefusal
+from rlhfuse.planning.memory_budget import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.planning.search.search import TOP, Ranking

@@ -35,7 +35,6 @@ from rlhfuse.config.auto_layouts import refuse_auto, searched_keys
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.profile_files import TensorProfiles
-from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.parallel.first_error import prints_error
 from rlhfuse.planning.settle import Facts, settle
 
@@ -80,9 +79,10 @@ def measure(config: RunConfig, out: Path, limit_seconds: float, degrees: tuple[i
     refuse_auto(config, "costs are measured at tensor degrees that are known; name them, such as --tensor 1,2,4")
     size = ParallelLayout.parse(config.parallel.actor_train).size
     found = preflight.this_host(config.trainer), preflight.device_of(config.trainer)
-    config = settle(config, Facts(specs, size, *found, preflight.longest_prompt(config, specs))).config
+    run = settle(config, Facts(specs, size, *found, preflight.longest_prompt(config, specs)))
     if not searched:
-        check_layouts(config, specs, size)
+        run.rules.table()
+    config = run.config
     configs = [with_tensor(config, specs, degree, world) for degree in degrees] or [config]
     for one in configs:
         check_world(one, world)

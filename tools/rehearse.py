@@ -47,7 +47,8 @@ def main() -> int:
     if args.rank is not None and not 0 <= args.rank < draft.world_size:
         raise InputError(f"--rank {args.rank} is none of {draft.world_size} ranks; give 0 to {draft.world_size - 1}")
     plan = make_plan(draft)
-    limit = plan.report.memory_limit - plan.report.process_bytes  # contexts and communicators are not counted here
+    memory = plan.report.memory
+    limit = memory.limit - memory.process_bytes  # contexts and communicators are not counted here
     ranks = distinct_ranks(draft) if args.rank is None else (args.rank,)
     print(f"rehearsing rank {', '.join(map(str, ranks))} of {draft.world_size}, one after the other", flush=True)
     reports = []

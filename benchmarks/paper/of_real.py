@@ -8,9 +8,9 @@ from paper.calls import CallWork, ModelCall
 from paper.llamas import llama
 from paper.page import Content, Results, Row, claim_row
 from paper.space import mesh_problem
+from placements.exact_search import best_plan
 from placements.mesh import Mesh
 from placements.problem import Choice, MeshProblem
-from placements.search import best_plan
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from paper.call_graph import GraphCall, graph_seconds
 from paper.calls import CallWork, ModelCall
 from paper.llamas import llama
 from paper.space import INFERENCES, SOURCES
-from placements.call_graph import GraphCall, graph_seconds
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.hardware import ASSUMED, Calibration, data_sheets

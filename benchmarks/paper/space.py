@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from paper.calls import WEIGHT_BYTES, CallWork
-from placements.mesh import aligned_meshes, meshes_anywhere
-from placements.problem import Call, MeshProblem, Option, on_equal_meshes
+from placements.mesh import Mesh, aligned_meshes
+from placements.problem import Call, MeshProblem, Option
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
@@ -27,11 +27,12 @@ SOURCES = {"ActorGen": "ActorTrain", "CriticInf": "CriticTrain"}
 def mesh_problem(works: Mapping[str, CallWork], ranks: int, machine: HardwareSpec) -> MeshProblem:
     """The calls of PHASES by name, on meshes from half a machine up, wherever they begin at a multiple of that."""
     sizes = sorted({mesh.size for mesh in aligned_meshes(ranks, LEAST_MESH).meshes()})
-    meshes, least = meshes_anywhere(ranks, sizes, min(sizes)), min(sizes)
+    least = min(sizes)
+    meshes = [Mesh(first, size) for size in sizes for first in range(0, ranks - size + 1, least)]
 
     def call(name: str) -> Call:
         options = {size: call_options(works[name], size, machine) for size in sizes}
-        return Call(name, on_equal_meshes(meshes, options), SOURCES.get(name, ""))
+        return Call(name, {mesh: options[mesh.size] for mesh in meshes}, SOURCES.get(name, ""))
 
     phases = tuple(tuple(map(call, phase)) for phase in PHASES)
     return MeshProblem((machine.memory_bytes,) * ranks, least, phases)

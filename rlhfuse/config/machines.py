@@ -41,16 +41,6 @@ class Machines:
             return self.kinds[0][0].name
         return ",".join(f"{spec.name}:{count}" for spec, count in self.kinds)
 
-    def on(self, first: int, last: int) -> HardwareSpec:
-        """What a task on these ranks, both included, can count on."""
-        there, begin = [], 0
-        for spec, count in self.kinds:
-            held = min(last + 1, begin + count) - max(first, begin)
-            if held > 0:
-                there.append((spec, held))
-            begin += count
-        return worst(tuple(there))
-
     def whole(self) -> HardwareSpec:
         """What a task on all ranks can count on."""
         return worst(self.kinds)

@@ -5,7 +5,7 @@ The price adds up the rows of the plan that runs (decisions/weight_moves.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit
 
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.decisions.layouts import Task
@@ -100,6 +101,17 @@ def layout_moves(
         source = f"{model}_train {replace(layout, cut=None)}"
         moves.append(LayoutMove(model, source, f"{target.name} {target.layout}", load.traffic, seconds))
     return tuple(moves)
+
+
+def move_lines(moves: Sequence[LayoutMove]) -> tuple[str, ...]:
+    """A table of moves for people."""
+    columns = ("stays", "within", "across", "minimum_across", "fullest_sender", "fullest_receiver")
+    titles = ("on its rank", "in a node", "across", "at least", "top sender", "top receiver")
+    lines = ["move" + " " * 45 + "".join(f"{title:>13s}" for title in titles) + "     seconds"]
+    for move in moves:
+        values = "".join(f"{readable_bytes(getattr(move.traffic, name)):>13s}" for name in columns)
+        lines.append(f"{f'{move.source} -> {move.target}':49s}{values}{move.seconds:12.3g}")
+    return tuple(lines)
 
 
 @lru_cache(maxsize=256)  # tables of layouts have the layout of one model in common

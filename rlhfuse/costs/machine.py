@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.base.readable_bytes import readable_bytes
-from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.hardware import at_speed, slowed
 from rlhfuse.costs.measured import MeasuredRatios, Work
@@ -65,45 +65,44 @@ class Host:
         return Host(cores, memory, listed if known else "")
 
 
-def host_memory(config: RunConfig, hardware: HardwareSpec, host: Host) -> tuple[float, str]:
+def host_memory(trainer: TrainerConfig, hardware: HardwareSpec, host: Host) -> tuple[float, str]:
     """Host memory of a machine of the run in bytes, and where the number is from."""
-    if config.trainer.host_memory_gb:
-        return config.trainer.host_memory_gb * 1e9, "trainer.host_memory_gb"
+    if trainer.host_memory_gb:
+        return trainer.host_memory_gb * 1e9, "trainer.host_memory_gb"
     if not hardware.device.own_memory:
         return host.memory_bytes, "this machine's"
     return hardware.host_memory_bytes, f"assumed of {hardware.name} nodes"
 
 
-def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int, host: Host) -> tuple[float, str]:
+def memory_limit(trainer: TrainerConfig, hardware: HardwareSpec, world_size: int, host: Host) -> tuple[float, str]:
     """Bytes that one rank may use, and where the number is from. The ranks of a CPU node, or of a GPU, share them."""
-    if config.trainer.memory_limit_gb:
-        return config.trainer.memory_limit_gb * 1e9, "trainer.memory_limit_gb"
-    if hardware.device.own_memory and not config.trainer.share_gpu:
+    if trainer.memory_limit_gb:
+        return trainer.memory_limit_gb * 1e9, "trainer.memory_limit_gb"
+    if hardware.device.own_memory and not trainer.share_gpu:
         return hardware.memory_bytes, f"of {'the smallest of' if ',' in hardware.name else 'one'} {hardware.name}"
     ranks = ranks_on_machine(hardware, world_size)
     whole, owner = hardware.memory_bytes, f"this {hardware.name}'s"
     if not hardware.device.own_memory:
-        whole, owner = host_memory(config, hardware, host)
+        whole, owner = host_memory(trainer, hardware, host)
     return whole / ranks, f"{owner} {readable_bytes(whole)} / {ranks} ranks"
 
 
 def rank_groups(
-    config: RunConfig, layouts: Mapping[str, ParallelLayout], ranks: FusedRanks, tied: Container[str]
+    layouts: Mapping[str, ParallelLayout], ranks: FusedRanks, tied: Container[str], by_pipeline: Container[str]
 ) -> dict[int, tuple[int, int]]:
     """By rank of the first replica: groups in which it communicates, and its ends of channels. `layouts`: by task.
 
     As parallel/groups.py makes them: a group for the tensor ranks of each degree, of whatever models; for all ranks,
-    among which weights move and gradients have their norms; for a model's replicas; for its pipeline where another
-    optimizer than Adam takes norms by pipeline; for the ends of the pipeline of a model that is `tied`; and a channel
-    for each direction between neighbouring stages, of all models together.
+    among which weights move and gradients have their norms; for a model's replicas; for its pipeline where its
+    optimizer takes norms `by_pipeline`; for the ends of the pipeline of a model that is `tied`; and a channel for each
+    direction between neighbouring stages, of all models together.
     """
     groups, channels = Counter[int](), Counter[int]()
     every = len({layout.tp for layout in layouts.values()} - {1}) + (ranks.size > 1)
     pairs: set[tuple[int, int]] = set()
     for model, layout in ranks.shape.layouts.items():
         every += layout.dp > 1
-        by_pipeline = getattr(config, model).optim.name != "adam"
-        every += by_pipeline and layout.dp > 1 and layout.tp * layout.pp > 1
+        every += model in by_pipeline and layout.dp > 1 and layout.tp * layout.pp > 1
         for name in ranks.shape.share(model).names:
             stages = ranks.stages(0, name)
             if model in tied and layout.pp > 1:
@@ -115,14 +114,14 @@ def rank_groups(
 
 
 def communicator_bytes(
-    config: RunConfig,
     hardware: HardwareSpec,
     layouts: Mapping[str, ParallelLayout],
     ranks: FusedRanks,
     tied: Container[str],
+    by_pipeline: Container[str],
 ) -> int:
     """On a GPU, buffers of the groups of the rank that has most; as `rank_groups`."""
-    each = rank_groups(config, layouts, ranks, tied).values()
+    each = rank_groups(layouts, ranks, tied, by_pipeline).values()
     return max(groups * hardware.communicator_bytes + ends * hardware.channel_bytes for groups, ends in each)
 
 
@@ -139,11 +138,11 @@ class SharedCores:
     ratios: MeasuredRatios = MeasuredRatios()
 
     @staticmethod
-    def of(config: RunConfig, hardware: HardwareSpec, world_size: int, host: Host) -> SharedCores:
+    def of(threads_per_rank: int, hardware: HardwareSpec, world_size: int, host: Host) -> SharedCores:
         """The cores are those of `host`, whatever the plan is for."""
         if not hardware.device.shared_cores:
             return SharedCores()
-        return SharedCores(host.cores, ranks_on_machine(hardware, world_size), config.trainer.threads_per_rank)
+        return SharedCores(host.cores, ranks_on_machine(hardware, world_size), threads_per_rank)
 
     @property
     def waiting(self) -> float:

@@ -6,20 +6,20 @@ degree was measured is priced with what was measured; no other is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, read_json, to_json
-from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.role import Role
-from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.role import SCORING_ORDER, Role
+from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.cost_model import CostModel, TrainingCost
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profiled import VERSION, ProfiledCost, made_for
+from rlhfuse.decisions.layouts import Task
 
 KIND = "profiles"
 
@@ -41,14 +41,16 @@ class TensorProfiles:
             raise InputError(f"tensor degree {tp} was not measured")
         return self.profiles[self.degrees.index(tp)].training_cost(role, analytic)
 
-    def of(self, config: RunConfig, where: str = "profile") -> ProfiledCost:
+    def of(self, tasks: Sequence[Task], where: str = "profile") -> ProfiledCost:
         """What a run with these layouts would have measured: each task's grids from the profile of its degree.
 
         Raises InputError naming `where` and a degree that was not measured.
         """
-        decoding = self._at("generation", config, where)
-        scorers = {role: self._at(f"{role}_inference", config, where) for role in config.scorers()}
-        trained = {role: self._at(f"{role}_train", config, where).training for role in config.trained()}
+        profiles = {task.name: self._at(task, where) for task in tasks}
+        scored = {role: f"{role}_inference" for role in SCORING_ORDER}
+        scorers = {role: profiles[name] for role, name in scored.items() if name in profiles}
+        trained = {task.role: profiles[task.name].training for task in tasks if task.training}
+        decoding = profiles["generation"]
         degrees = {f"{role}_inference_tp": profile.made_for["generation_tp"] for role, profile in scorers.items()}
         return replace(
             decoding,
@@ -59,14 +61,13 @@ class TensorProfiles:
             training={role: grids[role] for role, grids in trained.items() if role in grids},
         )
 
-    def _at(self, task: str, config: RunConfig, where: str) -> ProfiledCost:
-        layout = getattr(config.parallel, task)
-        degree, known = ParallelLayout.parse(layout).tp, self.degrees
+    def _at(self, task: Task, where: str) -> ProfiledCost:
+        degree, known = task.layout.tp, self.degrees
         if degree not in known:
             have = ", ".join(map(str, known))
             wanted = ",".join(map(str, sorted({*known, degree})))
             raise InputError(
-                f"{where} has tensor degrees {have}, parallel.{task}={layout} needs {degree}; run "
+                f"{where} has tensor degrees {have}, parallel.{task.name}={task.layout} needs {degree}; run "
                 f"tools/profile_costs.py --tensor {wanted} with this config"
             )
         return self.profiles[known.index(degree)]
@@ -93,15 +94,18 @@ def load_costs(path: str | Path) -> CostModel | TensorProfiles:
 
 
 def run_costs(
-    costs: CostModel | TensorProfiles, config: RunConfig, specs: Mapping[Role, ModelSpec], where: str = ""
+    costs: CostModel | TensorProfiles,
+    trainer: TrainerConfig,
+    tasks: Sequence[Task],
+    specs: Mapping[Role, ModelSpec],
+    where: str,
 ) -> CostModel:
-    """What was loaded from `where`, default fusion.profile, for the layouts of `config`.
+    """What was loaded from `where`, for the layouts of a run's `tasks`.
 
     Raises InputError, also for a profile of other models or settings.
     """
-    where = where or config.fusion.profile
     if isinstance(costs, TensorProfiles):
-        costs = costs.of(config, where)
+        costs = costs.of(tasks, where)
     if isinstance(costs, ProfiledCost):
-        costs.check(made_for(config, specs), where)
+        costs.check(made_for(trainer, tasks, specs), where)
     return costs

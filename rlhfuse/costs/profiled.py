@@ -6,7 +6,7 @@ layers as it has; embedding, output layer and loss are measured together and cou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,11 +15,12 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, to_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
-from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, RewardCost, StageSeconds, TrainingCost
 from rlhfuse.costs.fits import Grid, check_seconds
 from rlhfuse.costs.forms.form import Form
+from rlhfuse.decisions.layouts import Task
 
 VERSION = 2
 
@@ -163,14 +164,13 @@ def shape_text(spec: ModelSpec) -> str:
     )
 
 
-def made_for(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> dict[str, Any]:
+def made_for(trainer: TrainerConfig, tasks: Sequence[Task], specs: Mapping[Role, ModelSpec]) -> dict[str, Any]:
     """The facts of a run that a profile of it depends on, as JSON values."""
-    tasks = ("generation", *(f"{role}_inference" for role in config.scorers()))
-    device = {} if config.trainer.device == "auto" else {"device": config.trainer.device}
+    roles = {task.role for task in tasks}
     return {
-        **device,
-        "dtype": config.trainer.dtype,
-        "threads_per_rank": config.trainer.threads_per_rank,
-        **{f"{task}_tp": ParallelLayout.parse(getattr(config.parallel, task)).tp for task in tasks},
-        **{role: shape_text(specs[role]) for role in config.roles()},
+        **({} if trainer.device == "auto" else {"device": trainer.device}),
+        "dtype": trainer.dtype,
+        "threads_per_rank": trainer.threads_per_rank,
+        **{f"{task.name}_tp": task.layout.tp for task in tasks if not task.training},
+        **{role: shape_text(specs[role]) for role in Role if role in roles},
     }

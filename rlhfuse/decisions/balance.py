@@ -1,8 +1,8 @@
-"""The cut of a batch into mini-batches and of a mini-batch into equally heavy micro-batches.
+"""A batch split into mini-batches, and a mini-batch into equally heavy micro-batches.
 
 Mini-batches come from a seeded permutation of the whole batch: neither who produced a sample nor when it was finished
 has a say (paper section 4.1). Micro-batches are balanced by Karmarkar-Karp's differencing (paper section 6). Every rank
-computes the same cut from the same numbers, so shapes are never exchanged.
+computes the same split from the same numbers, so shapes are never exchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhfuse.base.errors import InputError
 _PERMUTATION = 0x6D696E69  # the purpose of this random stream, beside (seed, iteration)
 
 
-def cut_minibatches(count: int, minibatches: int, seed: int, iteration: int, epoch: int = 0) -> list[list[int]]:
+def split_minibatches(count: int, minibatches: int, seed: int, iteration: int, epoch: int = 0) -> list[list[int]]:
     """Positions of each mini-batch's samples, sizes even to one, new in every epoch. Raises InputError."""
     if count < minibatches:
         raise InputError(
@@ -29,7 +29,7 @@ def cut_minibatches(count: int, minibatches: int, seed: int, iteration: int, epo
     return [part.tolist() for part in np.array_split(generator.permutation(count), minibatches)]
 
 
-def cut_microbatches(token_lengths: Sequence[int], parts: int) -> list[list[int]]:
+def split_microbatches(token_lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Cut a mini-batch into `parts` = K * M micro-batches of nearly equal tokens, none empty.
 
     Pipeline k of a model with M micro-batches per pipeline takes parts[k*M : (k+1)*M]. Raises InputError when
@@ -40,7 +40,7 @@ def cut_microbatches(token_lengths: Sequence[int], parts: int) -> list[list[int]
 
 
 def microbatch_sums(token_lengths: np.ndarray, parts: int) -> np.ndarray:
-    """Tokens of each list of `cut_microbatches`, in its order; `token_lengths`: int64, one dimension.
+    """Tokens of each list of `split_microbatches`, in its order; `token_lengths`: int64, one dimension.
 
     Raises InputError as it does.
     """

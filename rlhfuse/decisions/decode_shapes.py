@@ -40,7 +40,7 @@ def queries_within(rows: int, sequences: int, most: int) -> int:
     return 1 << each.bit_length() - 1 if each else 0
 
 
-def draft_bytes(tokens: int) -> int:
+def guess_bytes(tokens: int) -> int:
     """Memory of a rank for guesses, where an iteration writes so many tokens (gen/speculation/guesser.py)."""
     return min(DRAFT_BYTES, DRAFT_BYTES_A_TOKEN * (1 + DRAFT_ITERATIONS) * tokens)
 

@@ -43,16 +43,17 @@ class MemoryTable:
     def of(plan: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]) -> MemoryTable | None:
         """From plan.json and metrics lines; None where either says nothing of memory."""
         kept = [row for row in after_warm_up(metrics) if f"perf/peak_memory_gb/{PROCESS}" in row]
-        if not plan or not plan.get("memory") or not kept:
+        memory = plan.get("memory") if plan else None
+        if not memory or not kept:
             return None
-        process = _process(plan)
+        process = _process(memory)
         rows = [MemoryRow(PROCESS, process, process, max(map(_peak_of(PROCESS), kept)))] if process else []
-        for phase in plan["memory"]:
+        for phase in memory["phases"]:
             if f"perf/peak_memory_gb/{phase['phase']}" not in kept[0]:
                 continue  # the start is in no iteration
             peak = _peak_of(phase["phase"])
             fullest = max(kept, key=peak)
-            planned, expected = (_needed(plan, phase, share) for share in (1.0, _share(plan, phase, fullest)))
+            planned, expected = (_needed(memory, phase, share) for share in (1.0, _share(memory, phase, fullest)))
             rows.append(MemoryRow(phase["phase"], planned, expected, peak(fullest)))
         return MemoryTable(tuple(rows))
 
@@ -77,17 +78,17 @@ def _peak_of(phase: str):
     return lambda row: row[f"perf/peak_memory_gb/{phase}"] * GB
 
 
-def _needed(plan: Mapping[str, Any], phase: Mapping[str, Any], activations: float) -> float:
+def _needed(memory: Mapping[str, Any], phase: Mapping[str, Any], activations: float) -> float:
     """Bytes of what was measured, with this share of the planned activations."""
     held = sum(phase[part] for part in DEVICE_PARTS) - (1 - activations) * phase["activations"]
-    return held + _process(plan) + (phase["host"] if plan["hardware"] == "cpu" else 0)
+    return held + _process(memory) + (0 if memory["own_memory"] else phase["host"])
 
 
-def _process(plan: Mapping[str, Any]) -> float:
+def _process(memory: Mapping[str, Any]) -> float:
     """Bytes of a process without models; on a GPU torch's allocator, whose peaks were measured, knows nothing of it."""
-    return plan["process_bytes"] if plan["hardware"] == "cpu" else 0
+    return 0 if memory["own_memory"] else memory["process_bytes"]
 
 
-def _share(plan: Mapping[str, Any], phase: Mapping[str, Any], row: Mapping[str, Any]) -> float:
+def _share(memory: Mapping[str, Any], phase: Mapping[str, Any], row: Mapping[str, Any]) -> float:
     """Activations are in proportion to the tokens of a micro-batch."""
-    return row["perf/microbatch_tokens"] / plan["microbatch_tokens"] if phase["phase"] == "training" else 1.0
+    return row["perf/microbatch_tokens"] / memory["microbatch_tokens"] if phase["phase"] == "training" else 1.0

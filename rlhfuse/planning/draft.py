@@ -7,36 +7,30 @@ samples; as cap what a rank has beside them. Paper section 6, parallel strategy 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
-from rlhfuse.costs.kernels import Kernels
+from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.machine import SharedCores
-from rlhfuse.costs.measured import Work
 from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
-from rlhfuse.decisions.layouts import (
-    TASK_ROLES,
-    BatchArithmetic,
-    Task,
-    batch_arithmetic,
-    check_layouts,
-    training_layouts,
-)
-from rlhfuse.planning.memory import SCORERS, MemoryBudget, check_host_memory, memory_budget
+from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.layouts import Task, training_layouts
+from rlhfuse.planning.instance_cache import InstanceCache
+from rlhfuse.planning.memory_budget import MemoryBudget, check_host_memory, memory_budget
 from rlhfuse.planning.planned_lengths import PlannedLengths
+from rlhfuse.planning.rooflines import Rooflines
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.planning.training.split_choice import SplitChoice, choose_split
-from rlhfuse.planning.training.stage_cuts import StageBalance, stage_balances, with_cuts
+from rlhfuse.planning.training.stage_cuts import with_cuts
 from rlhfuse.planning.training.training_orders import given_schedule
 from rlhfuse.planning.training.training_problem import longest_microbatch, training_problem
 from rlhfuse.schedule.ir.evaluate import evaluate
@@ -47,9 +41,6 @@ from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, load_threshold
-
-CACHE_PARTS = 16  # a cache that memory limits has a whole number of these, so that few sizes are to be simulated
-SPARE_BLOCKS = 1  # of a cache on a GPU, for rows of padding
 
 
 @dataclass(frozen=True)
@@ -82,37 +73,44 @@ class DraftInputs:
             planned = PlannedLengths.seen(lengths, longest, "past runs")
         drawn = DrawnBatches.of(planned.samples, samples, int(config.algorithm.minibatches), config.trainer.seed)
         measured = load_costs(config.fusion.profile) if config.fusion.profile else None
-        cores = SharedCores.of(config, hardware, world_size, run.host)
+        cores = SharedCores.of(config.trainer.threads_per_rank, hardware, world_size, run.host)
         return DraftInputs(hardware, cores, planned, drawn, measured)
 
 
 @dataclass(frozen=True)
-class PlanDraft:
-    """A run that can be planned and fits its ranks. `costs` price generation and inference until it has measured them.
+class GenerationDraft:
+    """Generation on an instance: its cache, what it can hold, and R_t with its curve where a file gives them."""
 
-    `config` is the run's, with the cache that memory leaves. `lengths` and `drawn`: see DraftInputs. `given`: the
-    training schedule with where it is from, unless it is to be searched.
-    """
-
-    run: SettledRun
-    config: RunConfig
-    lengths: PlannedLengths
-    drawn: DrawnBatches
-    tasks: tuple[Task, ...]
-    batch: BatchArithmetic
-    ranks: FusedRanks
-    hardware: HardwareSpec
-    analytic: Mapping[str, AnalyticCost]  # by task
-    stages: tuple[StageBalance, ...]
-    costs: CostModel
-    costs_name: str
+    cache: InstanceCache
     limits: InstanceLimits
-    memory: MemoryBudget
+    threshold_file: Threshold | None
+
+
+@dataclass(frozen=True)
+class TrainingDraft:
+    """Training of a mini-batch: the problem of its schedule, which backwards are in two parts, and the schedule with
+    where it is from, unless it is to be searched."""
+
     problem: FusionProblem
     split: SplitChoice
     given: tuple[Schedule, str] | None
-    threshold_file: Threshold | None
-    cores: SharedCores
+
+
+@dataclass(frozen=True)
+class PlanDraft:
+    """A run that can be planned and fits its ranks. `costs` price generation and inference until it has measured them;
+    `analytic`: rooflines by task."""
+
+    run: SettledRun
+    inputs: DraftInputs
+    tasks: tuple[Task, ...]
+    batch: BatchArithmetic
+    ranks: FusedRanks
+    analytic: Mapping[str, AnalyticCost]
+    costs: CostModel
+    memory: MemoryBudget
+    generation: GenerationDraft
+    training: TrainingDraft
 
     @property
     def specs(self) -> Mapping[Role, ModelSpec]:
@@ -122,14 +120,20 @@ class PlanDraft:
     def world_size(self) -> int:
         return self.run.world_size
 
-    @property
-    def longest_microbatch(self) -> MicrobatchTokens:
-        return longest_microbatch(self.config.longest_sample, self.batch.samples_per_microbatch)
+    @cached_property
+    def config(self) -> RunConfig:
+        """What ranks run: as the run is settled, with the blocks that memory leaves to its cache."""
+        cache = self.generation.cache
+        return self.run.config.with_(rollout={"kv_blocks_per_instance": cache.given or cache.left})
 
     @property
-    def tied(self) -> frozenset[str]:
-        """Trained models whose output layer is their embedding; the critic has a head of its own."""
-        return frozenset({Role.ACTOR} if self.specs[Role.ACTOR].tied_embeddings else ())
+    def costs_name(self) -> str:
+        profile = self.run.config.fusion.profile
+        return f"costs of fusion.profile={profile}" if profile else "analytic costs"
+
+    @property
+    def longest_microbatch(self) -> MicrobatchTokens:
+        return longest_microbatch(self.run.config.longest_sample, self.batch.samples_per_microbatch)
 
 
 def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: DraftInputs | None = None) -> PlanDraft:
@@ -137,49 +141,24 @@ def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: Dr
 
     `lengths`: in place of those of the configuration; `inputs`: of them, where several drafts share them.
     """
-    config, specs, world_size = run.config, run.specs, run.world_size
-    tasks = check_layouts(config, specs, world_size)
-    batch = batch_arithmetic(config, tasks)
+    config, tasks = run.config, run.rules.table()
+    rows = {task.name: task.layout for task in tasks}
+    batch = BatchArithmetic.of(config.rollout, config.algorithm, rows, config.fusion.actor_microbatches)
     inputs = inputs or DraftInputs.of(run, lengths)
-    hardware, cores, planned, drawn = inputs.hardware, inputs.cores, inputs.lengths.samples, inputs.drawn
-    analytic = task_costs(config, specs, tasks, hardware, cores)
-    longest = longest_microbatch(config.longest_sample, batch.samples_per_microbatch)
-    if inputs.measured is not None:
-        costs, costs_name = (
-            run_costs(inputs.measured, config, specs),
-            f"costs of fusion.profile={config.fusion.profile}",
-        )
+    rooflines = Rooflines.of(run, inputs.hardware, inputs.cores)
+    analytic, costs = rooflines.costs(tasks), inputs.measured
+    if costs is None:
+        costs = rooflines.job_cost(analytic, run.world_size, inputs.lengths.samples)
     else:
-        costs, costs_name = _job_cost(analytic, world_size, planned, cores), "analytic costs"
+        costs = run_costs(costs, config.trainer, tasks, run.specs, config.fusion.profile)
+    longest = longest_microbatch(config.longest_sample, batch.samples_per_microbatch)
     tasks = with_cuts(config.parallel.stage_layers, tasks, analytic, costs, longest)
-    analytic = task_costs(config, specs, tasks, hardware, cores)
+    analytic = rooflines.costs(tasks)
     ranks = rank_map(training_layouts(tasks), config.fusion.alternates)
-    samples, offloading = batch.samples_per_microbatch, config.trainer.offload_optimizer
-    headroom = config.parallel.headroom if offloading == "auto" else 0.0
-
-    def sized(offload: bool) -> tuple[RunConfig, InstanceLimits, MemoryBudget]:
-        """A cache as large as memory allows, with the optimizer on the host or on the device outside training."""
-        made = config
-        while True:
-            limits = instance_limits(made, specs[Role.ACTOR], batch.instances, costs, planned.median_context)
-            memory = memory_budget(made, analytic, ranks, limits.kv_capacity_bytes, samples, run.host)
-            memory = memory.with_optimizer_offloaded(headroom) if offload else memory
-            if (fewer := fitting_blocks(made, memory, batch.instances)) is None:
-                return made, limits, memory
-            made = made.with_(rollout={"kv_blocks_per_instance": fewer})
-
-    sizes = sized(offload=offloading == "true")
-    if offloading == "auto" and hardware.device.own_memory and not sizes[-1].fits_beside_training(headroom):
-        sizes = sized(offload=True)
-    config, limits, memory = sizes
-    memory = memory.with_early_loading(
-        [analytic[f"{role}_inference"].memory.weights_bytes() for role in config.scorers()]
-    )
-    limits = replace(limits, early_models=len(memory.early))
-    check_host_memory(config, memory, world_size, run.host)
+    cache, limits, memory = _sizes(run, inputs, batch, ranks, analytic, costs)
 
     def stated(split: frozenset[str]) -> FusionProblem:
-        made = training_problem(analytic, batch, drawn, longest, costs, config.fusion.alternates, split)
+        made = training_problem(analytic, batch, inputs.drawn, longest, costs, config.fusion.alternates, split)
         return replace(made, memory_cap=memory.limit, static_memory=memory.training_bytes)
 
     trained = [costs.training_cost(task.role, analytic[task.name]) for task in tasks if task.training]
@@ -188,84 +167,56 @@ def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: Dr
     given = given_schedule(config.fusion, problem, ranks.shape)
     least = min_memory(problem)
     memory.check(evaluate(given[0]).node_peak_memory if given else least, least, given[1] if given else "")
-    return PlanDraft(
-        run,
-        config,
-        inputs.lengths,
-        drawn,
-        tasks,
-        batch,
-        ranks,
-        hardware,
-        analytic,
-        stage_balances(tasks, analytic, costs, longest),
-        costs,
-        costs_name,
-        limits,
-        memory,
-        problem,
-        split,
-        given,
-        _threshold_file(config.fusion.threshold_file, batch),
-        cores,
-    )
+    generation = GenerationDraft(cache, limits, _threshold_file(config.fusion.threshold_file, batch))
+    training = TrainingDraft(problem, split, given)
+    return PlanDraft(run, inputs, tasks, batch, ranks, analytic, costs, memory, generation, training)
 
 
-def generation_cost(run: SettledRun, instances: int, hardware: HardwareSpec, cores: SharedCores) -> JobCost:
-    """The analytic CostModel of `instances` generation instances, whatever the world of the other tasks."""
-    config, specs = run.config, run.specs
-    scored = [task for task in SCORERS if dict(TASK_ROLES)[task] in config.roles()]
-    layouts = {name: ParallelLayout.parse(getattr(config.parallel, name)) for name in ("generation", *scored)}
-    world_size = instances * layouts["generation"].tp
-    tasks = [Task(name, dict(TASK_ROLES)[name], layout, (0, world_size - 1)) for name, layout in layouts.items()]
-    longest = SampleLengths((config.data.max_prompt_tokens,), (config.rollout.max_response_tokens,))
-    return _job_cost(task_costs(config, specs, tasks, hardware, cores), world_size, longest, cores)
+def _sizes(
+    run: SettledRun,
+    inputs: DraftInputs,
+    batch: BatchArithmetic,
+    ranks: FusedRanks,
+    analytic: Mapping[str, AnalyticCost],
+    costs: CostModel,
+) -> tuple[InstanceCache, InstanceLimits, MemoryBudget]:
+    """A cache as large as memory allows, beside the optimizer on the device where that leaves enough free, and models
+    that are loaded early in what is left. Raises InputError for host memory that is short."""
+    config, offloading = run.config, run.config.trainer.offload_optimizer
+    headroom = config.parallel.headroom if offloading == "auto" else 0.0
 
+    def sized(offload: bool) -> tuple[InstanceCache, InstanceLimits, MemoryBudget]:
+        cache = InstanceCache.of(config, batch.instances)
+        while True:
+            limits = instance_limits(run, cache, costs, inputs.lengths.samples.median_context)
+            memory = memory_budget(run, analytic, ranks, limits.kv_capacity_bytes, batch)
+            memory = memory.with_optimizer_offloaded(headroom) if offload else memory
+            generation = next(phase for phase in memory.static if phase.phase == "generation")
+            if (smaller := cache.fitting(generation.kv, memory.needed(generation) - memory.limit)) is None:
+                return cache, limits, memory
+            cache = smaller
 
-def kv_blocks(config: RunConfig, instances: int) -> int:
-    """KV blocks of one instance: as configured, else room for every sample of the instance at full length.
-
-    Held-out samples wait for room where they are more, but one of them must find it.
-    """
-    samples, response = -(-config.samples_per_iteration // instances), config.rollout.max_response_tokens
-    wanted = max(samples * _blocks_of(config, response), _blocks_of(config, config.longest_response_tokens))
-    return config.rollout.kv_blocks_per_instance or wanted
-
-
-def fitting_blocks(config: RunConfig, memory: MemoryBudget, instances: int) -> int | None:
-    """KV blocks of one instance that memory leaves in generation, where it has no room for all of `kv_blocks`.
-
-    None where it has, where the configuration says how many, and where not even the longest sample would find room.
-    Samples beyond the blocks wait, or are preempted and run again.
-    """
-    generation = next(phase for phase in memory.static if phase.phase == "generation")
-    missing = memory.needed(generation) - memory.limit
-    if config.rollout.kv_blocks_per_instance or missing <= 0:
-        return None
-    block_bytes = generation.kv / kv_blocks(config, instances)  # on one rank
-    left = int((generation.kv - missing) // block_bytes) - SPARE_BLOCKS
-    least, part = _blocks_of(config, config.longest_response_tokens), kv_blocks(config, instances) / CACHE_PARTS
-    even = int(left // part * part)
-    return even if even >= least else left if left >= least else None
-
-
-def _blocks_of(config: RunConfig, response_tokens: int) -> int:
-    """KV blocks of one sample of that length."""
-    return -(-(config.data.max_prompt_tokens + response_tokens) // config.rollout.block_tokens)
+    cache, limits, memory = sized(offload=offloading == "true")
+    if offloading == "auto" and inputs.hardware.device.own_memory and not memory.fits_beside_training(headroom):
+        cache, limits, memory = sized(offload=True)
+    scorers = [analytic[f"{role}_inference"].memory.weights_bytes() for role in config.scorers()]
+    memory = memory.with_early_loading(scorers)
+    check_host_memory(run, memory)
+    return cache, replace(limits, early_models=len(memory.early)), memory
 
 
 def instance_limits(
-    config: RunConfig, actor: ModelSpec, instances: int, costs: CostModel, median_context_tokens: float
+    run: SettledRun, cache: InstanceCache, costs: CostModel, median_context_tokens: float
 ) -> InstanceLimits:
     """Sizes of a generation instance."""
-    rollout = config.rollout
-    token_bytes = actor.kv_bytes_per_token(config.trainer.element_bytes)
+    config, rollout = run.config, run.config.rollout
+    token_bytes = run.specs[Role.ACTOR].kv_bytes_per_token(config.trainer.element_bytes)
     most = rollout.max_sequences_per_instance
     limits = InstanceLimits(
         max_sequences=most,
-        kv_capacity_bytes=kv_blocks(config, instances) * rollout.block_tokens * token_bytes,
+        kv_capacity_bytes=cache.blocks * cache.block_tokens * token_bytes,
         kv_bytes_per_token=token_bytes,
-        block_tokens=rollout.block_tokens,
+        block_tokens=cache.block_tokens,
         bs_max=config.fusion.bs_max or most,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_output_tokens=rollout.max_response_tokens,
@@ -281,48 +232,6 @@ def priced_limits(given: int, limits: InstanceLimits, costs: CostModel, median_c
     if given:
         return limits
     return replace(limits, bs_max=largest_flat_batch(costs, median_context_tokens, limits.max_sequences))
-
-
-def task_costs(
-    config: RunConfig,
-    specs: Mapping[Role, ModelSpec],
-    tasks: Sequence[Task],
-    hardware: HardwareSpec,
-    cores: SharedCores,
-    recompute: str = "",
-    sequence_parallel: bool | None = None,
-) -> dict[str, AnalyticCost]:
-    """One roofline per task. `recompute` and `sequence_parallel`: in place of what `config` says."""
-    cuts = config.parallel.sequence_parallel if sequence_parallel is None else sequence_parallel
-    again = (recompute or config.trainer.recompute) == "full"
-    return {
-        task.name: AnalyticCost(
-            specs[task.role],
-            task.layout,
-            cores.rates(hardware, _work_of(task)),
-            config.trainer.element_bytes,
-            task.role.scalar_head,
-            sequence_parallel=task.training and cuts,
-            recompute=task.training and again,
-            kernels=Kernels.on(hardware, switch_sums=config.rollout.all_reduce != "nccl"),
-        )
-        for task in tasks
-    }
-
-
-def _work_of(task: Task) -> Work:
-    return "training" if task.training else "generation" if task.name == "generation" else "inference"
-
-
-def _job_cost(
-    costs: Mapping[str, AnalyticCost], world_size: int, lengths: SampleLengths, cores: SharedCores
-) -> JobCost:
-    """The analytic CostModel of generation and inference."""
-    generation = costs["generation"]
-    crosses = world_size > generation.hardware.devices_per_node
-    scorers = tuple(costs[name] for name in SCORERS if name in costs)
-    responses = sum(lengths.output) / (sum(lengths.prompt) + sum(lengths.output))
-    return JobCost(generation, scorers, crosses, responses, cores.ratios.reward)
 
 
 def _threshold_file(file: str, batch: BatchArithmetic) -> Threshold | None:

@@ -17,19 +17,19 @@ SHOWN = 3  # facts of a rank that are told
 
 def draft_facts(draft: PlanDraft) -> dict[str, str]:
     """By name: machine, settings by their keys, and digests of what the files that they name hold."""
-    hardware = draft.hardware
+    config, hardware, limits = draft.config, draft.inputs.hardware, draft.generation.limits
     return {
-        "the device": draft.config.trainer.device,
+        "the device": config.trainer.device,
         "the GPU": draft.run.host.gpu or "none",
         "the hardware planned for": hardware.name,
         "ranks of a machine": str(hardware.devices_per_node),
-        "cores of the machine": f"{draft.cores.count:g}",
+        "cores of the machine": f"{draft.inputs.cores.count:g}",
         "memory of a rank": f"{draft.memory.limit / 1e9:.6g} GB",
-        **{key: str(value) for key, value, _ in draft.config.leaves()},
+        **{key: str(value) for key, value, _ in config.leaves()},
         **{f"the shape of the {role}": _digest(repr(spec)) for role, spec in draft.specs.items()},
-        "past lengths": _digest(repr(draft.lengths.samples)),
-        "costs": _digest(repr((draft.limits, hardware))),
-        "the training problem": _digest(json.dumps(draft.problem.to_dict())),
+        "past lengths": _digest(repr(draft.inputs.lengths.samples)),
+        "costs": _digest(repr((limits, hardware))),
+        "the training problem": _digest(json.dumps(draft.training.problem.to_dict())),
     }
 
 

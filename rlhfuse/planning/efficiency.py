@@ -12,8 +12,8 @@ from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.costs.hardware import data_sheets
+from rlhfuse.decisions.layouts import TRAINED
 from rlhfuse.planning.draft import PlanDraft
-from rlhfuse.planning.memory import TRAINED
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, training_problem
 from rlhfuse.schedule.rules.builders import pipeline_work
 
@@ -123,11 +123,11 @@ def efficiency(draft: PlanDraft, training_seconds: float) -> Efficiency | None:
 
     At other rates than the plan's, bubbles are as long a part of the work as they are there.
     """
-    sheet, hardware = data_sheets().get(draft.hardware.name), draft.hardware
+    sheet, hardware = data_sheets().get(draft.inputs.hardware.name), draft.inputs.hardware
     if sheet is None:
         return None
-    config, lengths, count = draft.config, draft.lengths.samples, draft.batch.optimizer_steps
-    models = draft.specs, config.trained(), config.scorers(), lengths.prompt, lengths.output, config.algorithm.epochs
+    config, lengths, count = draft.run.config, draft.inputs.lengths.samples, draft.batch.optimizer_steps
+    models = draft.specs, config.trained(), config.scorers(), lengths.prompt, lengths.output, draft.batch.epochs
     flops = sum(IterationFlops.of(*models).training.values()) * draft.batch.samples / len(lengths)
     useful = flops / (draft.world_size * sheet.flops)
     busy = count * _busy_seconds(draft)
@@ -158,12 +158,8 @@ def _busy_seconds(draft: PlanDraft) -> float:
 
     With even micro-batches: what a plan's are above the mean stands for waiting.
     """
-    drawn, longest, ticks = (
-        replace(draft.drawn, even=True),
-        draft.longest_microbatch,
-        0.0,
-    )
-    alternates, split = draft.config.fusion.alternates, draft.split.models
+    drawn, longest, ticks = replace(draft.inputs.drawn, even=True), draft.longest_microbatch, 0.0
+    alternates, split = draft.run.config.fusion.alternates, draft.training.split.models
     problem = training_problem(draft.analytic, draft.batch, drawn, longest, draft.costs, alternates, split)
     for pipeline in problem.pipelines:
         ticks += pipeline.microbatches * pipeline_work(pipeline) / draft.ranks.merge(pipeline.name)
@@ -184,8 +180,8 @@ def _stage_seconds(draft: PlanDraft, analytic: Mapping[str, AnalyticCost]) -> fl
 
 def _decoding(draft: PlanDraft) -> tuple[int, float]:
     """Sequences that an instance decodes at the same time, and tokens of each when half of its response is there."""
-    lengths = draft.lengths.samples
-    sequences = min(draft.batch.samples_per_instance, draft.config.rollout.max_sequences_per_instance)
+    lengths = draft.inputs.lengths.samples
+    sequences = min(draft.batch.samples_per_instance, draft.generation.limits.max_sequences)
     return sequences, (sum(lengths.prompt) + sum(lengths.output) / 2) / len(lengths)
 
 

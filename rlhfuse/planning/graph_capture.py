@@ -33,12 +33,11 @@ class GraphCapture:
 
 def graph_capture(draft: PlanDraft, kept: bool) -> GraphCapture | None:
     """None where nothing is recorded. Samples that wait, or a tail of another instance, may add shapes."""
-    config, spec, estimated = draft.config, draft.analytic["generation"].spec, draft.analytic["generation"]
+    config, estimated, limits = draft.run.config, draft.analytic["generation"], draft.generation.limits
     if not (config.rollout.cuda_graphs and estimated.capture_seconds()):
         return None
-    prompt, rollout = config.data.max_prompt_tokens, config.rollout
-    tokens = range(prompt + 1, prompt + rollout.max_response_tokens)
-    sizes = spec.context, rollout.block_tokens, rollout.max_sequences_per_instance
+    tokens = range(limits.max_prompt_tokens + 1, limits.longest)
+    sizes = estimated.spec.context, limits.block_tokens, limits.max_sequences
     shapes = shapes_of_generation(draft.batch.samples_per_instance, tokens, *sizes)
     measured = draft.costs.capture_seconds() if config.fusion.profile else 0.0
     return GraphCapture(shapes, measured or estimated.capture_seconds(), bool(measured), not kept)

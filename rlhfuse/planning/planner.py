@@ -12,9 +12,18 @@ from rlhfuse.costs.machine import ranks_on_machine
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
+from rlhfuse.planning.memory_plan import MemoryPlan
 from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
 from rlhfuse.planning.reasons import Reasons, of_keeping, of_memory
-from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary
+from rlhfuse.planning.run_plan import (
+    GenerationPlan,
+    PlannedRanks,
+    PlanReport,
+    RunPlan,
+    ScheduleSummary,
+    ThresholdPlan,
+)
+from rlhfuse.planning.training.stage_cuts import stage_balances
 from rlhfuse.planning.training.training_orders import other_promises
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
@@ -30,41 +39,43 @@ from rlhfuse.simulator.iteration_seconds import IterationSeconds
 
 def make_plan(draft: PlanDraft) -> RunPlan:
     """Decide what is left to decide. Raises ScheduleError where the schedule could hang or passes the memory cap."""
-    schedule, source = draft.given or _search(draft)
+    schedule, source = draft.training.given or _search(draft)
     return _run_plan(draft, schedule, _report(draft, schedule, source))
 
 
 def parse_plan(draft: PlanDraft, text: str) -> RunPlan:
     """A plan that another rank made and sent with `RunPlan.to_text`; its schedule is verified here too."""
     raw = json.loads(text)
-    return _run_plan(draft, Schedule.parse(draft.problem, raw["schedule"]), PlanReport.from_dict(raw["report"]))
+    schedule = Schedule.parse(draft.training.problem, raw["schedule"])
+    return _run_plan(draft, schedule, PlanReport.from_dict(raw["report"]))
 
 
 def _run_plan(draft: PlanDraft, schedule: Schedule, report: PlanReport) -> RunPlan:
-    reduce = draft.hardware.device.reduction
-    programs = lower(schedule, draft.ranks, tied=draft.tied, reduce=reduce)
-    verify(programs, schedule, draft.ranks, tied=draft.tied, one_queue=reduce == "joint")
+    reduce = draft.inputs.hardware.device.reduction
+    programs = lower(schedule, draft.ranks, tied=draft.run.tied, reduce=reduce)
+    verify(programs, schedule, draft.ranks, tied=draft.run.tied, one_queue=reduce == "joint")
     return RunPlan(report, schedule, draft.ranks, programs, draft.costs, draft.costs_name)
 
 
 def _search(draft: PlanDraft) -> tuple[Schedule, str]:
     """A fused schedule under the draft's memory cap, and how it was found."""
-    config = draft.config
+    config = draft.run.config
     settings = SearchSettings(time_limit=config.fusion.search_seconds, seed=config.trainer.seed, objective="memory")
-    schedule, report = search(draft.problem, settings)
+    schedule, report = search(draft.training.problem, settings)
     proved = "proved optimal" if report.optimal else "not proved optimal"
     return schedule, f"annealed {report.seconds:.1f} s, {report.moves} moves, latency {proved}"
 
 
 def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
-    config, batch, limits = draft.config, draft.batch, draft.limits
-    reasons = Reasons(draft.run, config)
+    batch, inputs, limits = draft.batch, draft.inputs, draft.generation.limits
+    reasons = Reasons(draft.run)
     summary, peaks = _summary(draft, schedule, source), draft.memory.held_by(schedule)
-    kept = draft.memory.keeps_generation(peaks)
-    memory = draft.memory.with_generation_kept() if kept else draft.memory
-    capture = graph_capture(draft, kept)
+    memory = MemoryPlan.of(draft.memory, peaks, ranks_on_machine(inputs.hardware, draft.world_size))
+    capture = graph_capture(draft, memory.keeps_generation)
     generation = price_generation(draft)
-    hints = reasons.threshold_hints(generation.threshold_samples, draft.lengths)
+    hints = reasons.threshold_hints(generation.threshold_samples, inputs.lengths)
+    told = (generation.why, *hints, reasons.instance_limits(limits))
+    threshold = ThresholdPlan(generation.threshold_samples, generation.threshold, told)
     moves = weight_moves(draft)
     steps = optimizer_step_seconds(draft.analytic)
     moving, offload = sum(move.seconds for move in moves), draft.memory.offload
@@ -80,52 +91,38 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         capture.seconds if capture and capture.each_iteration else 0.0,
     )
     return PlanReport(
-        world_size=draft.world_size,
-        hardware=draft.hardware.name,
-        dtype=config.trainer.dtype,
+        ranks=PlannedRanks(draft.world_size, inputs.hardware.name, draft.run.config.trainer.dtype),
         tasks=draft.tasks,
         batch=batch,
-        memory=memory.phases(peaks),
-        memory_limit=memory.limit,
-        memory_limit_source=memory.limit_source,
-        microbatch_tokens=memory.microbatch_tokens,
-        process_bytes=draft.memory.process,
-        ranks_per_node=ranks_on_machine(draft.hardware, draft.world_size),
+        memory=memory,
         weight_moves=moves,
         seconds=predicted,
         schedule=summary,
-        threshold_samples=generation.threshold_samples,
-        threshold=generation.threshold,
-        limits=limits,
-        move_cost=move_cost(draft.costs, limits),
+        efficiency=efficiency(draft, predicted.training_fused),
+        threshold=threshold,
+        generation=GenerationPlan(limits, move_cost(draft.costs, limits), capture),
         files=reasons.output_files(),
-        threshold_reasons=(generation.why, *hints, reasons.instance_limits(limits)),
         reasons=(
-            *reasons.choices(batch),
+            *reasons.choices(batch, draft.generation.cache),
             *reasons.learning_rates(),
             reasons.ends(),
-            f"{draft.lengths.told}; times are means of {len(draft.drawn.batches)} batches drawn from them",
-            reasons.source_of_costs(draft.hardware, draft.costs, draft.costs_name),
-            *draft.cores.lines(draft.world_size),
+            f"{inputs.lengths.told}; times are means of {len(inputs.drawn.batches)} batches drawn from them",
+            reasons.source_of_costs(inputs.hardware, draft.costs, draft.costs_name),
+            *inputs.cores.lines(draft.world_size),
             *reasons.reward_calls(draft.costs),
-            draft.split.why,
-            of_memory(memory, peaks),
+            draft.training.split.why,
+            of_memory(memory, draft.memory.communicators),
             *of_keeping(draft.memory, peaks),
             *reasons.offload(draft.memory, seen),
             *((str(capture),) if capture else ()),
             *reasons.early_loading(draft.memory, draft.costs),
         ),
-        keeps_generation=kept,
-        capture=capture,
-        stages=draft.stages,
-        efficiency=efficiency(draft, predicted.training_fused),
-        offload=offload,
     )
 
 
 def _summary(draft: PlanDraft, schedule: Schedule, source: str) -> ScheduleSummary:
-    timeline, serial = evaluate(schedule), serial_makespan(draft.split.whole)
-    fusion, seed = draft.config.fusion, draft.config.trainer.seed
+    timeline, serial = evaluate(schedule), serial_makespan(draft.training.split.whole)
+    fusion, seed = draft.run.config.fusion, draft.run.config.trainer.seed
     return ScheduleSummary(
         source=source,
         nodes=schedule.problem.nodes,
@@ -135,5 +132,6 @@ def _summary(draft: PlanDraft, schedule: Schedule, source: str) -> ScheduleSumma
         serial_idle=idle_share(timeline, serial),
         peak_activation_bytes=float(timeline.peak_memory),
         alternates=fusion.alternates,
-        others=other_promises(fusion, seed, schedule.problem, draft.split, draft.ranks.shape),
+        stages=stage_balances(draft.tasks, draft.analytic, draft.costs, draft.longest_microbatch),
+        others=other_promises(fusion, seed, schedule.problem, draft.training.split, draft.ranks.shape),
     )

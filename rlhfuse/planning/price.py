@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlhfuse.costs.layout_moves import LayoutMove, layout_moves
-from rlhfuse.planning.draft import PlanDraft, kv_blocks
+from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
@@ -86,26 +86,27 @@ def with_schedules(draft: PlanDraft, generation: GenerationPrice, moves: float, 
     """`price` of a draft whose schedule takes so long for a mini-batch."""
     count, offload = draft.batch.optimizer_steps, draft.memory.offload
     seen = offload.seen_seconds(moves, minibatch) if offload else 0.0
-    capture = graph_capture(draft, draft.memory.keeps_generation(min_memory(draft.problem)))
+    capture = graph_capture(draft, draft.memory.keeps_generation(min_memory(draft.training.problem)))
     again = capture.seconds if capture and capture.each_iteration else 0.0
     return Price(generation, count * minibatch, count * optimizer_step_seconds(draft.analytic), moves, seen, again)
 
 
 def schedule_seconds(draft: PlanDraft) -> float:
     """The makespan of a schedule that is given, else the proved bound of the one that will be searched."""
-    ticks = evaluate(draft.given[0]).makespan if draft.given else latency_bound(draft.problem)
+    training = draft.training
+    ticks = evaluate(training.given[0]).makespan if training.given else latency_bound(training.problem)
     return float(ticks) * TICK_SECONDS
 
 
 def minibatch_seconds(draft: PlanDraft, makespan: float) -> float:
     """With a schedule of so many seconds, where ranks share cores."""
-    return max(makespan, float(draft.cores.least_time(draft.problem, draft.ranks.shape)) * TICK_SECONDS)
+    return max(makespan, float(draft.inputs.cores.least_time(draft.training.problem, draft.ranks.shape)) * TICK_SECONDS)
 
 
 def weight_moves(draft: PlanDraft) -> tuple[LayoutMove, ...]:
     """Moves of all models that train, into the layouts of generation and inference."""
-    machine = draft.cores.rates(draft.hardware, "moves")
-    return layout_moves(draft.tasks, draft.ranks, draft.specs, draft.config.trainer.element_bytes, machine)
+    machine = draft.inputs.cores.rates(draft.inputs.hardware, "moves")
+    return layout_moves(draft.tasks, draft.ranks, draft.specs, draft.run.config.trainer.element_bytes, machine)
 
 
 def price_generation(draft: PlanDraft) -> GenerationPrice:
@@ -113,38 +114,37 @@ def price_generation(draft: PlanDraft) -> GenerationPrice:
 
     Less memory is never priced as faster, though the simulated order of admissions may be luckier.
     """
-    made, ideal = simulate_generation(draft, draft.limits), ideal_limits(draft)
-    return made if ideal == draft.limits else made.at_least(simulate_generation(draft, ideal))
+    limits, ideal = draft.generation.limits, ideal_limits(draft)
+    made = simulate_generation(draft, limits)
+    return made if ideal == limits else made.at_least(simulate_generation(draft, ideal))
 
 
 def ideal_limits(draft: PlanDraft) -> InstanceLimits:
     """As if generation had all memory that it can use, for its cache and for models that come early to score."""
-    asked = draft.run.asked.rollout.kv_blocks_per_instance
-    config = draft.config.with_(rollout={"kv_blocks_per_instance": asked})
-    blocks, block_bytes = kv_blocks(config, draft.batch.instances), draft.limits.block_tokens
-    early = len(config.scorers()) if draft.hardware.device.own_memory else 0
-    capacity = blocks * block_bytes * draft.limits.kv_bytes_per_token
-    return replace(draft.limits, kv_capacity_bytes=capacity, early_models=early)
+    cache, limits = draft.generation.cache, draft.generation.limits
+    early = len(draft.run.config.scorers()) if draft.inputs.hardware.device.own_memory else 0
+    capacity = cache.wanted * cache.block_tokens * limits.kv_bytes_per_token
+    return replace(limits, kv_capacity_bytes=capacity, early_models=early)
 
 
 def simulate_generation(draft: PlanDraft, limits: InstanceLimits) -> GenerationPrice:
     """The price with these limits; it depends on them, the costs and the number of instances alone."""
-    config, instances = draft.config, draft.batch.instances
+    config, instances = draft.run.config, draft.batch.instances
     if not config.fusion.inter_stage:
         return _at(draft, limits, 0, "R_t = 0: fusion.inter_stage is false")
     if instances == 1:
         return _at(draft, limits, 0, "R_t = 0: with one generation instance none can be freed")
     if (given := config.threshold()) is not None:
         return _at(draft, limits, given, f"R_t = {given}: fusion.threshold says so")
-    if threshold := draft.threshold_file:
+    if threshold := draft.generation.threshold_file:
         why = f"{config.fusion.threshold_file}: {threshold.explain()}"
-        if draft.lengths.known:
+        if draft.inputs.lengths.known:
             return _at(draft, limits, threshold.threshold, why, threshold)
         return _of_curve(threshold, why)  # its curve was made from lengths that were known
     least = config.fusion.least_threshold
-    threshold = sweep_threshold(draft.drawn.batches, instances, draft.costs, limits, least=least)
+    threshold = sweep_threshold(draft.inputs.drawn.batches, instances, draft.costs, limits, least=least)
     made = _of_curve(threshold, threshold.explain())
-    if draft.lengths.known:
+    if draft.inputs.lengths.known:
         return made
     why = f"chosen once the first iteration has shown its lengths; at those assumed {made.why}"
     return replace(made, threshold_samples=None, why=why)
@@ -166,6 +166,6 @@ def _at(
     threshold: Threshold | None = None,
 ) -> GenerationPrice:
     thresholds = (0, samples)
-    made = Simulation(draft.drawn.batches, draft.batch.instances, draft.costs, limits).seconds(thresholds)
+    made = Simulation(draft.inputs.drawn.batches, draft.batch.instances, draft.costs, limits).seconds(thresholds)
     serial, fused = (made[threshold] for threshold in thresholds)
     return GenerationPrice(samples, threshold, why, serial.total, fused.total, serial.generation, fused.generation)

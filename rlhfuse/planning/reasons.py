@@ -13,8 +13,10 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import GPU, HardwareSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.decisions.layouts import BatchArithmetic
-from rlhfuse.planning.memory import KEEPING_PART, MemoryBudget
+from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.planning.instance_cache import InstanceCache
+from rlhfuse.planning.memory_budget import KEEPING_PART, MemoryBudget
+from rlhfuse.planning.memory_plan import MemoryPlan
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.simulator.instance_limits import InstanceLimits
@@ -25,30 +27,33 @@ CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's tw
 
 @dataclass(frozen=True)
 class Reasons:
-    """Why a plan is as it is. `config` is that of the draft, with the cache that memory leaves."""
+    """Why a plan of `run` is as it is."""
 
     run: SettledRun
-    config: RunConfig
 
-    def choices(self, batch: BatchArithmetic) -> Iterator[str]:
-        """A line for every value of `config` that was left to be chosen: what it is, and from what."""
-        asked, config, specs = self.run.asked, self.config, self.run.specs
+    @property
+    def config(self) -> RunConfig:
+        return self.run.config
+
+    def choices(self, batch: BatchArithmetic, cache: InstanceCache) -> Iterator[str]:
+        """A line for every value of the configuration that was left to be chosen: what it is, and from what."""
+        asked, config, specs = self.run.asked, self.run.config, self.run.specs
         if asked.data.max_prompt_tokens == AUTO:
             role, context = min(((role, spec.context) for role, spec in specs.items()), key=itemgetter(1))
             response = config.rollout.max_response_tokens
             room = f"context({context}) of {role} - rollout.max_response_tokens({response}) = {context - response}"
             yield f"data.max_prompt_tokens = {config.data.max_prompt_tokens}: the longest prompt; at most {room}"
         if asked.algorithm.minibatches == AUTO:
-            cut = f"{batch.samples} samples evenly, into {batch.samples_per_minibatch} each"
-            yield f"algorithm.minibatches = {batch.minibatches} (4 where possible): they cut {cut}"
+            parts = f"{batch.samples} samples evenly, into {batch.samples_per_minibatch} each"
+            yield f"algorithm.minibatches = {batch.minibatches} (4 where possible): they cut {parts}"
         if asked.fusion.actor_microbatches == AUTO and not auto_layouts(asked):  # else they were searched with those
             pipelines = f"{batch.actor_pipelines} actor pipelines"
             pipelines += f" and {batch.critic_pipelines} critic pipelines" if batch.critic_pipelines else ""
             filled = f"{batch.samples_per_minibatch} samples fill them on {pipelines}"
             yield f"fusion.actor_microbatches = {batch.actor_microbatches} (4 where possible): {filled}"
-        if not asked.rollout.kv_blocks_per_instance and (blocks := config.rollout.kv_blocks_per_instance):
+        if cache.left:
             cause = "what memory leaves in generation; not every sample of an instance finds room at full length"
-            yield f"rollout.kv_blocks_per_instance = {blocks}: {cause}"
+            yield f"rollout.kv_blocks_per_instance = {cache.left}: {cause}"
         if asked.reward.signature == AUTO != config.reward.signature:
             yield f"reward.signature = {config.reward.signature}: by the names of the function's parameters"
 
@@ -172,7 +177,7 @@ class Reasons:
         traced = trainer.trace_iterations
         rows = [
             (trainer.output_dir or "runs/<config name>-<time>", "the run directory; it holds"),
-            ("self.config.yaml", "this configuration, defaults filled in"),
+            ("config.yaml", "this configuration, defaults filled in"),
             ("plan.json, schedule.json", "this plan, and the training schedule"),
             ("metrics.jsonl", f"one line for each of {trainer.iterations} iterations{self._held_out()}"),
             *((name, "the same metrics") for name in loggers),
@@ -201,14 +206,14 @@ class Reasons:
         return (*rows, ("finished.json", "when all iterations are done"))
 
 
-def of_memory(memory: MemoryBudget, activations: Sequence[float]) -> str:
-    """The fullest phase beside the limit of a rank; `activations`: of the training schedule, by node."""
-    fullest = memory.fullest(activations)
-    process = f"the process itself, {readable_bytes(memory.process)},"
-    if memory.communicators:
-        process += f" of them {readable_bytes(memory.communicators)} communicators (assumed),"
-    included = f"host copies and {process}" if not memory.hardware.device.own_memory else process
-    needed = readable_bytes(memory.needed(fullest))
+def of_memory(memory: MemoryPlan, communicators: int) -> str:
+    """The fullest phase beside the limit of a rank; `communicators`: bytes of the process that are theirs."""
+    fullest = max(memory.phases, key=memory.needed_bytes)
+    process = f"the process itself, {readable_bytes(memory.process_bytes)},"
+    if communicators:
+        process += f" of them {readable_bytes(communicators)} communicators (assumed),"
+    included = process if memory.own_memory else f"host copies and {process}"
+    needed = readable_bytes(memory.needed_bytes(fullest))
     return (
         f"the fullest phase, {fullest.phase}, needs {needed} per rank, {included} included, and "
         f"fits in {readable_bytes(memory.limit)}"

@@ -18,8 +18,7 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO, known
 from rlhfuse.costs.machine import Host
-from rlhfuse.decisions.batch_cut import resolve_batch
-from rlhfuse.decisions.layouts import check_given_layouts, check_layouts
+from rlhfuse.decisions.batch_arithmetic import resolve_batch
 from rlhfuse.planning.search.search import TOP, Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
@@ -61,7 +60,7 @@ def settle(config: RunConfig, facts: Facts) -> SettledRun:
     """
     run = settle_but_layouts(config, facts)
     if not searched_keys(run.config):
-        return _ready(run, completed(run.config))
+        return _ready(run.with_config(completed(run.config)))
     anew: tuple[str, ...] = ()
     if facts.stored and auto_layouts(run.config):
         try:
@@ -81,24 +80,25 @@ def settle_but_layouts(config: RunConfig, facts: Facts) -> SettledRun:
         reward={"signature": known(config.reward.signature, facts.signature)},
     )
     made = resolve_batch(without_shared_graphs(resolve_device(made)))
-    if searched_keys(made):
-        check_given_layouts(made, facts.specs, facts.world_size)
-        if made.fusion.schedule:
-            load_schedule(made.fusion.schedule)  # every table reads it: here a file that cannot be read says so once
-        made = resolve_batch(with_one_inference(made))
-    return SettledRun(config, made, facts.specs, facts.world_size, facts.host)
+    run = SettledRun(config, made, facts.specs, facts.world_size, facts.host)
+    if not searched_keys(made):
+        return run
+    run.rules.given_rows()
+    if made.fusion.schedule:
+        load_schedule(made.fusion.schedule)  # every table reads it: here a file that cannot be read says so once
+    return run.with_config(resolve_batch(with_one_inference(made)))
 
 
 def _searched(run: SettledRun, lines: tuple[str, ...]) -> SettledRun:
     setting = Setting.of(run)
-    found = Ranking(setting).found(TOP)
-    made = with_table(run.config, found.best.table)
-    chosen = f"layouts of the search: {decided(run.config, made)}: {str(found).splitlines()[0]}"
-    return _ready(run, made, (*lines, chosen, *setting.notes))
+    search = Ranking(setting).found(TOP)
+    made = with_table(run.config, search.best.table)
+    chosen = f"layouts of the search: {decided(run.config, made)}: {str(search).splitlines()[0]}"
+    return _ready(run.with_config(made), *lines, chosen, *setting.notes)
 
 
-def _ready(run: SettledRun, config: RunConfig, lines: tuple[str, ...] = ()) -> SettledRun:
-    return replace(run, config=without_shared_graphs(config), lines=lines)
+def _ready(run: SettledRun, *lines: str) -> SettledRun:
+    return replace(run, config=without_shared_graphs(run.config), lines=lines)
 
 
 def with_table(config: RunConfig, table: Table) -> RunConfig:
@@ -125,8 +125,8 @@ def _as_stored(run: SettledRun, stored: StoredLayouts) -> SettledRun:
     inference = groups["parallel"].get(rows[0] if rows else "generation", config.parallel.inference)
     groups["parallel"]["inference"] = inference
     made = completed(config.with_(**groups))
-    check_layouts(made.with_(trainer={"recompute": "none"}), run.specs, run.world_size)
-    lines = (f"layouts of {stored.where}, which had: {decided(config, made)}",)
+    run.with_config(made.with_(trainer={"recompute": "none"})).rules.table()
+    line = f"layouts of {stored.where}, which had: {decided(config, made)}"
     if made.trainer.recompute != AUTO:
-        return _ready(run, made, lines)
-    return _searched(run.with_config(made), lines)
+        return _ready(run.with_config(made), line)
+    return _searched(run.with_config(made), (line,))

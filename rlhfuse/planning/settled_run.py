@@ -10,6 +10,7 @@ from rlhfuse.config.rules import idle_settings
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.machine import Host
+from rlhfuse.decisions.layout_rules import LayoutRules
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,23 @@ class SettledRun:
     world_size: int
     host: Host
     lines: tuple[str, ...] = ()
+
+    @property
+    def rules(self) -> LayoutRules:
+        """What its table of layouts must keep."""
+        return LayoutRules(self.config, self.specs, self.world_size)
+
+    @property
+    def tied(self) -> frozenset[Role]:
+        """Models that train with their embedding as output layer; a scalar head is one of their own."""
+        return frozenset(
+            role for role in self.config.trained() if self.specs[role].tied_embeddings and not role.scalar_head
+        )
+
+    @property
+    def norms_by_pipeline(self) -> frozenset[Role]:
+        """Models that train with an optimizer that takes norms of gradients by pipeline."""
+        return frozenset(role for role in self.config.trained() if getattr(self.config, role).optim.name != "adam")
 
     @property
     def without_effect(self) -> str:

@@ -158,7 +158,7 @@ def compile_at_first_use(inputs: RunInputs, rank: int, device: Device, progress:
     progress("compiling kernels")
     groups = kernel_groups(dtype) if engine else []
     if rank == 0:
-        groups += [simulation.kernel_group(), *(() if inputs.draft.given else (kernel_group(),))]
+        groups += [simulation.kernel_group(), *(() if inputs.draft.training.given else (kernel_group(),))]
     compile_apart(groups, progress)
     if engine:
         compile_kernels(dtype)

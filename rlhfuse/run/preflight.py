@@ -28,7 +28,6 @@ from rlhfuse.costs.hardware import GPU_NAMES
 from rlhfuse.costs.machine import Host
 from rlhfuse.data.prompts import Prompt, PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
-from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
 from rlhfuse.models.layers.transformer_engine import choose_layers
 from rlhfuse.models.tokenizer import chat_tokens, load_tokenizer, resolve_tokens
@@ -92,11 +91,9 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False, host: Ho
     draft = draft_plan(run)
     for role in config.roles():
         check_checkpoint(models.paths[role], specs[role], role.scalar_head, role.fresh_head)
-    contents, compared = contents_of(run.config, models.paths, Path(tokenizer.name_or_path)), draft.config
+    contents, compared = contents_of(run.config, models.paths, Path(tokenizer.name_or_path)), run.config
     if config.data.max_prompt_tokens == AUTO and len(prompts):  # held-out prompts may change from start to start
         compared = compared.with_(data={"max_prompt_tokens": len(prompts.longest.tokens)})
-    blocks = config.rollout.kv_blocks_per_instance  # what memory leaves may change from start to start, too
-    compared = compared.with_(rollout={"kv_blocks_per_instance": blocks})
     compatible = RunCompatibility.of(compared, specs, draft.tasks, world_size, tokenizer.get_vocab(), contents)
     if resume:
         check_resumed(resume, run.config, compatible)
@@ -246,7 +243,7 @@ def _check_before_prompts(config: RunConfig, facts: Facts) -> None:
     shortest = config.with_(data={"max_prompt_tokens": 1}, rollout={"max_response_tokens": 1})
     run = settle_but_layouts(shortest, facts)
     if not searched_keys(run.config):
-        check_layouts(run.config, facts.specs, facts.world_size)
+        run.rules.table()
     trainer, heads = run.config.trainer, {spec.head_dim for spec in facts.specs.values()}
     choose_layers(trainer.transformer_impl, trainer.device, trainer.dtype, heads)
 

@@ -22,7 +22,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.sampler import sample_id
-from rlhfuse.decisions.layouts import least_vocab
+from rlhfuse.decisions.layout_rules import least_vocab
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import FrozenModel
@@ -41,7 +41,7 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid, plain_grid, trained_grid
 from rlhfuse.parallel.offload import OffloadedWeights, WeightMemory
 from rlhfuse.parallel.optimizer import ModelOptimizer
-from rlhfuse.planning.draft import kv_blocks
+from rlhfuse.planning.instance_cache import InstanceCache
 from rlhfuse.schedule.ir.ranks import FusedRanks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -187,7 +187,7 @@ def engine_options(config: RunConfig, instances: int, keep_memory: bool = False)
     """Options of the engine of one of `instances` generation instances."""
     rollout = config.rollout
     return EngineOptions(
-        num_blocks=kv_blocks(config, instances),
+        num_blocks=InstanceCache.of(config, instances).blocks,
         block_tokens=rollout.block_tokens,
         max_sequences=rollout.max_sequences_per_instance,
         max_batched_tokens=rollout.max_batched_tokens,

@@ -172,7 +172,7 @@ class RunLoop:
         trainer = self.trainer
         log = RunLog(self.run_dir, self.config, trainer.plan.report, first - has_row, kept, samples)
         lines = peak_line(trainer.peak_flops, trainer.device), *trainer.engine.lines, trainer.models.layers.line()
-        lines = *lines, process_line(trainer.device, trainer.plan.report.process_bytes)
+        lines = *lines, process_line(trainer.device, trainer.plan.report.memory.process_bytes)
         print("\n".join(line for line in lines if line), flush=True)
         return log
 

@@ -89,9 +89,10 @@ class ThresholdController:
 
     def __init__(self, config: RunConfig, plan: RunPlan, device: Device) -> None:
         """The plan's costs price everything until the first iteration has been measured."""
-        self._config, self._instances, self._planned = config, plan.report.batch.instances, plan.report.limits
+        self._config, self._planned = config, plan.report.generation.limits
+        self._instances = plan.report.batch.instances
         self._adapts = config.fusion.inter_stage and config.threshold() is None and self._instances > 1
-        self.threshold = plan.report.threshold_samples or 0
+        self.threshold = plan.report.threshold.samples or 0
         self._transfers = probe_transfer(device) if config.fusion.inter_stage and self._instances > 1 else []
         self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
         self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)

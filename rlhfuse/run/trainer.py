@@ -19,7 +19,7 @@ from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.sampler import PromptSampler, prompt_groups
-from rlhfuse.decisions.balance import cut_minibatches
+from rlhfuse.decisions.balance import split_minibatches
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
@@ -96,7 +96,7 @@ class Trainer:
             timeout_seconds=config.trainer.hang_seconds,
             progress=progress,
             bucket_bytes=config.fusion.bucket_mib << 20,
-            early_models=plan.report.limits.early_models,
+            early_models=plan.report.generation.limits.early_models,
             generation_done=self._release_generation,
         )
         self.evaluator = Evaluator(inputs, self.inter_stage, self.models, self.rewarder)
@@ -106,7 +106,7 @@ class Trainer:
         return Engine(
             self.inputs.models.in_use(Role.ACTOR),
             None,  # they come with the first move
-            engine_options(self.config, self.plan.report.batch.instances, self.plan.report.keeps_generation),
+            engine_options(self.config, self.plan.report.batch.instances, self.plan.report.memory.keeps_generation),
             device=self.device.torch_device,
             dtype=DTYPES[self.config.trainer.dtype],
             tp_group=place.instance_group if place.decoders.size > 1 else None,
@@ -115,7 +115,7 @@ class Trainer:
 
     def _release_generation(self) -> None:
         """This rank decodes no more in this iteration: the actor's copy goes before others come in, unless it stays."""
-        if not self.plan.report.keeps_generation:
+        if not self.plan.report.memory.keeps_generation:
             self.engine.release_weights()
             self.models.generation.release()
         self.memory.switch("inference")
@@ -203,7 +203,7 @@ class Trainer:
         for model in self.models.trained.values():
             model.optimizer.release_gradients()
         self.memory.switch("moves")
-        if offload := self.plan.report.offload:
+        if offload := self.plan.report.memory.offload:
             self.models.offload_optimizers(free=offload.first_phase == "moves")
         generation = self.models.generation
         generation.allocate()
@@ -229,10 +229,10 @@ class Trainer:
         results, microbatches = [], self.plan.report.batch.microbatches_of
         seed, count = self.config.trainer.seed, algorithm.minibatches
         for epoch in range(algorithm.epochs):
-            for indices in cut_minibatches(len(batch), count, seed, iteration, epoch):
+            for indices in split_minibatches(len(batch), count, seed, iteration, epoch):
                 self.progress(f"iteration {iteration}: training mini-batch {len(results)}")
                 results.append(self.training.run(batch.select(indices), microbatches, lr, algorithm))
-        if self.plan.report.offload:
+        if self.plan.report.memory.offload:
             self.models.offload_optimizers(free=False)
         return results
 

@@ -29,3 +29,19 @@ class IterationSeconds:
     @property
     def speedup(self) -> float:
         return self.serial / self.fused
+
+    def lines(self, optimizer_steps: int) -> tuple[str, ...]:
+        """A table for people; training takes so many steps."""
+        rows = [("weights moved", self.weight_moves, self.weight_moves)]
+        if self.capture:
+            rows.append(("CUDA graphs recorded", self.capture, self.capture))
+        if self.generation_serial is None or self.generation_fused is None:
+            rows.append(("generation and inference", self.gen_infer_serial, self.gen_infer_fused))
+        else:
+            beyond = self.gen_infer_serial - self.generation_serial, self.gen_infer_fused - self.generation_fused
+            rows.append(("generation", self.generation_serial, self.generation_fused))
+            rows.append(("inference beyond it", *beyond))
+        rows.append((f"training, {optimizer_steps} mini-batches", self.training_serial, self.training_fused))
+        rows.append(("iteration", self.serial, self.fused))
+        lines = [f"{name:26s}{serial:12.4g}{fused:12.4g}" for name, serial, fused in rows]
+        return (f"{'':26s}{'serial':>12s}{'fused':>12s}", *lines[:-1], f"{lines[-1]}  (x{self.speedup:.2f})")

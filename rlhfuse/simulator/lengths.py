@@ -53,6 +53,11 @@ class SampleLengths:
         """Tokens of context of a median sample halfway through its response."""
         return sorted(self.prompt)[len(self) // 2] + sorted(self.output)[len(self) // 2] / 2
 
+    @property
+    def output_share(self) -> float:
+        """Part of the tokens that are of responses."""
+        return sum(self.output) / (sum(self.prompt) + sum(self.output))
+
     def percentiles(self) -> dict[str, int]:
         """Output tokens that 50, 90, 99 and 99.9% of the samples do not exceed, and the longest."""
         ordered = np.sort(np.asarray(self.output))

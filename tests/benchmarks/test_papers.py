@@ -14,7 +14,7 @@ from paper.real import BATCH, EAGER_END_TO_END, END_TO_END, REAL_H100, end_to_en
 from paper.settings import DEGREES, PAIRS, draw_lengths, sweep, training_seconds
 from paper.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
 from paper_page import NEEDED
-from placements.search import best_plan
+from placements.exact_search import best_plan
 from real_plans import problem_of, published_plan
 from real_tables import errors, fit_calibration, mean
 from testkit.programs import call_main

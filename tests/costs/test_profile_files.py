@@ -12,6 +12,7 @@ from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
 from rlhfuse.costs.profiled import ProfiledCost
+from rlhfuse.decisions.layouts import given_tasks
 
 TINY = ROOT / "examples" / "tiny"
 BASE = [f"actor.path={TINY}/actor", f"reward.path={TINY}/reward", "trainer.device=cpu", "fusion.least_threshold=0"]
@@ -22,6 +23,10 @@ def config_of(**parallel: str):
     tasks |= {f"{role}_inference": "d4t1p1" for role in ("reference", "critic", "reward")}
     settings = [f"parallel.{task}={layout}" for task, layout in (tasks | parallel).items()]
     return load_config(ROOT / "examples" / "quickstart.yaml", [*BASE, *settings])
+
+
+def tasks_of(config):
+    return given_tasks(config.parallel, config.roles(), 4)
 
 
 def profile(degree: int) -> ProfiledCost:
@@ -35,7 +40,7 @@ def refused(folder, profiles) -> str:
     write_json(folder / "p.json", TensorProfiles(tuple(profiles)).to_dict())
     config = config_of()
     with pytest.raises(InputError) as caught:
-        run_costs(load_costs(folder / "p.json"), config, read_specs(config), "p.json")
+        run_costs(load_costs(folder / "p.json"), config.trainer, tasks_of(config), read_specs(config), "p.json")
     return str(caught.value)
 
 
@@ -44,7 +49,7 @@ def test_each_task_is_priced_by_the_profile_of_its_degree(tmp_path):
     profiles = TensorProfiles((profile(1), profile(2)))
     write_json(file, profiles.to_dict())
     assert load_costs(file) == profiles and profiles.degrees == (1, 2)
-    costs = run_costs(load_costs(file), config, read_specs(config), str(file))
+    costs = run_costs(load_costs(file), config.trainer, tasks_of(config), read_specs(config), str(file))
     assert isinstance(costs, ProfiledCost)
     assert costs.decode_step_seconds(1, 1) == 2 and costs.migration_seconds(1) == 2
     assert costs.score_seconds(2, 2) == 3.0 and costs.swap_in_seconds() == 1.0  # three scorers of degree 1
@@ -55,12 +60,12 @@ def test_each_task_is_priced_by_the_profile_of_its_degree(tmp_path):
 def test_profiles_of_the_runs_own_degrees_are_its_profile():
     alike = {task: "d2t2p1" for task in ("actor_train", "critic_train")}
     alike |= {f"{role}_inference": "d2t2p1" for role in ("reference", "critic", "reward")}
-    assert TensorProfiles((profile(1), profile(2))).of(config_of(**alike)) == profile(2)
+    assert TensorProfiles((profile(1), profile(2))).of(tasks_of(config_of(**alike))) == profile(2)
 
 
 def test_a_degree_that_was_not_measured_is_refused_by_name():
     with pytest.raises(InputError) as caught:
-        TensorProfiles((profile(1),)).of(config_of(), "p.json")
+        TensorProfiles((profile(1),)).of(tasks_of(config_of()), "p.json")
     assert str(caught.value) == (
         "p.json has tensor degrees 1, parallel.generation=d2t2p1 needs 2; run tools/profile_costs.py --tensor 1,2 "
         "with this config"

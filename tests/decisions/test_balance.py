@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.decisions.balance import cut_microbatches, cut_minibatches, microbatch_sums, partition
+from rlhfuse.decisions.balance import microbatch_sums, partition, split_microbatches, split_minibatches
 
 
 def sums(weights, parts):
@@ -60,17 +60,17 @@ def test_partition_balances_a_long_tail_better_than_taking_turns():
 def test_minibatches_are_a_seeded_permutation(count, minibatches, iteration):
     if count < minibatches:
         with pytest.raises(InputError, match=f"{count} samples cannot fill {minibatches} mini-batches"):
-            cut_minibatches(count, minibatches, 1, iteration)
+            split_minibatches(count, minibatches, 1, iteration)
         return
-    cut = cut_minibatches(count, minibatches, 1, iteration)
+    cut = split_minibatches(count, minibatches, 1, iteration)
     assert sorted(itertools.chain(*cut)) == list(range(count))
     assert {len(part) for part in cut} <= {count // minibatches, -(-count // minibatches)}
-    assert cut == cut_minibatches(count, minibatches, 1, iteration)
+    assert cut == split_minibatches(count, minibatches, 1, iteration)
 
 
 def test_every_seed_iteration_and_epoch_has_an_order_of_its_own():
     draws = itertools.product((0, 1, -1), (0, 1), (0, 1, 2))
-    cuts = [cut_minibatches(64, 4, seed, iteration, epoch) for seed, iteration, epoch in draws]
+    cuts = [split_minibatches(64, 4, seed, iteration, epoch) for seed, iteration, epoch in draws]
     assert all(a != b for a, b in itertools.combinations(cuts, 2))
     assert all(sorted(itertools.chain(*cut)) == list(range(64)) for cut in cuts)
 
@@ -79,14 +79,15 @@ def test_every_seed_iteration_and_epoch_has_an_order_of_its_own():
 def test_sums_of_a_large_minibatch_are_those_of_its_lists(spread, parts):
     drawn = np.random.default_rng(7).lognormal(6, spread, 512).astype(int)
     lengths = np.minimum(drawn, 4096)
-    assert microbatch_sums(lengths, parts).tolist() == sums(lengths.tolist(), cut_microbatches(lengths.tolist(), parts))
+    tokens = lengths.tolist()
+    assert microbatch_sums(lengths, parts).tolist() == sums(tokens, split_microbatches(tokens, parts))
 
 
 def test_no_cut_takes_too_few_samples_or_weights_below_zero():
-    assert [len(part) for part in cut_microbatches([5, 5, 5, 5], 4)] == [1, 1, 1, 1]
+    assert [len(part) for part in split_microbatches([5, 5, 5, 5], 4)] == [1, 1, 1, 1]
     refused = ([5, 5, 5], 4, "3 samples cannot fill 4"), ([1, -1], 1, "weights >= 0"), ([1], 0, "parts")
     for weights, parts, words in (*refused, ([float("nan")], 1, "weights >= 0")):
-        for cut in (cut_microbatches, lambda weights, parts: microbatch_sums(np.array(weights), parts)):
+        for cut in (split_microbatches, lambda weights, parts: microbatch_sums(np.array(weights), parts)):
             with pytest.raises(InputError, match=words):
                 cut(weights, parts)
     for weights, parts, _ in refused[1:]:

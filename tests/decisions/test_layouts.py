@@ -13,22 +13,20 @@ from rlhfuse.config.auto_layouts import inference_layout
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.decisions.batch_cut import resolve_batch
-from rlhfuse.decisions.layouts import (
-    batch_arithmetic,
-    check_given_layouts,
-    check_layouts,
-    divisors,
-    fits_model,
-    planned_world_size,
-    possible_layouts,
-)
+from rlhfuse.decisions.batch_arithmetic import BatchArithmetic, resolve_batch
+from rlhfuse.decisions.layout_rules import LayoutRules
+from rlhfuse.decisions.layouts import divisors, fits_model, planned_world_size, possible_layouts
+
+
+def batch_of(made: RunConfig, tasks) -> BatchArithmetic:
+    layouts = {task.name: task.layout for task in tasks}
+    return BatchArithmetic.of(made.rollout, made.algorithm, layouts, made.fusion.actor_microbatches)
 
 
 def test_a_good_table_and_its_batch():
-    tasks = check_layouts(config(), SPECS, 4)
+    tasks = LayoutRules(config(), SPECS, 4).table()
     assert [str(task).split()[2] for task in tasks] == ["d4t1p1"] * 4 + ["d1t1p4", "d2t1p2"]
-    batch = batch_arithmetic(config(), tasks)
+    batch = batch_of(config(), tasks)
     assert (batch.samples, batch.samples_per_minibatch, batch.microbatches) == (64, 16, 4)
     assert (batch.actor_microbatches, batch.critic_microbatches) == (4, 2)
     assert (batch.instances, batch.samples_per_instance, batch.samples_per_microbatch) == (4, 16, 4.0)
@@ -91,10 +89,10 @@ REFUSALS = [
 
 def held_or_refused(made, specs, world_size, message):
     if message is None:
-        assert len(check_layouts(made, specs, world_size)) == 6
+        assert len(LayoutRules(made, specs, world_size).table()) == 6
         return
     with pytest.raises(InputError, match=re.escape(message)):
-        check_layouts(made, specs, world_size)
+        LayoutRules(made, specs, world_size).table()
 
 
 @pytest.mark.parametrize("world_size, keys, message", REFUSALS)
@@ -105,18 +103,18 @@ def test_refusals_print_the_equation(world_size, keys, message):
 def test_a_run_without_critic_has_neither_its_tasks_nor_its_rules():
     made = config(algorithm__name="grpo", fusion__actor_microbatches=3, parallel__critic_train="d9t9p9")
     specs = {role: spec for role, spec in SPECS.items() if role != "critic"}
-    tasks = check_layouts(made, specs, 4)
+    tasks = LayoutRules(made, specs, 4).table()
     assert [task.name for task in tasks] == ["generation", "reference_inference", "reward_inference", "actor_train"]
-    batch = batch_arithmetic(made, tasks)
+    batch = batch_of(made, tasks)
     assert (batch.critic_pipelines, batch.critic_microbatches, batch.microbatches_of) == (0, 0, {"actor": 3})
     assert len(batch.lines()) == 4 and "critic" not in "".join(batch.lines())
 
 
 def test_nothing_but_the_actor():
     made = table(f"{ALONE} algorithm.epochs=2 reward.function=m:f")
-    tasks = check_layouts(made, {"actor": TINY}, 4)
+    tasks = LayoutRules(made, {"actor": TINY}, 4).table()
     assert [task.name for task in tasks] == ["generation", "actor_train"]
-    batch = batch_arithmetic(made, tasks)
+    batch = batch_of(made, tasks)
     assert batch.optimizer_steps == 8 and batch.lines()[-1] == "4 mini-batches x 2 epochs = 8 optimizer steps"
 
 
@@ -155,9 +153,9 @@ def test_tensor_ranks_need_rows_of_the_vocabulary(vocabs, tp, keys, message):
 
 def test_stop_tokens_are_ids_that_every_model_has():
     specs = {**SPECS, "reward": replace(TINY, vocab=400)}
-    assert check_layouts(config(rollout__stop_token_ids=(399,)), specs, 4)
+    assert LayoutRules(config(rollout__stop_token_ids=(399,)), specs, 4).table()
     with pytest.raises(InputError, match=re.escape("rollout.stop_token_ids=[3, 400]: 400 is not an id in [0, 400)")):
-        check_layouts(config(rollout__stop_token_ids=(3, 400)), specs, 4)
+        LayoutRules(config(rollout__stop_token_ids=(3, 400)), specs, 4).table()
 
 
 @pytest.mark.parametrize(
@@ -173,16 +171,16 @@ def test_stop_tokens_are_ids_that_every_model_has():
 )
 def test_rows_beside_an_auto_are_held_against_world_models_and_each_other(world_size, keys, message):
     with pytest.raises(InputError, match=re.escape(message)):
-        check_given_layouts(resolve_batch(table(f"actor_train=auto {keys}")), SPECS, world_size)
+        LayoutRules(resolve_batch(table(f"actor_train=auto {keys}")), SPECS, world_size).given_rows()
 
 
 def test_a_table_with_an_auto_is_no_table_yet():
     made = resolve_batch(config(parallel__actor_train="auto", fusion__actor_microbatches="auto"))
-    assert [task.name for task in check_given_layouts(made, SPECS, 4)][-1] == "critic_train"
+    assert [task.name for task in LayoutRules(made, SPECS, 4).given_rows()][-1] == "critic_train"
     with pytest.raises(InputError, match="parallel.actor_train=auto: no layouts are searched here"):
-        check_layouts(made, SPECS, 4)
+        LayoutRules(made, SPECS, 4).table()
     with pytest.raises(InputError, match="trainer.recompute=auto: no layouts are searched here"):
-        check_layouts(config(trainer__recompute="auto"), SPECS, 4)
+        LayoutRules(config(trainer__recompute="auto"), SPECS, 4).table()
 
 
 def test_models_that_score_have_one_layout():

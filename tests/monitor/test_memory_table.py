@@ -7,13 +7,15 @@ from rlhfuse.monitor.memory_table import MemoryTable
 GB = 10**9
 EMPTY = dict(weights=0, optimizer=0, gradients=0, activations=0, kv=0, buckets=0, host=0)
 PLAN = {
-    "hardware": "cpu",
-    "process_bytes": GB,
-    "microbatch_tokens": 1000.0,
-    "memory": [
-        {"phase": "moves", **EMPTY, "weights": 2 * GB, "buckets": GB, "host": GB},
-        {"phase": "training", **EMPTY, "weights": GB, "activations": 4 * GB, "host": GB},
-    ],
+    "memory": {
+        "own_memory": False,
+        "process_bytes": GB,
+        "microbatch_tokens": 1000.0,
+        "phases": [
+            {"phase": "moves", **EMPTY, "weights": 2 * GB, "buckets": GB, "host": GB},
+            {"phase": "training", **EMPTY, "weights": GB, "activations": 4 * GB, "host": GB},
+        ],
+    }
 }
 
 
@@ -35,7 +37,7 @@ def test_each_phase_shows_its_fullest_iteration_after_warm_up():
 
 
 def test_on_a_gpu_neither_the_process_nor_host_copies_count():
-    plan = {**PLAN, "hardware": "h100"}
+    plan = {"memory": {**PLAN["memory"], "own_memory": True}}
     moves, training = MemoryTable.of(plan, [line(0, 3.0, 5.0, 1000)]).rows
     assert moves.planned == 3 * GB and training.planned == training.expected == 5 * GB
 

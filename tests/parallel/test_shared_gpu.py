@@ -229,10 +229,10 @@ def test_tensor_ranks_that_share_a_gpu_capture_no_graphs_and_the_log_says_so():
 def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     h100 = hardware_by_name("h100")
-    assert memory_limit(config(), h100, 4, Host.here())[0] == 80e9
-    share, why = memory_limit(config(share_gpu=True), h100, 4, Host.here())
+    assert memory_limit(config().trainer, h100, 4, Host.here())[0] == 80e9
+    share, why = memory_limit(config(share_gpu=True).trainer, h100, 4, Host.here())
     assert share == 20e9 and why.endswith("/ 4 ranks")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     h100 = hardware_by_name("h100")
-    assert memory_limit(config(share_gpu=True), h100, 4, Host.here())[0] == 40e9
-    assert memory_limit(config(share_gpu=True, memory_limit_gb=30), h100, 4, Host.here())[0] == 30e9
+    assert memory_limit(config(share_gpu=True).trainer, h100, 4, Host.here())[0] == 40e9
+    assert memory_limit(config(share_gpu=True, memory_limit_gb=30).trainer, h100, 4, Host.here())[0] == 30e9

@@ -22,6 +22,7 @@ from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.efficiency import WORSE, Efficiency, efficiency, optimizer_step_seconds
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.training.stage_cuts import stage_balances
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 
@@ -43,7 +44,7 @@ def example(name: str, sizes: dict[str, Path], *overrides: str) -> PlanDraft:
 
 def at_the_bound(draft: PlanDraft) -> Efficiency:
     """Where the schedule is 1% longer than its lower bound."""
-    makespan = 1.01 * float(latency_bound(replace(draft.problem, memory_cap=None))) * TICK_SECONDS
+    makespan = 1.01 * float(latency_bound(replace(draft.training.problem, memory_cap=None))) * TICK_SECONDS
     steps = optimizer_step_seconds(draft.analytic)
     return efficiency(draft, draft.batch.optimizer_steps * (makespan + steps))
 
@@ -54,8 +55,8 @@ def test_the_run_that_the_readme_names_fits_eight_h100(sizes):
     assert f"`examples/{name}`" in text and "are for eight and 64 H100" in text
     draft = example(name, sizes, "fusion.search_seconds=2")
     plan = make_plan(draft).report
-    assert (plan.world_size, plan.hardware, plan.memory_limit) == (8, "h100", 80e9)
-    assert all(plan.needed_bytes(phase) <= plan.memory_limit for phase in plan.memory)
+    assert (plan.ranks.count, plan.ranks.hardware, plan.memory.limit) == (8, "h100", 80e9)
+    assert all(plan.memory.needed_bytes(phase) <= plan.memory.limit for phase in plan.memory.phases)
     planned_rates, worse = plan.efficiency.uses
     assert planned_rates.training.mfu >= 0.4
     assert plan.efficiency.hbm_share(planned_rates) >= 0.7
@@ -69,7 +70,8 @@ def test_the_run_that_the_readme_names_fits_eight_h100(sizes):
 def test_70b_on_64_h100_fits_and_tells_what_stands_in_the_way(sizes):
     draft = example("llama3_70b_64gpus.yaml", sizes)  # raises where it does not fit
     assert draft.world_size == 64 and {str(task.layout)[:6] for task in draft.tasks if task.training} == {"d2t4p8"}
-    assert max(one.slowest_seconds / one.mean_seconds - 1 for one in draft.stages) < 0.10
+    balances = stage_balances(draft.tasks, draft.analytic, draft.costs, draft.longest_microbatch)
+    assert max(balance.slowest_seconds / balance.mean_seconds - 1 for balance in balances) < 0.10
     use = at_the_bound(draft)
     planned_rates, _ = use.uses
     assert planned_rates.training.mfu == pytest.approx(0.36, abs=0.02)

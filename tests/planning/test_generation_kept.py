@@ -6,7 +6,7 @@ import pytest
 from testkit.four_ranks import SPECS, drafted, run, shared_plan
 
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.planning.memory import KEEPING_PART, GenerationMemory, MemoryBudget, PhaseMemory, RankMemory
+from rlhfuse.planning.memory_budget import KEEPING_PART, GenerationMemory, MemoryBudget, PhaseMemory, RankMemory
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.reasons import of_keeping
 from rlhfuse.schedule.ir.evaluate import evaluate
@@ -36,7 +36,7 @@ def budget(limit: float, hardware: str = "h100", inference: int = 9, graphs: int
         )
         for place, trained in enumerate((4, 2))
     )
-    generation = GenerationMemory(3 * GB, 5 * GB, graphs * GB)
+    generation = GenerationMemory(3 * GB, 5 * GB, graphs * GB, 0)
     machine = replace(hardware_by_name(hardware), process_bytes=0)
     return MemoryBudget(kinds, machine, limit, "of a test", 100.0, generation)
 
@@ -72,7 +72,7 @@ def test_the_reason_says_which_and_what_it_takes():
     )
     assert "inference would need 32.6 GiB" in other and "would let" not in other
     for cache, stays in ((2.88, True), (2.9, False)):
-        less = replace(budget(29 * GB), generation=GenerationMemory(3 * GB, int(cache * 2**30), GB))
+        less = replace(budget(29 * GB), generation=GenerationMemory(3 * GB, int(cache * 2**30), GB, 0))
         assert less.keeps_generation([10 * GB, 0]) == stays
     assert "graphs" not in of_keeping(budget(80 * GB, graphs=0), [0, 0])[0]
     assert of_keeping(budget(80 * GB, "cpu"), [0, 0]) == ()
@@ -105,7 +105,7 @@ def test_where_there_is_no_room_nothing_else_changes():
     tight = run(**GPU, parallel__headroom=0.0, trainer__memory_limit_gb=limit)
     draft = drafted(tight, SPECS, 4)
     report = make_plan(draft).report
-    assert not report.keeps_generation and "released after generation: with its weights" in report.render()
+    assert not report.memory.keeps_generation and "released after generation: with its weights" in report.render()
     assert draft.config.rollout.kv_blocks_per_instance == roomy.config.rollout.kv_blocks_per_instance == 0
-    assert draft.problem.static_memory == roomy.problem.static_memory  # keeping is no part of it
-    assert replace(draft.problem, memory_cap=None) == replace(roomy.problem, memory_cap=None)
+    assert draft.training.problem.static_memory == roomy.training.problem.static_memory  # keeping is no part of it
+    assert replace(draft.training.problem, memory_cap=None) == replace(roomy.training.problem, memory_cap=None)

@@ -15,7 +15,7 @@ SHAPES, SHAPE_SECONDS = 5, 0.03 + (8 * 9 + 6) * 60e-6
 
 
 def report(monkeypatch, kept: bool, made: RunConfig) -> PlanReport:
-    monkeypatch.setattr("rlhfuse.planning.memory.MemoryBudget.keeps_generation", lambda self, activations: kept)
+    monkeypatch.setattr("rlhfuse.planning.memory_budget.MemoryBudget.keeps_generation", lambda self, activations: kept)
     return planned(made).report
 
 
@@ -23,10 +23,10 @@ def test_each_iteration_pays_unless_generation_is_kept(monkeypatch):
     samples = dict(rollout__prompts_per_iteration=16, rollout__samples_per_prompt=2)
     kept, released = (report(monkeypatch, keep, run(**GPU, **samples)) for keep in (True, False))
     for made in (kept, released):
-        assert made.capture.shapes == SHAPES and not made.capture.measured
-        assert made.capture.seconds == pytest.approx(SHAPES * SHAPE_SECONDS)
+        assert made.generation.capture.shapes == SHAPES and not made.generation.capture.measured
+        assert made.generation.capture.seconds == pytest.approx(SHAPES * SHAPE_SECONDS)
         assert PlanReport.from_dict(made.to_dict()) == made
-    assert (kept.seconds.capture, released.seconds.capture) == (0.0, released.capture.seconds)
+    assert (kept.seconds.capture, released.seconds.capture) == (0.0, released.generation.capture.seconds)
     for kind in ("serial", "fused"):
         parts = sum(getattr(released.seconds, f"{part}_{kind}") for part in ("gen_infer", "training"))
         parts += released.seconds.weight_moves
@@ -44,14 +44,18 @@ def test_each_iteration_pays_unless_generation_is_kept(monkeypatch):
 def test_nothing_is_recorded_on_cpus_or_without_graphs(monkeypatch):
     for made in (run(), run(**GPU, rollout__cuda_graphs=False)):
         without = report(monkeypatch, False, made)
-        assert without.capture is None and without.seconds.capture == 0 and "CUDA graphs" not in without.render()
+        assert (
+            without.generation.capture is None
+            and without.seconds.capture == 0
+            and "CUDA graphs" not in without.render()
+        )
 
 
 def test_an_earlier_run_knows_better(monkeypatch, tmp_path):
     for capture, seconds in ((0.25, 0.25), (0.0, SHAPE_SECONDS)):
         raw = linear_cost().to_dict() | {"capture": capture}
         write_json(tmp_path / "costs.json", raw)
-        made = report(monkeypatch, False, run(**GPU, fusion__profile=str(tmp_path / "costs.json"))).capture
+        made = report(monkeypatch, False, run(**GPU, fusion__profile=str(tmp_path / "costs.json"))).generation.capture
         assert made.shape_seconds == pytest.approx(seconds) and made.measured == bool(capture)
         assert ("measured" if capture else "estimated") in str(made)
 

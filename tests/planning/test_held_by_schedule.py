@@ -1,8 +1,8 @@
 """What a schedule holds with what passes: two models whose peaks do not meet, and more under way than usual."""
 
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.planning.memory import GenerationMemory, MemoryBudget
-from rlhfuse.planning.passing import PassingMemory
+from rlhfuse.planning.memory_budget import GenerationMemory, MemoryBudget
+from rlhfuse.planning.training.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -20,7 +20,7 @@ def problem() -> FusionProblem:
 
 def budget(**passing: tuple[float, ...]) -> MemoryBudget:
     made = PassingMemory(passing, dict.fromkeys(passing, 7.0), dict.fromkeys(passing, (5.0, 3.0))) if passing else None
-    return MemoryBudget((), hardware_by_name("h100", "cuda"), 1e9, "", 1.0, GenerationMemory(0, 0, 0), passing=made)
+    return MemoryBudget((), hardware_by_name("h100", "cuda"), 1e9, "", 1.0, GenerationMemory(0, 0, 0, 0), passing=made)
 
 
 def test_what_passes_counts_where_it_meets_what_is_held():

@@ -17,8 +17,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.machine import Host, memory_limit
 from rlhfuse.costs.profiled import ProfiledCost
-from rlhfuse.decisions.decode_shapes import draft_bytes
-from rlhfuse.planning.draft import fitting_blocks, kv_blocks
+from rlhfuse.decisions.decode_shapes import guess_bytes
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.reasons import Reasons
 from rlhfuse.planning.run_plan import PlanReport, RunPlan
@@ -35,14 +34,14 @@ MB = 10**6
 
 
 def problem_of(made):
-    return drafted(made, SPECS, 4).problem
+    return drafted(made, SPECS, 4).training.problem
 
 
 def test_a_plan_says_what_and_why():
     plan = shared_plan().report
-    assert plan.threshold_samples is None, "until lengths are known"
-    assert plan.threshold is not None and plan.threshold.threshold > 0
-    assert plan.seconds.gen_infer_fused == plan.threshold.fused_seconds < plan.seconds.gen_infer_serial
+    assert plan.threshold.samples is None, "until lengths are known"
+    assert plan.threshold.curve is not None and plan.threshold.curve.threshold > 0
+    assert plan.seconds.gen_infer_fused == plan.threshold.curve.fused_seconds < plan.seconds.gen_infer_serial
     assert plan.seconds.training_fused <= plan.seconds.training_serial  # as fast where cores are short
     assert plan.schedule.makespan_seconds < plan.schedule.serial_makespan_seconds
     assert plan.schedule.lower_bound_seconds <= plan.schedule.makespan_seconds
@@ -57,7 +56,7 @@ def test_a_plan_says_what_and_why():
 
 def reasons_of(config, specs=SPECS) -> Reasons:
     made = settle(config, Facts(specs, 4))
-    return Reasons(made, made.config)
+    return Reasons(made)
 
 
 def test_small_models_at_the_rate_of_large_ones_are_named():
@@ -71,10 +70,10 @@ def test_small_models_at_the_rate_of_large_ones_are_named():
 
 def test_lengths_give_a_threshold():
     plan = planned(run(), lengths=long_tail(500, longest=256)).report
-    assert plan.threshold is not None and plan.threshold_samples == plan.threshold.threshold
-    assert plan.threshold.samples == 64 and plan.threshold.instances == 4
+    assert plan.threshold.curve is not None and plan.threshold.samples == plan.threshold.curve.threshold
+    assert plan.threshold.curve.samples == 64 and plan.threshold.curve.instances == 4
     assert plan.seconds.gen_infer_fused <= plan.seconds.gen_infer_serial
-    assert plan.seconds.gen_infer_fused == pytest.approx(plan.threshold.fused_seconds)
+    assert plan.seconds.gen_infer_fused == pytest.approx(plan.threshold.curve.fused_seconds)
     assert 0 < plan.seconds.generation_fused < plan.seconds.gen_infer_fused
     assert "lengths are those of 500 samples of past runs" in plan.render()
 
@@ -91,18 +90,18 @@ def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):
     plan = shared_plan(**keys).report
     budget = drafted(run(**keys), SPECS, 4).memory
     assert all(budget.needed(phase) == needed(phase) for phase in budget.static)
-    for phase in plan.memory:
-        assert plan.needed_bytes(phase) == needed(phase) and plan.memory_limit == limit
+    for phase in plan.memory.phases:
+        assert plan.memory.needed_bytes(phase) == needed(phase) and plan.memory.limit == limit
         rows = [line for line in plan.render().splitlines() if line.startswith(f"  {phase.phase} ")]
         assert any(row.endswith(f" {needed(phase) / limit:.1%}") for row in rows)
-    offloaded = readable_bytes(4 * plan.memory[0].host)
-    assert (f"{offloaded} on a node of 4 ranks" in plan.render()) == (plan.hardware == "a100")
+    offloaded = readable_bytes(4 * plan.memory.phases[0].host)
+    assert (f"{offloaded} on a node of 4 ranks" in plan.render()) == (plan.ranks.hardware == "a100")
 
 
 def test_memory_by_hand():
     """float32 on 4 ranks: the actor is cut in 4 stages, the critic in 2, generation copies whole."""
     made = planned(run())
-    moves, generation, inference, training = made.report.memory
+    moves, generation, inference, training = made.report.memory.phases
     spec = SPECS["actor"]
     whole, layer, ends = spec.parameters(), spec.layer_parameters, 512 * 64
     actor = [2 * layer + ends, 2 * layer, 2 * layer, 2 * layer + ends + 64]
@@ -117,7 +116,7 @@ def test_memory_by_hand():
     assert moves.gradients == generation.gradients == inference.gradients == 0
     assert generation.weights == trained + 4 * whole
     assert generation.kv == 16 * 384 * spec.kv_bytes_per_token(4)
-    assert generation.host == 4 * whole + 2 * critic_copy + draft_bytes(run().samples_per_iteration * 256)
+    assert generation.host == 4 * whole + 2 * critic_copy + guess_bytes(run().samples_per_iteration * 256)
     assert inference.weights == trained + 4 * whole + 2 * critic_copy  # reference, reward, critic; no generation copy
     longest = 4 * 384  # tokens of a micro-batch
     attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads  # its output's log-sums last
@@ -137,10 +136,10 @@ def generation_of(memory):
 
 
 def test_the_limit_of_a_rank(monkeypatch):
-    assert memory_limit(run(), hardware_by_name("a100"), 4, Host.here()) == (80e9, "of one a100")
-    assert memory_limit(run(trainer__memory_limit_gb=3.0), hardware_by_name("a100"), 4, Host.here())[0] == 3e9
+    assert memory_limit(run().trainer, hardware_by_name("a100"), 4, Host.here()) == (80e9, "of one a100")
+    assert memory_limit(run(trainer__memory_limit_gb=3.0).trainer, hardware_by_name("a100"), 4, Host.here())[0] == 3e9
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert memory_limit(run(), hardware_by_name("cpu"), 16, Host.here())[0] == Host.here().memory_bytes / 8
+    assert memory_limit(run().trainer, hardware_by_name("cpu"), 16, Host.here())[0] == Host.here().memory_bytes / 8
 
 
 @pytest.mark.parametrize("node, crosses", [("", False), ("4", False), ("2", True)])
@@ -148,7 +147,7 @@ def test_a_node_has_as_many_ranks_as_the_launcher_says(monkeypatch, node, crosse
     """Where weights move, as the run's resharder has it."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", node)
     report = planned(run()).report
-    assert report.ranks_per_node == int(node or 4)
+    assert report.memory.ranks_per_node == int(node or 4)
     assert any(move.traffic.across for move in report.weight_moves) == crosses
     for bad in ("0", "four"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", bad)
@@ -171,24 +170,28 @@ def test_the_cache_gets_what_memory_leaves(layout):
     memory = before_early_loading(draft.memory)  # which gets what the cache leaves
     longest, generation = -(-(128 + 256) // 16), generation_of(memory)
     wanted = draft.batch.samples // draft.batch.instances * longest
-    assert draft.config.rollout.kv_blocks_per_instance == 0
-    assert draft.limits.kv_capacity_bytes == wanted * 16 * draft.limits.kv_bytes_per_token
+    assert draft.generation.cache.left == 0
+    assert draft.generation.limits.kv_capacity_bytes == wanted * 16 * draft.generation.limits.kv_bytes_per_token
     block_bytes, beside = generation.kv / wanted, generation.device - generation.kv + memory.process
 
     def limit(blocks):
         return beside + (blocks + 0.5) * block_bytes
 
+    def fitting_blocks(memory):
+        smaller = draft.generation.cache.fitting(generation.kv, memory.needed(generation) - memory.limit)
+        return smaller and smaller.blocks
+
     for blocks in (wanted - 1, wanted // 2, longest + 1):
-        fitting = fitting_blocks(draft.config, replace(memory, limit=limit(blocks)), draft.batch.instances)
+        fitting = fitting_blocks(replace(memory, limit=limit(blocks)))
         left, part = blocks - 1, wanted // 16  # a GPU's cache has a block for padding, and whole 16ths of what it wants
         assert left - part < fitting <= left and (fitting % part == 0 if left >= part else fitting == left)
     for blocks in (wanted, longest):
         memory = replace(memory, limit=limit(blocks))
-        assert fitting_blocks(draft.config, memory, draft.batch.instances) is None
+        assert fitting_blocks(memory) is None
     tight = drafted(run(**keys, trainer__memory_limit_gb=limit(wanted // 2) / 1e9), SPECS, 4)
     kept = tight.config.rollout.kv_blocks_per_instance
-    assert kept == 7 * wanted // 16 and kv_blocks(tight.config, tight.batch.instances) == kept
-    assert tight.limits.kv_capacity_bytes == kept * 16 * draft.limits.kv_bytes_per_token
+    assert kept == 7 * wanted // 16 and tight.generation.cache.blocks == kept
+    assert tight.generation.limits.kv_capacity_bytes == kept * 16 * draft.generation.limits.kv_bytes_per_token
     assert tight.memory.needed(generation_of(tight.memory)) <= tight.memory.limit
     assert f"rollout.kv_blocks_per_instance = {kept}: what memory leaves" in make_plan(tight).report.render()
     given = {**keys, "rollout__kv_blocks_per_instance": wanted, "trainer__memory_limit_gb": limit(wanted // 2) / 1e9}
@@ -211,7 +214,7 @@ ON_GPU = dict(trainer__hardware="a100", rollout__kv_blocks_per_instance=24, roll
 
 def limits(peaks, draft) -> tuple[float, float, float]:
     """Memory limits in GB with room for `peaks`, for something between them and the leanest schedule, and for none."""
-    least, beside = min_memory(draft.problem), draft.memory.training_bytes
+    least, beside = min_memory(draft.training.problem), draft.memory.training_bytes
     enough, leanest = (max(map(sum, zip(beside, activations))) for activations in (peaks, least))
     assert leanest < enough and draft.memory.fullest(least).phase == "training"
     return (enough + 1) / 1e9, (leanest + enough) / 2e9, (leanest - 1) / 1e9
@@ -223,8 +226,9 @@ def test_the_schedule_is_searched_under_the_memory_that_is_left():
     searched = {**ON_GPU, "fusion__search_seconds": 2.0}  # long enough to find the best also on a busy machine
     free, tight = (planned(run(**searched, trainer__memory_limit_gb=limit)) for limit in (enough, between))
     assert tight.schedule.problem.memory_cap == between * 1e9
-    training = tight.report.memory[-1]
-    assert tight.report.needed_bytes(training) <= between * 1e9 < free.report.needed_bytes(free.report.memory[-1])
+    training = tight.report.memory.phases[-1]
+    assert tight.report.memory.needed_bytes(training) <= between * 1e9
+    assert free.report.memory.needed_bytes(free.report.memory.phases[-1]) > between * 1e9
     assert tight.report.schedule.makespan_seconds >= free.report.schedule.makespan_seconds
     words = r"memory: training needs .* per rank .*; the least of any schedule is .*a rank of this a100 has .*; raise "
     with pytest.raises(InputError, match=words + ".*recompute.*trainer.memory_limit_gb"):
@@ -239,11 +243,11 @@ def test_a_given_schedule_that_does_not_fit_is_refused(tmp_path, source):
         save_schedule(tmp_path / "free.json", greedy(problem_of(run(**ON_GPU))))
         keys = {"fusion__schedule": str(tmp_path / "free.json")}
     draft = drafted(run(**ON_GPU, **keys), SPECS, 4)
-    enough, between, _ = limits(evaluate(draft.given[0]).node_peak_memory, draft)
+    enough, between, _ = limits(evaluate(draft.training.given[0]).node_peak_memory, draft)
     drafted(run(**ON_GPU, **keys, trainer__memory_limit_gb=enough), SPECS, 4)
     with pytest.raises(InputError, match=f"with {source}.*set fusion.intra_stage=search without fusion.schedule"):
         drafted(run(**ON_GPU, **keys, trainer__memory_limit_gb=between), SPECS, 4)
-    assert shared_plan(**ON_GPU, trainer__memory_limit_gb=between).report.memory_limit == between * 1e9
+    assert shared_plan(**ON_GPU, trainer__memory_limit_gb=between).report.memory.limit == between * 1e9
 
 
 def test_weight_moves_are_in_the_plan():
@@ -276,8 +280,8 @@ ONE_INSTANCE = {f"parallel__{row}": "d1t4p1" for row in ROWS}
 )
 def test_threshold_from_the_config(keys, world, expected, reason):
     plan = shared_plan(**keys).report
-    assert plan.threshold_samples == expected
-    assert any(reason in sentence for sentence in plan.threshold_reasons)
+    assert plan.threshold.samples == expected
+    assert any(reason in sentence for sentence in plan.threshold.reasons)
 
 
 def test_the_plan_says_what_the_reward_function_counts(tmp_path):
@@ -293,11 +297,11 @@ def test_the_plan_says_what_the_reward_function_counts(tmp_path):
 
 
 def test_threshold_file_is_used_and_checked(tmp_path):
-    made = planned(run(), lengths=long_tail(500)).report.threshold
+    made = planned(run(), lengths=long_tail(500)).report.threshold.curve
     file = tmp_path / "threshold.json"
     write_json(file, to_json(made))
     plan = planned(run(fusion__threshold_file=str(file))).report
-    assert plan.threshold == made and plan.seconds.gen_infer_fused == made.fused_seconds
+    assert plan.threshold.curve == made and plan.seconds.gen_infer_fused == made.fused_seconds
     raw = json.loads(file.read_text())
     for change, message in (
         ({"instances": 8}, "made for 8 generation instances, this run has 4; calibrate again"),
@@ -365,7 +369,7 @@ def test_a_profile_reaches_the_search(tmp_path):
 
 
 def test_bad_plans_are_refused():
-    for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({"version": 2}, "run: world_size is missing")):
+    for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({"version": 3}, "run: ranks is missing")):
         with pytest.raises(InputError, match=message):
             PlanReport.from_dict(raw, "run")
 

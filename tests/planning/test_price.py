@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from testkit.profiles import share
-from testkit.search_cases import SearchCase, auto_config, long_tail, random_case, spec_of, with_memory
+from testkit.search_cases import SearchCase, auto_config, long_tail, random_case, spec_of, table_of, with_memory
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.planning.draft import PlanDraft
@@ -21,13 +21,12 @@ from rlhfuse.planning.price import (
     weight_moves,
 )
 from rlhfuse.planning.search.search import TOP, Ranking, Row
-from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.ir.evaluate import evaluate
 
 SPECS = dict.fromkeys(("actor", "critic", "reference", "reward"), spec_of(4, 1024, 8, 4))
 ROWS = ("generation=d2t2p1", "inference=d4t1p1", "actor_train=d1t2p2", "critic_train=d2t2p1", "sequence_parallel=false")
 REST = ("fusion.actor_microbatches=2", "trainer.recompute=full")
-TABLE = Table.parse((*(f"parallel.{row}" for row in ROWS), *REST))
+TABLE = table_of((*(f"parallel.{row}" for row in ROWS), *REST))
 LONG = {
     "rollout__prompts_per_iteration": 192,
     "rollout__max_response_tokens": 1900,
@@ -61,7 +60,7 @@ def test_a_plan_says_what_the_search_priced_and_its_parts_add_up(seed):
     made, report = row.price, make_plan(draft).report
     said, count = report.seconds, draft.batch.optimizer_steps
     assert (said.gen_infer_serial, said.gen_infer_fused) == (made.generation.serial, made.generation.fused)
-    assert report.threshold_samples == made.generation.threshold_samples
+    assert report.threshold.samples == made.generation.threshold_samples
     assert sum(move.seconds for move in report.weight_moves) == made.moves <= said.weight_moves
     steps = count * optimizer_step_seconds(draft.analytic)
     assert made.steps == steps
@@ -69,13 +68,13 @@ def test_a_plan_says_what_the_search_priced_and_its_parts_add_up(seed):
     assert said.training_fused == pytest.approx(annealed + steps)
     assert made.schedules <= annealed * (1 + 1e-9)
     assert made.schedules >= count * report.schedule.lower_bound_seconds * (1 - 1e-9)
-    if not report.offload:
+    if not report.memory.offload:
         assert said.weight_moves == made.moves
-    if draft.given:
+    if draft.training.given:
         assert made.schedules == pytest.approx(annealed)
     least = made.seconds - made.capture + said.capture
-    assert said.fused >= least * (1 - 1e-9) or report.offload
-    assert report.memory_limit == row.limit_bytes
+    assert said.fused >= least * (1 - 1e-9) or report.memory.offload
+    assert report.memory.limit == row.limit_bytes
     again = price(draft, price_generation(draft), sum(move.seconds for move in weight_moves(draft)))
     assert again == made and len(set(made.parts)) == 6
     assert made.seconds == pytest.approx(sum(made.parts.values())) and min(made.parts.values()) >= 0
@@ -96,7 +95,7 @@ def test_less_memory_is_never_priced_as_faster(seed, inter_stage):
             draft = with_memory(case, (full - (1 - part) * generation.kv) / 1e9).setting.draft(TABLE)
         except InputError:  # training needs more than generation
             continue
-        cut.add(draft.limits.kv_capacity_bytes)
+        cut.add(draft.generation.limits.kv_capacity_bytes)
         made = price_generation(draft)
         seconds.append(made.fused)
         assert made.fused >= ideal.fused and made.serial >= ideal.serial
@@ -109,7 +108,7 @@ def test_a_luckier_order_in_less_room_is_not_priced_as_faster():
     small = replace(ideal, kv_capacity_bytes=ideal.kv_capacity_bytes // 32)
     lucky, whole = simulate_generation(draft, small), simulate_generation(draft, ideal)
     assert lucky.fused < whole.fused and lucky.serial == whole.serial
-    made = price_generation(replace(draft, limits=small))
+    made = price_generation(replace(draft, generation=replace(draft.generation, limits=small)))
     assert (made.fused, made.serial) == (whole.fused, whole.serial)
 
 
@@ -119,5 +118,6 @@ def test_an_order_by_rule_is_priced_as_it_is():
         for rule in ("serial", "search")
     )
     by_rule = schedule_seconds(serial)
-    assert serial.given and by_rule == pytest.approx(float(evaluate(serial.given[0]).makespan) * 1e-6)
+    assert serial.training.given
+    assert by_rule == pytest.approx(float(evaluate(serial.training.given[0]).makespan) * 1e-6)
     assert schedule_seconds(searched) < by_rule

@@ -16,7 +16,7 @@ from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning import draft as drafts
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.efficiency import optimizer_step_seconds
-from rlhfuse.planning.memory import TRAINED
+from rlhfuse.planning.memory_budget import TRAINED
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
@@ -60,7 +60,7 @@ def schedule_seconds(problem: FusionProblem) -> float:
 
 
 def minibatch_seconds(draft: PlanDraft) -> float:
-    return schedule_seconds(draft.problem) + optimizer_step_seconds(draft.analytic)
+    return schedule_seconds(draft.training.problem) + optimizer_step_seconds(draft.analytic)
 
 
 def use_hardware(monkeypatch, **changes) -> None:
@@ -99,7 +99,7 @@ def test_optimizer_steps():
     """Many replicas train fast, and reduce many gradients."""
     replicas, deep = drafted("d16t1p4", 4), drafted("d2t2p16", 32)
     assert minibatch_seconds(replicas) > 1.1 * minibatch_seconds(deep)
-    assert schedule_seconds(replicas.problem) < 0.9 * schedule_seconds(deep.problem)
+    assert schedule_seconds(replicas.training.problem) < 0.9 * schedule_seconds(deep.training.problem)
 
 
 def test_optimizer_steps_of_a_cpu(monkeypatch):
@@ -107,7 +107,7 @@ def test_optimizer_steps_of_a_cpu(monkeypatch):
     on_slow_cores(monkeypatch)
     replicas, pipelines = on_cpu("d4t1p1"), on_cpu("d2t1p2")
     assert minibatch_seconds(replicas) > 1.01 * minibatch_seconds(pipelines)
-    assert schedule_seconds(replicas.problem) < schedule_seconds(pipelines.problem)
+    assert schedule_seconds(replicas.training.problem) < schedule_seconds(pipelines.training.problem)
 
 
 def test_nics_of_replicas_on_one_machine():
@@ -138,10 +138,10 @@ def test_nics_of_replicas_on_one_machine():
 def test_transfers_between_stages():
     """Sixteen stages are two machines apart; four lie within one."""
     deep, replicas = drafted("d4t1p16", 4), drafted("d16t1p4", 1)
-    assert deep.problem.transfer > 4 * replicas.problem.transfer > 0
+    assert deep.training.problem.transfer > 4 * replicas.training.problem.transfer > 0
     assert minibatch_seconds(deep) > 1.02 * minibatch_seconds(replicas)
     steps = [optimizer_step_seconds(draft.analytic) for draft in (deep, replicas)]
-    free = [schedule_seconds(replace(draft.problem, transfer=0)) for draft in (deep, replicas)]
+    free = [schedule_seconds(replace(draft.training.problem, transfer=0)) for draft in (deep, replicas)]
     assert free[0] + steps[0] < 0.98 * (free[1] + steps[1])
 
 
@@ -153,8 +153,8 @@ def test_cores_of_a_machine(monkeypatch):
         found = []
         for table in ("d1t1p4", "d2t1p2"):
             draft = on_cpu(table)
-            least = float(draft.cores.least_time(draft.problem, draft.ranks.shape)) * TICK_SECONDS
-            found.append(max(schedule_seconds(draft.problem), least) + optimizer_step_seconds(draft.analytic))
+            least = float(draft.inputs.cores.least_time(draft.training.problem, draft.ranks.shape)) * TICK_SECONDS
+            found.append(max(schedule_seconds(draft.training.problem), least) + optimizer_step_seconds(draft.analytic))
             assert make_plan(draft).report.seconds.training_fused >= 8 * found[-1] * (1 - 1e-9)
         return found
 

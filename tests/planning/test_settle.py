@@ -62,7 +62,7 @@ def test_everything_auto_becomes_a_table_that_can_be_planned():
     found = settled(made)
     assert is_settled(found.config)
     draft = draft_plan(found)
-    assert draft.memory.fullest([0.0] * draft.problem.nodes)
+    assert draft.memory.fullest([0.0] * draft.training.problem.nodes)
     table = Ranking(SearchCase(made, SPECS, 4, None).setting).found(1).best.table
     parallel = found.config.parallel
     assert (parallel.generation, parallel.actor_train) == (str(table.generation), str(table.actor_train))
@@ -126,7 +126,7 @@ def test_what_cannot_be_is_refused_in_a_line(keys, message):
 def test_a_schedule_that_is_given_is_of_the_table_that_is_found(split, tmp_path):
     """Whether backwards are split is what the file says."""
     keys = {"parallel__actor_train": "d1t1p4", "parallel__critic_train": "d2t1p2", "fusion__split_backward": split}
-    problem = drafted(config(**keys), SPECS, 4).problem
+    problem = drafted(config(**keys), SPECS, 4).training.problem
     save_schedule(tmp_path / "schedule.json", greedy(problem))
     minibatches = config().algorithm.minibatches
     rows = dict.fromkeys((f"parallel__{row}" for row in ("generation", "inference", *SCORERS)), "d4t1p1")
@@ -135,7 +135,7 @@ def test_a_schedule_that_is_given_is_of_the_table_that_is_found(split, tmp_path)
     layouts = [getattr(found.parallel, row).partition(":")[0] for row in ("actor_train", "critic_train")]
     assert layouts == ["d1t1p4", "d2t1p2"]
     draft = drafted(found, SPECS, 4)
-    assert draft.given and all(p.split == (split == "true") for p in draft.problem.pipelines)
+    assert draft.training.given and all(p.split == (split == "true") for p in draft.training.problem.pipelines)
 
 
 # of a checkpoint --------------------------------------------------------------------------------------------------

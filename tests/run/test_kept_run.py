@@ -20,7 +20,7 @@ def generation_that(keeps: bool, graphs: bool):
     """
     from rlhfuse.gen.engine import Engine, EngineOptions
     from rlhfuse.gen.gpu.forward import DeviceForward
-    from rlhfuse.planning.memory import MemoryBudget
+    from rlhfuse.planning.memory_budget import MemoryBudget
     from rlhfuse.run import trainer
 
     caches, weights, recorder, seen = [], [], Repeater(), {}
@@ -61,7 +61,7 @@ def both(runs, name: str, settings: str, graphs: bool = False):
         watch = partial(generation_that, keeps, graphs)
         ranks.append(runs.start(run.name, settings, QUEUED, "trainer.eval_every=1", HELD_OUT, watch=watch))
     assert_same_bits(*folders)
-    assert [plan_of(run)["keeps_generation"] for run in folders] == [False, True]
+    assert [plan_of(run)["memory"]["keeps_generation"] for run in folders] == [False, True]
     rows = [metrics_of(run) for run in folders]
     assert all(len(seen) == ITERATIONS and all(row["val/samples"] == 5 for row in seen) for seen in rows)
     loads = 2 * ITERATIONS  # for each iteration and each evaluation
@@ -124,7 +124,7 @@ def test_an_optimizer_that_rests_on_the_host_changes_no_bit(runs):
         one, two = (load_file(run / f"checkpoints/iteration-3/rank-{rank}.safetensors") for run in (stays, rests))
         assert one.keys() == two.keys() and len(one) > 30 and all(one[key].equal(two[key]) for key in one)
     plan = plan_of(rests)
-    assert plan["offload"]["first_phase"] == "generation"
-    by_phase = {phase["phase"]: phase for phase in plan["memory"]}
+    assert plan["memory"]["offload"]["first_phase"] == "generation"
+    by_phase = {phase["phase"]: phase for phase in plan["memory"]["phases"]}
     assert by_phase["generation"]["optimizer"] == 0 < by_phase["training"]["optimizer"]
     assert by_phase["inference"]["host"] > by_phase["training"]["optimizer"]

@@ -25,14 +25,16 @@ def test_gpus_of_two_kinds_are_planned_as_the_slower(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     mixed = drafted(run(trainer__device="cuda"), host=Host(8.0, 10**12, "a100:2,h100:2"))
     slow = drafted(run(trainer__device="cuda"), host=Host(8.0, 10**12, "a100"))
-    assert mixed.hardware.flops == slow.hardware.flops and mixed.problem == slow.problem
+    assert mixed.inputs.hardware.flops == slow.inputs.hardware.flops
+    assert mixed.training.problem == slow.training.problem
     assert mixed.config.trainer.hardware == "a100:2,h100:2"
 
 
 def test_drafts_are_told_apart_by_what_differs():
     here = drafted(run())
     assert difference([draft_facts(here)] * 3) == ""
-    other = replace(here, hardware=replace(here.hardware, devices_per_node=3))
+    hardware = replace(here.inputs.hardware, devices_per_node=3)
+    other = replace(here, inputs=replace(here.inputs, hardware=hardware))
     told = difference([draft_facts(one) for one in (here, here, other)])
     assert told.startswith("ranks plan otherwise than rank 0: rank 2: ranks of a machine 3, not 64, costs ")
     changed = drafted(run(trainer__seed=7))
@@ -50,7 +52,7 @@ def on_its_machine(rank: int, config, settings: list[str], cores: list[float]):
         inputs = on_every_machine(made, inputs, rank)
     except JointError as error:
         return str(error)
-    return inputs.draft.cores.count, inputs.draft.problem.to_dict()
+    return inputs.draft.inputs.cores.count, inputs.draft.training.problem.to_dict()
 
 
 def test_ranks_on_machines_that_differ_draft_alike_or_are_named(workers, tmp_path):

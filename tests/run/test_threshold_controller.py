@@ -61,7 +61,7 @@ def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
 def test_instances_are_the_plans_whatever_the_costs(alone):
     """On a GPU models come early to score; what the costs change is BS_max."""
     config = run(trainer__hardware="h100")
-    controller, planned_limits = control(config), planned(resolve_device(config)).report.limits
+    controller, planned_limits = control(config), planned(resolve_device(config)).report.generation.limits
     assert planned_limits.early_models > 0 and controller._instance_limits() == planned_limits
     observe(controller, 0)
     fitted = controller._instance_limits()

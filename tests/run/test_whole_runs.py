@@ -261,7 +261,7 @@ def test_phases_need_the_memory_that_was_planned(programs, tmp_path):
         name.rpartition("/")[2]: peak for name, peak in metrics_of(run)[-1].items() if "perf/peak_memory_gb/" in name
     }
     off = {}
-    for phase in plan_of(run)["memory"]:
+    for phase in plan_of(run)["memory"]["phases"]:
         parts = ("weights", "optimizer", "gradients", "activations", "kv", "buckets", "host")
         planned, measured = sum(phase[part] for part in parts) / 1e9, peaks[phase["phase"]]
         print(f"{phase['phase']:11s} planned {planned:.3f} GB, measured {measured - peaks['base']:.3f} beside the base")

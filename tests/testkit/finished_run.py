@@ -91,8 +91,8 @@ def _action_seconds(action: Action) -> float:
 def _row(plan: PlanReport, number: int, costs: MeasuredCost):
     lengths, before = lengths_of(number), lengths_of(max(0, number - 1))
     tokens = sum(lengths.prompt) + sum(lengths.output)
-    bs_max = largest_flat_batch(costs, before.median_context, plan.limits.max_sequences)
-    timeline = simulate_gen_infer(lengths, RANKS, costs, replace(plan.limits, bs_max=bs_max), THRESHOLD)
+    bs_max = largest_flat_batch(costs, before.median_context, plan.generation.limits.max_sequences)
+    timeline = simulate_gen_infer(lengths, RANKS, costs, replace(plan.generation.limits, bs_max=bs_max), THRESHOLD)
     seconds = {
         "reshard": RESHARD * (10 if number == 0 else 1),
         "gen": timeline.generation_seconds,

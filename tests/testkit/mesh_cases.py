@@ -2,16 +2,17 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 from placements.mesh import Mesh
-from placements.problem import Call, Choice, MeshPlan, MeshProblem, Option, on_equal_meshes
+from placements.problem import Call, MeshPlan, MeshProblem, Option
 from placements.run_problem import SOURCES, RunProblem
 from placements.run_work import RunWork
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.hardware import machines_by_name
-from rlhfuse.planning.draft import DraftInputs, PlanDraft
+from rlhfuse.planning.draft import PlanDraft
 
 PHASES = (
     ("generation",),
@@ -23,7 +24,7 @@ PHASES = (
 def work_of(draft: PlanDraft) -> RunWork:
     """What a drafted run does."""
     asked = {"sequence_parallel": draft.run.asked.parallel.sequence_parallel}
-    inputs = DraftInputs(draft.hardware, draft.cores, draft.lengths, draft.drawn, None)
+    inputs = replace(draft.inputs, measured=None)
     return RunWork(draft.run.with_config(draft.run.config.with_(parallel=asked)), inputs)
 
 
@@ -54,7 +55,7 @@ def random_problem(
         for meshes in groups:
             sizes = sorted({mesh.size for mesh in meshes})
             by_size = {size: [option(name, size, tp) for tp in degrees if size % tp == 0] for size in sizes}
-            options |= on_equal_meshes(meshes, by_size)
+            options |= {mesh: by_size[mesh.size] for mesh in meshes}
         return Call(name, options, SOURCES.get(name, ""))
 
     return MeshProblem(memory, least, tuple(tuple(map(call, phase)) for phase in phases))
@@ -62,9 +63,7 @@ def random_problem(
 
 def plans(problem: MeshProblem, meshes: Sequence[Mesh]) -> Iterator[MeshPlan]:
     """Every plan on these meshes that fits."""
-    every = [
-        [Choice(mesh, one) for mesh in meshes for one in call.options.get(mesh, ())] for call in problem.calls.values()
-    ]
+    every = [call.choices(*meshes) for call in problem.calls.values()]
     for chosen in product(*every):
         plan = dict(zip(problem.calls, chosen))
         if problem.fits(plan):

@@ -1,7 +1,7 @@
 """Runs whose layouts are searched: random ones, all their tables priced one by one, and small ones, ranked once."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
@@ -17,12 +18,13 @@ from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.machine import Host
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
-from rlhfuse.decisions.batch_cut import resolve_batch
+from rlhfuse.decisions.batch_arithmetic import resolve_batch
+from rlhfuse.decisions.layouts import given_tasks
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.price import Price, price, price_generation, weight_moves
 from rlhfuse.planning.search.search import Ranking, Row, check_headroom
 from rlhfuse.planning.search.setting import Setting
-from rlhfuse.planning.search.space import Space, space_of
+from rlhfuse.planning.search.space import Space
 from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.settle import Facts, settle_but_layouts
 from rlhfuse.planning.settled_run import SettledRun
@@ -168,7 +170,7 @@ def drawn_table(space: Space, rng: random.Random) -> Table:
 
 def space_of_setting(setting: Setting) -> Space:
     devices = setting.inputs.hardware.devices_per_node
-    return space_of(setting.config, setting.specs, setting.world_size, devices, setting.given)
+    return Space.of(setting.run, devices, setting.given)
 
 
 def with_little_memory(case: SearchCase, rng: random.Random) -> SearchCase:
@@ -180,7 +182,7 @@ def with_little_memory(case: SearchCase, rng: random.Random) -> SearchCase:
             draft = setting.draft(drawn_table(space, rng))
         except InputError:
             continue
-        needs.append(draft.memory.needed(draft.memory.fullest(min_memory(draft.problem))))
+        needs.append(draft.memory.needed(draft.memory.fullest(min_memory(draft.training.problem))))
     if not needs:
         return case
     return with_memory(
@@ -190,6 +192,15 @@ def with_little_memory(case: SearchCase, rng: random.Random) -> SearchCase:
 
 def with_memory(case: SearchCase, gigabytes: float) -> SearchCase:
     return replace(case, config=case.config.with_(trainer={"memory_limit_gb": gigabytes}))
+
+
+def table_of(overrides: Sequence[str]) -> Table:
+    """Inverse of `Table.overrides`."""
+    rows = dict(word.split("=", 1) for word in overrides)
+    names = ("generation", "inference", "actor_train", "critic_train")
+    layouts = [ParallelLayout.parse(text) if (text := rows.get(f"parallel.{name}")) else None for name in names]
+    recompute, sharded = rows["trainer.recompute"], rows["parallel.sequence_parallel"] == "true"
+    return Table(*layouts, int(rows["fusion.actor_microbatches"]), recompute, sharded)
 
 
 def profiles_of(case: SearchCase, rng: random.Random) -> TensorProfiles:
@@ -214,7 +225,7 @@ def profiles_of(case: SearchCase, rng: random.Random) -> TensorProfiles:
         }
         made.append(
             ProfiledCost(
-                made_for=made_for(known, case.specs),
+                made_for=made_for(known.trainer, given_tasks(known.parallel, known.roles(), degree), case.specs),
                 decode=grid(few, (8.0, 60.0, 300.0), scale=1e-3),
                 prefill=grid(tokens, few, scale=1e-3),
                 score={role: grid(tokens, few, scale=2e-3) for role in known.scorers()},
@@ -243,7 +254,7 @@ def priced_tables(case: SearchCase) -> list[PricedTable]:
             check_headroom(draft, case.config.parallel.headroom)
         except InputError:
             continue
-        key = str(table.generation), str(table.inference), draft.limits
+        key = str(table.generation), str(table.inference), draft.generation.limits
         if key not in generated:
             generated[key] = price_generation(draft)
         moves = sum(move.seconds for move in weight_moves(draft))

@@ -23,7 +23,7 @@ from torch import Tensor
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.balance import cut_microbatches
+from rlhfuse.decisions.balance import split_microbatches
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
@@ -105,7 +105,7 @@ class Case:
     def parts(self, step: int) -> list[list[int]]:
         """Samples of every micro-batch of a mini-batch: those of all pipelines in a row, the same for all models."""
         lengths = make_batch(step, self.samples).lengths.tolist()
-        return cut_microbatches(lengths, self._total * self.ranks.shape.replicas)
+        return split_microbatches(lengths, self._total * self.ranks.shape.replicas)
 
 
 def scalar_head(model: str) -> bool:

@@ -55,14 +55,16 @@ def test_the_instances_are_those_of_the_plan(run_yaml, lengths_csv, tmp_path):
     gpu = ("trainer.hardware=h100",)
     small = ("trainer.recompute=full", "algorithm.minibatches=1", "fusion.actor_microbatches=32", "fusion.bs_max=16")
     ample = planned(*small)
-    generation = next(phase for phase in ample["memory"] if phase["phase"] == "generation")
-    needed = sum(generation[part] for part in ("weights", "kv", "host", "activations")) + ample["process_bytes"]
+    memory = ample["memory"]
+    generation = next(phase for phase in memory["phases"] if phase["phase"] == "generation")
+    needed = sum(generation[part] for part in ("weights", "kv", "host", "activations")) + memory["process_bytes"]
     short = (*small, f"trainer.memory_limit_gb={(needed - generation['kv'] / 4) / 1e9}")
-    assert planned(*gpu)["limits"]["early_models"]
-    assert planned(*short)["threshold"]["sweep"] != ample["threshold"]["sweep"]
+    assert planned(*gpu)["generation"]["limits"]["early_models"]
+    assert planned(*short)["threshold"]["curve"]["sweep"] != ample["threshold"]["curve"]["sweep"]
     for number, words in enumerate((gpu, short)):
         plan, (raw, _) = planned(*words), calibrated(run_yaml, lengths_csv, tmp_path / f"{number}.json", *words)
-        assert raw["sweep"] == plan["threshold"]["sweep"] and raw["threshold"] == plan["threshold_samples"]
+        chosen = plan["threshold"]
+        assert raw["sweep"] == chosen["curve"]["sweep"] and raw["threshold"] == chosen["samples"]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import pytest
 from testkit.llama3 import llama3
 from testkit.paths import ROOT
 from testkit.programs import call_tool
+from testkit.search_cases import table_of
 from testkit.tiny import write_tokenizer
 
 from rlhfuse.config.load import load_config
 from rlhfuse.planning.price import CAPTURE, OFFLOAD
-from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.ir.problem import load_problem
 from tools.try_plans import by_phase, read_search
 
@@ -45,7 +45,7 @@ def test_the_length_of_prompts_is_read_off_them(run_yaml, tmp_path):
     here = f"data.train_files=[{tmp_path}/prompts.jsonl]"
     done = plan(run_yaml, "--json", here, "data.max_prompt_tokens=auto", "fusion.intra_stage=false")
     found = json.loads(done.stdout)
-    assert found["limits"]["max_prompt_tokens"] == 5 and "the longest prompt" in found["reasons"][0]
+    assert found["generation"]["limits"]["max_prompt_tokens"] == 5 and "the longest prompt" in found["reasons"][0]
 
 
 def test_layouts_that_are_auto_are_searched_and_told(run_yaml, tmp_path):
@@ -160,7 +160,7 @@ def test_numbers_of_ranks_are_compared(run_yaml):
 
 def test_what_an_argument_gives_stays(run_yaml):
     done = plan(run_yaml, "--search", "--json", "parallel.generation=d2t2p1", "trainer.recompute=full")
-    tables = [Table.parse(table["overrides"]) for table in json.loads(done.stdout)["tables"]]
+    tables = [table_of(table["overrides"]) for table in json.loads(done.stdout)["tables"]]
     assert {(str(table.generation), table.recompute) for table in tables} == {("d2t2p1", "full")}
     assert len({table.text for table in tables}) == 5
 
@@ -173,7 +173,7 @@ def test_the_best_is_written_as_a_run_and_what_is_printed_as_json_can_be_tried(r
     predicted, _ = by_phase(best["parts"], [json.dumps({"timing_s/gen": 1.0})])
     rest = sum(best["parts"][name] for name in (OFFLOAD, CAPTURE))
     assert sum(predicted.values()) + rest == pytest.approx(best["seconds"])
-    config, table = load_config(file), Table.parse(best["overrides"])
+    config, table = load_config(file), table_of(best["overrides"])
     assert table.of(config) == config and config.parallel.headroom == 0.2
     whatever = ["parallel.headroom=0.2", "parallel.reward_inference=d1t4p1"]  # whatever layouts the file has
     assert config == load_config(run_yaml, [*whatever, *best["overrides"]])
@@ -225,7 +225,7 @@ def seconds_of(told: str) -> float:
 def test_as_json_beside_the_plan(on_eight):
     raw = json.loads(on_eight("--what-if", "--json").stdout)
     found = {row["name"]: row for row in raw["what_if"]["placements"]}
-    assert raw["world_size"] == 8 and "free" in found
+    assert raw["ranks"]["count"] == 8 and "free" in found
     assert "what_if" not in json.loads(on_eight("--json").stdout)
     calls = found["critic across iterations"]["calls"]
     assert calls["generation"]["ranks"] == calls["actor_train"]["ranks"] != calls["critic_train"]["ranks"]
@@ -252,8 +252,8 @@ def test_machines_of_two_kinds_and_a_cpu(on_eight, run_yaml):
     over += [f"parallel.{task}_train=d4t1p4" for task in ("actor", "critic")]
     over += ["parallel.generation=d8t2p1", "parallel.inference=d8t2p1", "fusion.actor_microbatches=8"]
     raw = json.loads(on_eight(*over, "--what-if", "--json").stdout)
-    assert raw["hardware"] == "a100:8,h100:8" and raw["world_size"] == 16 and raw["efficiency"] is None
-    assert raw["memory_limit_source"] == "of the smallest of a100:8,h100:8"
+    assert raw["ranks"]["hardware"] == "a100:8,h100:8" and raw["ranks"]["count"] == 16 and raw["efficiency"] is None
+    assert raw["memory"]["limit_source"] == "of the smallest of a100:8,h100:8"
     split = next(row for row in raw["what_if"]["placements"] if row["name"] == "split training")
     assert {tuple(split["calls"][name]["ranks"]) for name in ("actor_train", "critic_train")} == {(0, 7), (8, 15)}
     refused = on_eight("trainer.hardware=a100:4,h100:4")

@@ -12,7 +12,7 @@ from rlhfuse.config.auto_layouts import layout_rows
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.planning.draft import kv_blocks
+from rlhfuse.planning.instance_cache import InstanceCache
 
 SMALLEST_CONTEXT = 64
 SMALLEST_TOKENS = 64
@@ -61,7 +61,7 @@ def points_of(config: RunConfig) -> Points:
     most = max(rollout.max_batched_tokens, SMALLEST_TOKENS)
     return Points(
         longest=longest,
-        capacity=kv_blocks(config, instances) * rollout.block_tokens,
+        capacity=InstanceCache.of(config, instances).blocks * rollout.block_tokens,
         batches=powers_of_two(1, batch),
         contexts=powers_of_two(SMALLEST_CONTEXT, longest),
         tokens=powers_of_two(SMALLEST_TOKENS, most),

@@ -21,6 +21,7 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
+from rlhfuse.decisions.layouts import given_tasks
 from rlhfuse.gen.compile_kernels import compile_kernels
 from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.connect import GroupUse, connect
@@ -96,8 +97,9 @@ class Profiler:
         swap_in = steady_mean([load_seconds(works, self._device) for _ in range(REPEATS)]) if works else 0.0
         if self._instances == 1:
             self._say("one instance only: bytes are priced as a copy within its memory")
+        tasks = given_tasks(self._config.parallel, self._config.roles(), dist.get_world_size())
         return ProfiledCost(
-            made_for=made_for(self._config, self._specs),
+            made_for=made_for(self._config.trainer, tasks, self._specs),
             decode=decode,
             prefill=prefill,
             score={str(role): grid for role, grid in score.items()},

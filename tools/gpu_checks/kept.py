@@ -32,13 +32,15 @@ def check_kept(bench: Bench) -> dict:
     kept, released = (bench.folder / name for name in ("kept", "released"))
     found: dict[str, Any] = {"kept": _watched(config, kept)}
     plan = json.loads((kept / "plan.json").read_text())
-    fullest = max(sum(phase[part] for part in (*PARTS, "host")) for phase in plan["memory"]) + plan["process_bytes"]
+    fullest = max(sum(phase[part] for part in (*PARTS, "host")) for phase in plan["memory"]["phases"])
+    fullest += plan["memory"]["process_bytes"]
     found["released"] = _watched(config, released, f"trainer.memory_limit_gb={LEAVING * fullest / 1e9}")
     detail: dict[str, Any] = found | differences(kept, released)
     first, *_, last = found["released"]["iterations"]
     if shapes := last["recorded_shapes"] - first["recorded_shapes"]:  # kernels are compiled in the first
         detail["capture_seconds_per_shape"] = (last["recording_seconds"] - first["recording_seconds"]) / shapes
-    detail["planned_capture_seconds_per_shape"] = plan["capture"]["shape_seconds"] if plan["capture"] else None
+    capture = plan["generation"]["capture"]
+    detail["planned_capture_seconds_per_shape"] = capture["shape_seconds"] if capture else None
     return require(as_planned(found, bench.on_gpu) and detail["relative_difference"] < APART, detail)
 
 
@@ -58,14 +60,14 @@ def _watched(config: Path, out: Path, *overrides: str) -> dict[str, Any]:
     run(config, out, *overrides, before=lambda: _watch(seen))
     plan, rows, found = json.loads((out / "plan.json").read_text()), metrics(out), json.loads(seen.read_text())
     memory = {}
-    for phase in plan["memory"]:
+    for phase in plan["memory"]["phases"]:
         name = phase["phase"]
         if name == "start":
             continue
         allocated = max(row[f"perf/peak_memory_gb/{name}"] for row in rows) * 1e9
         planned = sum(phase[part] for part in PARTS)
         memory[name] = {"planned": planned, "allocated": allocated, "reserved": found["reserved"].get(name)}
-    return {"keeps_generation": plan["keeps_generation"], "iterations": found["iterations"], "memory": memory}
+    return {"keeps_generation": plan["memory"]["keeps_generation"], "iterations": found["iterations"], "memory": memory}
 
 
 def _watch(file: Path) -> None:

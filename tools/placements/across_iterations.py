@@ -31,8 +31,8 @@ def best_lanes(problem: MeshProblem, actor: Mesh, critic: Mesh) -> tuple[float, 
     """The shortest period with the actor's calls on one mesh and the critic's on another; None where nothing fits."""
     lanes = [_fitting(problem, ACTOR_LANE, actor), _fitting(problem, CRITIC_LANE, critic)]
     best = None
-    for one, other in product(*lanes):
-        plan = {**one, **other}
+    for actors, critics in product(*lanes):
+        plan = {**actors, **critics}
         seconds = period_seconds(problem, plan)
         if best is None or seconds < best[0]:
             best = seconds, plan
@@ -41,7 +41,7 @@ def best_lanes(problem: MeshProblem, actor: Mesh, critic: Mesh) -> tuple[float, 
 
 def _fitting(problem: MeshProblem, names: Sequence[str], mesh: Mesh) -> list[MeshPlan]:
     """Plans of a lane: for each option of its training the fastest others in the room that it leaves."""
-    training, found = problem.calls[names[-1]], []
+    training, fitting = problem.calls[names[-1]], []
     room = min(problem.memory_bytes[mesh.first : mesh.last + 1])
     others = [problem.calls[name] for name in names[:-1] if name in problem.calls]
     for option in training.options.get(mesh, ()):
@@ -51,10 +51,10 @@ def _fitting(problem: MeshProblem, names: Sequence[str], mesh: Mesh) -> list[Mes
             if chosen:
                 plan[call.name] = chosen
         if len(plan) == len(others) + 1 and problem.fits(plan):
-            found.append(plan)
-    return found
+            fitting.append(plan)
+    return fitting
 
 
 def _fastest(problem: MeshProblem, call: Call, mesh: Mesh, plan: MeshPlan, room: float) -> Choice | None:
-    fitting = [Choice(mesh, one) for one in call.options.get(mesh, ()) if one.passing_bytes <= room]
-    return min(fitting, key=lambda one: problem.call_seconds(call, {**plan, call.name: one}), default=None)
+    fitting = [choice for choice in call.choices(mesh) if choice.option.passing_bytes <= room]
+    return min(fitting, key=lambda choice: problem.call_seconds(call, {**plan, call.name: choice}), default=None)

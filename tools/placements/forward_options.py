@@ -1,10 +1,10 @@
 """What generation and inference may choose from on a mesh: tensor degrees, and of generation how much cache it has;
-each with seconds of an iteration and bytes of a rank."""
+each with seconds of an iteration and bytes of a rank, as a plan has them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import fmean
+from dataclasses import replace
 
 from placements.problem import Option
 from placements.run_work import RunWork
@@ -13,10 +13,11 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.job_cost import JobCost
-from rlhfuse.decisions.packing import deal, scoring_packs, split_samples
-from rlhfuse.planning.draft import instance_limits, kv_blocks
+from rlhfuse.decisions.packing import split_samples
+from rlhfuse.planning.draft import instance_limits
+from rlhfuse.planning.instance_cache import InstanceCache
+from rlhfuse.planning.memory_budget import GenerationMemory
 from rlhfuse.simulator.instance_limits import InstanceLimits
-from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.simulation import Simulation
 
 CACHES = (1, 2, 4, 8)  # of the cache that has room for all samples at full length: the whole, a half, ...
@@ -29,15 +30,13 @@ def generation_options(
 
     Less memory is never priced as faster, though its order of admissions may be luckier, as in a plan's price.
     """
-    rollout = work.config.rollout
     for layout in work.layouts("generation", ranks, hardware.devices_per_node):
         cost = work.cost("generation", layout, hardware)
-        drawing = min(rollout.max_sequences_per_instance, rollout.max_batched_tokens)
-        passing = cost.memory.weights_bytes() + cost.memory.prefilling_bytes(rollout.max_batched_tokens, drawing)
-        passing += work.config.fusion.bucket_mib << 20
-        passing += cost.memory.rotation_bytes(cost.spec.context)
-        passing += cost.memory.graph_bytes(drawing) if rollout.cuda_graphs else 0
-        caches = [(limits, passing + limits.kv_capacity_bytes / layout.tp) for limits in _caches(work, cost)]
+        beside = cost.memory.rotation_bytes(cost.spec.context) + (work.config.fusion.bucket_mib << 20)
+        caches = []
+        for limits in _caches(work, cost):
+            memory = GenerationMemory.of(cost.memory, work.config.rollout, limits.kv_capacity_bytes)
+            caches.append((limits, memory.device + memory.decoding + beside))
         if min(need for _, need in caches) > room:
             continue
         most, fetch, known = _most_tokens(work, layout.dp), _fetch_seconds(cost, world_size), {}
@@ -55,41 +54,32 @@ def generation_options(
 def scoring_options(
     work: RunWork, task: str, ranks: int, hardware: HardwareSpec, world_size: int, room: float
 ) -> Iterator[Option]:
-    """Options to score with one model: its weights come from the host, the critic's from its training first; replicas
-    share the batch by tokens and score in packs; mean over the batches."""
-    budget = work.config.rollout.max_batched_tokens
+    """Options to score with one model: its weights come from the host, the critic's from its training first; then by
+    simulation, as after a generation on as many instances as there are replicas."""
+    batches, output_share = work.inputs.drawn.batches, work.inputs.lengths.samples.output_share
     for layout in work.layouts(task, ranks, hardware.devices_per_node):
         cost = work.cost(task, layout, hardware)
-        need = cost.memory.weights_bytes() + cost.memory.scoring_bytes(budget)
+        need = cost.memory.weights_bytes() + cost.memory.scoring_bytes(work.config.rollout.max_batched_tokens)
         need += cost.memory.rotation_bytes(work.longest_tokens)
         if need > room:
             continue
-        costs = JobCost(cost, (cost,), output_share=work.output_share)
-        seconds = fmean(_scored_seconds(batch, layout.dp, costs, budget) for batch in work.inputs.drawn.batches)
-        loaded, fetch = costs.swap_in_seconds(), 0.0
-        if task == f"{Role.CRITIC}_inference":
-            loaded, fetch = 0.0, 2 * loaded + _fetch_seconds(cost, world_size)  # rests on the host until then
-        yield Option(layout, loaded + seconds, 0.0, need, fetch)
-
-
-def _scored_seconds(batch: SampleLengths, replicas: int, costs: JobCost, budget: int) -> float:
-    """Seconds of the slowest replica."""
-    tokens, slowest = [prompt + output for prompt, output in zip(batch.prompt, batch.output)], 0.0
-    for share in deal(tokens, replicas):
-        own = [tokens[sample] for sample in share]
-        packs = scoring_packs(own, 1, budget)
-        slowest = max(slowest, sum(costs.score_seconds(sum(own[i] for i in pack), len(pack)) for pack in packs))
-    return slowest
+        costs = JobCost(cost, (cost,), output_share=output_share)
+        limits = instance_limits(work.run, InstanceCache.of(work.config, layout.dp), costs, batches[0].median_context)
+        limits = replace(limits, scoring_models=1, reward_workers=0)
+        simulated = Simulation(batches, layout.dp, costs, limits).seconds([0])[0]
+        seconds, fetch = simulated.total - simulated.generation, 0.0
+        if task == f"{Role.CRITIC}_inference":  # rests on the host until then
+            loading = costs.swap_in_seconds()
+            seconds, fetch = seconds - loading, 2 * loading + _fetch_seconds(cost, world_size)
+        yield Option(layout, seconds, 0.0, need, fetch)
 
 
 def _caches(work: RunWork, cost: AnalyticCost) -> Iterator[InstanceLimits]:
     """Caches of one instance, from the largest; no smaller one than a sample needs."""
-    config, dp, batches = work.config, cost.layout.dp, work.inputs.drawn.batches
-    whole, least = kv_blocks(config, dp), kv_blocks(config, config.samples_per_iteration)
-    counts = {max(least, -(-whole // part)) for part in CACHES}
-    for blocks in sorted({whole} if config.rollout.kv_blocks_per_instance else counts, reverse=True):
-        made = config.with_(rollout={"kv_blocks_per_instance": blocks})
-        yield instance_limits(made, cost.spec, dp, JobCost(cost, ()), batches[0].median_context)
+    cache, context = InstanceCache.of(work.config, cost.layout.dp), work.inputs.drawn.batches[0].median_context
+    counts = {max(cache.least, -(-cache.wanted // part)) for part in ((1,) if cache.given else CACHES)}
+    for blocks in sorted(counts, reverse=True):
+        yield instance_limits(work.run, replace(cache, left=blocks), JobCost(cost, ()), context)
 
 
 def _most_tokens(work: RunWork, instances: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+
+from rlhfuse.config.machines import Machines, worst
+from rlhfuse.config.spec import HardwareSpec
 
 
 @dataclass(frozen=True, order=True)
@@ -45,11 +47,6 @@ def aligned_meshes(ranks: int, least: int) -> MeshTree:
     return _tree(Mesh(0, ranks), least)
 
 
-def meshes_anywhere(ranks: int, sizes: Iterable[int], step: int) -> list[Mesh]:
-    """Meshes of these sizes, wherever they begin at a multiple of `step`."""
-    return [Mesh(first, size) for size in sizes for first in range(0, ranks - size + 1, step)]
-
-
 def split_meshes(ranks: int, left: int, least: int) -> MeshTree:
     """All ranks, the first `left` of them and the others, and what each of these is made of."""
     return MeshTree(Mesh(0, ranks), (_tree(Mesh(0, left), least), _tree(Mesh(left, ranks - left), least)))
@@ -65,3 +62,13 @@ def _tree(mesh: Mesh, least: int) -> MeshTree:
             parts.append(_tree(Mesh(first, size), least))
         first += size
     return MeshTree(mesh, tuple(parts))
+
+
+def hardware_on(machines: Machines, mesh: Mesh) -> HardwareSpec:
+    """What a task on these ranks can count on."""
+    there, begin = [], 0
+    for spec, count in machines.kinds:
+        if (held := min(mesh.last + 1, begin + count) - max(mesh.first, begin)) > 0:
+            there.append((spec, held))
+        begin += count
+    return worst(there)

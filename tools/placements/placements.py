@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from placements.across_iterations import best_lanes
-from placements.mesh import Mesh, MeshTree
+from placements.exact_search import best_plan
+from placements.mesh import Mesh, MeshTree, hardware_on
 from placements.problem import MeshPlan, MeshProblem
 from placements.run_problem import RunProblem
-from placements.search import best_plan
 from placements.walk import greedy_plan, walk
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.planning.memory import TRAINED
+from rlhfuse.decisions.layouts import TRAINED
 
 WALK_STEPS, WALK_SEED = 4000, 1
 Places = Mapping[str, Callable[[Mesh], bool]]  # by call: where it may run
-Found = tuple[float, MeshPlan]
+Best = tuple[float, MeshPlan]
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,20 @@ def placements(
 ) -> tuple[Placement, ...]:
     """All of them; `free` is last, and no slower than any other but the critic's across iterations. `roomy`: the same
     run with memory without end, if bounds are wanted."""
-    found = []
+    made = []
     for name, best in SHAPES.items():
         told(name)
         try:
             placed = Placement(name, *best(run))
         except InputError as error:
             placed = Placement(name, inf, {}, str(error))
-        found.append(replace(placed, bound=_bound(best, roomy)))
+        made.append(replace(placed, bound=_bound(best, roomy)))
     told("free")
-    free = _free(run, [one.plan for one in found if one.plan and one.name not in OVERLAPPED])
-    return (*found, replace(free, bound=_bound(lambda run: _exact(run.problem, run.aligned), roomy)))
+    free = _free(run, [placement.plan for placement in made if placement.plan and placement.name not in OVERLAPPED])
+    return (*made, replace(free, bound=_bound(lambda run: _exact(run.problem, run.aligned), roomy)))
 
 
-def _bound(best: Callable[[RunProblem], Found], roomy: RunProblem | None) -> float:
+def _bound(best: Callable[[RunProblem], Best], roomy: RunProblem | None) -> float:
     try:
         return best(roomy)[0] if roomy else inf
     except InputError:
@@ -83,21 +83,21 @@ def _free(run: RunProblem, starts: Iterable[MeshPlan]) -> Placement:
     return Placement("free", walked.seconds, walked.plan, note=note)
 
 
-def _colocated(run: RunProblem) -> Found:
+def _colocated(run: RunProblem) -> Best:
     return _best(run, [(run.aligned, {})])
 
 
-def _split_training(run: RunProblem) -> Found:
+def _split_training(run: RunProblem) -> Best:
     _needs(run, "critic_train")
     return _best(run, ((tree, _at(actor_train=a, critic_train=b)) for tree, a, b in _halves(run)))
 
 
-def _interleaving_1(run: RunProblem) -> Found:
+def _interleaving_1(run: RunProblem) -> Best:
     _needs(run, "reference_inference", "reward_inference")
     return _best(run, ((tree, _at(reference_inference=a, reward_inference=b)) for tree, a, b in _halves(run)))
 
 
-def _interleaving_2(run: RunProblem) -> Found:
+def _interleaving_2(run: RunProblem) -> Best:
     """Generation on all ranks or the actor's."""
     _needs(run, "reference_inference", "reward_inference", "critic_train")
     whole, tables = run.whole, []
@@ -108,7 +108,7 @@ def _interleaving_2(run: RunProblem) -> Found:
     return _best(run, tables)
 
 
-def _disaggregated(run: RunProblem) -> Found:
+def _disaggregated(run: RunProblem) -> Best:
     """Trainings on some ranks, generation and inference with copies of their own on the others."""
     tables = []
     for tree, a, b in _halves(run):
@@ -116,23 +116,23 @@ def _disaggregated(run: RunProblem) -> Found:
     return _best(run, tables)
 
 
-def _critic_across(run: RunProblem) -> Found:
+def _critic_across(run: RunProblem) -> Best:
     _needs(run, "critic_train")
-    lanes = [found for _, a, b in _halves(run) if (found := best_lanes(run.problem, a, b))]
+    lanes = [best for _, a, b in _halves(run) if (best := best_lanes(run.problem, a, b))]
     if not lanes:
         raise InputError("no split has room for the actor's calls on one part and the critic's on the other")
-    return min(lanes, key=lambda found: found[0])
+    return min(lanes, key=lambda lane: lane[0])
 
 
-def _heuristic(run: RunProblem) -> Found:
+def _heuristic(run: RunProblem) -> Best:
     """All calls on all ranks with as many tensor ranks as fit; of pipelines the fastest."""
     here = {name: call.options.get(run.whole, ()) for name, call in run.problem.calls.items()}
     why = InputError("no layout fits on all ranks")
-    for most in sorted({one.layout.tp for some in here.values() for one in some}, reverse=True):
+    for most in sorted({option.layout.tp for options in here.values() for option in options}, reverse=True):
         calls = {}
-        for name, some in here.items():
-            degree = max((one.layout.tp for one in some if one.layout.tp <= most), default=0)
-            calls[name] = {run.whole: tuple(one for one in some if one.layout.tp == degree)}
+        for name, options in here.items():
+            degree = max((option.layout.tp for option in options if option.layout.tp <= most), default=0)
+            calls[name] = {run.whole: tuple(option for option in options if option.layout.tp == degree)}
         try:
             return _exact(_with_options(run.problem, calls), run.aligned)
         except InputError as error:
@@ -140,7 +140,7 @@ def _heuristic(run: RunProblem) -> Found:
     raise why
 
 
-SHAPES: Mapping[str, Callable[[RunProblem], Found]] = {
+SHAPES: Mapping[str, Callable[[RunProblem], Best]] = {
     "colocated, serial": _colocated,
     "split training": _split_training,
     "interleaving 1": _interleaving_1,
@@ -152,25 +152,25 @@ SHAPES: Mapping[str, Callable[[RunProblem], Found]] = {
 OVERLAPPED = ("critic across iterations",)  # whose seconds are a period, not an iteration from its beginning to its end
 
 
-def _best(run: RunProblem, tables: Iterable[tuple[MeshTree, Places]]) -> Found:
+def _best(run: RunProblem, tables: Iterable[tuple[MeshTree, Places]]) -> Best:
     """Finds the best of tables; a call without a place runs on all ranks. Raises InputError where none fits."""
     best, why = None, InputError(f"{run.machines.ranks} ranks have no two parts of whole machines, or halves of one")
     for tree, places in tables:
         try:
-            found = _exact(_restricted(run, places), tree)
+            placed = _exact(_restricted(run, places), tree)
         except InputError as error:
             why = error
             continue
-        if best is None or found[0] < best[0]:
-            best = found
+        if best is None or placed[0] < best[0]:
+            best = placed
     if best is None:
         raise why
     return best
 
 
-def _exact(problem: MeshProblem, tree: MeshTree) -> Found:
-    found = best_plan(problem, tree)
-    return found.seconds, found.plan
+def _exact(problem: MeshProblem, tree: MeshTree) -> Best:
+    best = best_plan(problem, tree)
+    return best.seconds, best.plan
 
 
 def _restricted(run: RunProblem, places: Places) -> MeshProblem:
@@ -199,11 +199,11 @@ def _halves(run: RunProblem) -> Iterator[tuple[MeshTree, Mesh, Mesh]]:
     seen = set()
     for tree in run.splits:
         left, right = (part.mesh for part in tree.parts)
-        for one, other in ((left, right), (right, left)):
-            kind = tuple(run.machines.on(mesh.first, mesh.last) for mesh in (one, other)), one.size
+        for first, second in ((left, right), (right, left)):
+            kind = tuple(hardware_on(run.machines, mesh) for mesh in (first, second)), first.size
             if kind not in seen:
                 seen.add(kind)
-                yield tree, one, other
+                yield tree, first, second
 
 
 def _needs(run: RunProblem, *names: str) -> None:

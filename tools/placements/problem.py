@@ -6,7 +6,7 @@ phase calls run side by side where their meshes are disjoint, else one after the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import permutations
@@ -37,6 +37,10 @@ class Call:
     name: str
     options: Mapping[Mesh, Sequence[Option]] = field(hash=False)
     source: str = ""
+
+    def choices(self, *meshes: Mesh) -> list[Choice]:
+        """All on these meshes."""
+        return [Choice(mesh, option) for mesh in meshes for option in self.options.get(mesh, ())]
 
     @property
     def resident(self) -> bool:
@@ -125,11 +129,6 @@ class MeshProblem:
         """Ranks with other memory than the one before."""
         pairs = enumerate(zip(self.memory_bytes, self.memory_bytes[1:]), 1)
         return frozenset(rank for rank, (before, own) in pairs if before != own)
-
-
-def on_equal_meshes(meshes: Iterable[Mesh], options: Mapping[int, Sequence[Option]]) -> dict[Mesh, Sequence[Option]]:
-    """Where all ranks are alike: options by the number of ranks of a mesh."""
-    return {mesh: options.get(mesh.size, ()) for mesh in meshes}
 
 
 @lru_cache(maxsize=1024)  # a walk changes one call at a time: most phases stay

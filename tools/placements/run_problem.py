@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from placements.forward_options import generation_options, scoring_options
-from placements.mesh import Mesh, MeshTree, aligned_meshes, split_meshes
+from placements.mesh import Mesh, MeshTree, aligned_meshes, hardware_on, split_meshes
 from placements.problem import Call, MeshProblem, Option
 from placements.run_work import RunWork
 from placements.training_options import training_options
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.auto_layouts import SCORERS
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.machine import communicator_bytes, memory_limit
-from rlhfuse.decisions.layouts import TASK_ROLES
-from rlhfuse.planning.memory import SCORERS, TRAINED
+from rlhfuse.decisions.layouts import TASK_ROLES, TRAINED
 from rlhfuse.schedule.ir.ranks import rank_map
 
 SOURCES = {"generation": "actor_train", "critic_inference": "critic_train"}
@@ -76,7 +76,7 @@ def least_mesh(machines: Machines) -> int:
 
 
 def split_points(machines: Machines) -> list[int]:
-    """Ranks of the first of two blocks: of whole machines, or half of one."""
+    """Ranks of the first of two blocks: of whole machines, or half of option."""
     ranks, node = machines.ranks, node_ranks(machines)
     if ranks == node:
         return [ranks // 2] if ranks % 2 == 0 else []
@@ -90,14 +90,14 @@ def run_meshes(machines: Machines) -> tuple[Mesh, ...]:
     ranks, node, least = machines.ranks, node_ranks(machines), least_mesh(machines)
     sizes = {mesh.size for mesh in aligned_meshes(ranks, least).meshes()}
     sizes |= {size for left in split_points(machines) for size in (left, ranks - left)}
-    found = set(aligned_meshes(ranks, least).meshes())
+    meshes = set(aligned_meshes(ranks, least).meshes())
     for size in sizes:
         for first in range(0, ranks - size + 1, least):
             within = size <= node and first % size == 0
             whole = first % node == 0 and (size % node == 0 or first + size == ranks)
             if within or whole:
-                found.add(Mesh(first, size))
-    return tuple(sorted(found))
+                meshes.add(Mesh(first, size))
+    return tuple(sorted(meshes))
 
 
 def leanest_fastest(options: Iterable[Option], loose: bool) -> tuple[Option, ...]:
@@ -107,15 +107,15 @@ def leanest_fastest(options: Iterable[Option], loose: bool) -> tuple[Option, ...
     alone: what is lost in seconds may be won where no weights are fetched.
     """
     kept: list[Option] = []
-    for one in sorted(options, key=lambda o: (o.seconds + o.fetch_seconds, o.held_bytes + o.passing_bytes, str(o))):
-        alike = (other for other in kept if not (loose and one.layout.pp == 1) or other.layout == one.layout)
+    for option in sorted(options, key=lambda o: (o.seconds + o.fetch_seconds, o.held_bytes + o.passing_bytes, str(o))):
+        alike = (other for other in kept if not (loose and option.layout.pp == 1) or other.layout == option.layout)
         if not any(
-            other.seconds + other.fetch_seconds <= one.seconds + one.fetch_seconds
-            and other.held_bytes <= one.held_bytes
-            and other.held_bytes + other.passing_bytes <= one.held_bytes + one.passing_bytes
+            other.seconds + other.fetch_seconds <= option.seconds + option.fetch_seconds
+            and other.held_bytes <= option.held_bytes
+            and other.held_bytes + other.passing_bytes <= option.held_bytes + option.passing_bytes
             for other in alike
         ):
-            kept.append(one)
+            kept.append(option)
     return tuple(kept)
 
 
@@ -132,27 +132,27 @@ class _Pricer:
         self.memory_bytes: tuple[float, ...] = ()
         self._headroom: tuple[float, ...] = ()
         for spec, count in machines.kinds:
-            limit = memory_limit(work.config, spec, machines.ranks, work.run.host)[0]
+            limit = memory_limit(work.config.trainer, spec, machines.ranks, work.run.host)[0]
             groups = (forwards + 1) * self._talks  # one more for weights on the move
             room = limit - spec.process_bytes - groups * spec.communicator_bytes
             self.memory_bytes += (room,) * count
             self._headroom += (limit * work.config.parallel.headroom,) * count
 
     def options(self, task: str, meshes: Sequence[Mesh]) -> dict[Mesh, tuple[Option, ...]]:
-        found = {}
+        options = {}
         for mesh in meshes:
-            hardware = self.machines.on(mesh.first, mesh.last)
+            hardware = hardware_on(self.machines, mesh)
             key = task, mesh.size, hardware
             if key not in self._priced:
                 self._priced[key] = leanest_fastest(self._fitting(task, mesh, hardware), loose=True)
-            found[mesh] = self._priced[key]
-        if not any(found.values()):
+            options[mesh] = self._priced[key]
+        if not any(options.values()):
             room = max(memory - free for memory, free in zip(self.memory_bytes, self._left_free(task)))
             raise InputError(
                 f"{task} of {self.machines.ranks} ranks of {self.machines.text}: no layout cuts the model and fits "
                 f"into the {room / 1e9:.4g} GB that a rank has for it; use more ranks or larger devices"
             )
-        return found
+        return options
 
     def _left_free(self, task: str) -> tuple[float, ...]:
         """Bytes of each rank."""
@@ -172,9 +172,9 @@ class _Pricer:
         is no part."""
         if not self._talks or layout.size == 1:
             return 0
-        role, config = dict(TASK_ROLES)[task], self.work.config
-        tied = {role} if self.work.specs[role].tied_embeddings and not role.scalar_head else ()
-        held = communicator_bytes(config, hardware, {task: layout}, rank_map({role: layout}), tied)
+        role = dict(TASK_ROLES)[task]
+        run, ranks = self.work.run, rank_map({role: layout})
+        held = communicator_bytes(hardware, {task: layout}, ranks, run.tied, run.norms_by_pipeline)
         return held - hardware.communicator_bytes * (layout.size == self.machines.ranks)
 
     def _all(self, task: str, ranks: int, hardware: HardwareSpec, room: float) -> Iterable[Option]:

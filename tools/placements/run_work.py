@@ -1,4 +1,4 @@
-"""What a run does in an iteration, whatever its layouts: models, a batch of samples, and how it is cut."""
+"""What a run does in an iteration, whatever its layouts: models, a batch of samples, and how it is split."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.decisions.layouts import TASK_ROLES, Task, possible_layouts
-from rlhfuse.planning.draft import DraftInputs, task_costs
+from rlhfuse.planning.draft import DraftInputs
+from rlhfuse.planning.rooflines import Rooflines
 from rlhfuse.planning.settled_run import SettledRun
 
 ENDLESS_GB = 1e6  # of a rank
@@ -44,16 +45,10 @@ class RunWork:
         return replace(self, run=self.run.with_config(roomy))
 
     @property
-    def output_share(self) -> float:
-        """Part of the tokens that are of responses."""
-        lengths = self.inputs.lengths.samples
-        return sum(lengths.output) / (sum(lengths.prompt) + sum(lengths.output))
-
-    @property
-    def cuts(self) -> tuple[bool, ...]:
+    def sharding(self) -> tuple[bool, ...]:
         """What training's sequence_parallel may be."""
-        cut = self.config.parallel.sequence_parallel
-        return (False, True) if cut == AUTO else (bool(cut),)
+        asked = self.config.parallel.sequence_parallel
+        return (False, True) if asked == AUTO else (bool(asked),)
 
     @property
     def longest_tokens(self) -> int:
@@ -65,13 +60,13 @@ class RunWork:
         task: str,
         layout: ParallelLayout,
         hardware: HardwareSpec,
-        recompute: str = "",
-        sequence_parallel: bool | None = None,
+        recompute: bool = False,
+        sequence_parallel: bool = False,
     ) -> AnalyticCost:
-        """The roofline of a task in a layout; the last two: in place of what `config` says."""
-        tasks = [Task(task, dict(TASK_ROLES)[task], layout, (0, layout.size - 1))]
-        how = {"recompute": recompute, "sequence_parallel": sequence_parallel}
-        return task_costs(self.config, self.specs, tasks, hardware, self.inputs.cores, **how)[task]
+        """The roofline of a task in a layout; the last two are of training."""
+        rooflines = Rooflines.of(self.run, hardware, self.inputs.cores)
+        rooflines = replace(rooflines, recompute=recompute, sequence_parallel=sequence_parallel)
+        return rooflines.cost(Task(task, dict(TASK_ROLES)[task], layout, (0, layout.size - 1)))
 
     def layouts(self, task: str, ranks: int, devices_per_node: int) -> Iterator[ParallelLayout]:
         """Layouts of a task on so many ranks: whole tensor groups in a node, pipelines for training alone, and a sample

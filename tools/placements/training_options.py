@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from operator import add
 
 from placements.problem import Option
 from placements.run_work import RunWork
@@ -18,25 +19,24 @@ from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.job_cost import JobCost
-from rlhfuse.decisions.layouts import TASK_ROLES, batch_of, divisors
-from rlhfuse.planning.memory import RESTING, OptimizerOffload, input_bytes
+from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.layouts import TASK_ROLES, TRAINED, divisors
+from rlhfuse.planning.memory_budget import RESTING, OptimizerOffload, input_bytes
 from rlhfuse.planning.search.floors import work_bound
 from rlhfuse.planning.training.stage_cuts import with_cut
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, longest_microbatch, training_problem
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import fused_shape
 
-RECOMPUTE = ("none", "full")
-
 
 def training_options(work: RunWork, task: str, ranks: int, hardware: HardwareSpec, room: float) -> list[Option]:
     """Those of `actor_train` or `critic_train` that fit into `room` bytes of a rank."""
-    found = []
+    options = []
     for layout in work.layouts(task, ranks, hardware.devices_per_node):
-        for recompute, cut in product(RECOMPUTE, work.cuts):
-            if not cut or layout.tp > 1 or work.cuts == (True,):
-                found += _layout_options(work, task, work.cost(task, layout, hardware, recompute, cut), room)
-    return found
+        for recompute, sharded in product((False, True), work.sharding):
+            if not sharded or layout.tp > 1 or work.sharding == (True,):
+                options += _layout_options(work, task, work.cost(task, layout, hardware, recompute, sharded), room)
+    return options
 
 
 def _layout_options(work: RunWork, task: str, uncut: AnalyticCost, room: float) -> Iterator[Option]:
@@ -45,7 +45,8 @@ def _layout_options(work: RunWork, task: str, uncut: AnalyticCost, room: float) 
     offloading, on_gpu = config.trainer.offload_optimizer, uncut.hardware.device.own_memory
     known: dict[ParallelLayout, AnalyticCost] = {}  # by cut: what a cost has computed it keeps
     for microbatches in divisors(config.samples_per_iteration // int(config.algorithm.minibatches) // layout.dp):
-        batch = batch_of(config, layout, layout, layout, microbatches)
+        layouts: dict[str, ParallelLayout] = dict.fromkeys(("generation", *TRAINED), layout)
+        batch = BatchArithmetic.of(config.rollout, config.algorithm, layouts, microbatches)
         longest = longest_microbatch(config.longest_sample, batch.samples_per_microbatch)
         cut = with_cut(config.parallel.stage_layers, uncut, uncut, longest)
         cost = known.setdefault(cut, replace(uncut, layout=cut))
@@ -54,10 +55,10 @@ def _layout_options(work: RunWork, task: str, uncut: AnalyticCost, room: float) 
         step = max(work_bound(problem), float(least)) * TICK_SECONDS
         seconds = batch.optimizer_steps * (step + cost.optimizer_step_seconds())
         note = f"M{microbatches}" + (", recompute" if cost.recompute else "")
-        note += ", sequence parallel" if cost.sequence_parallel and len(work.cuts) > 1 else ""
+        note += ", sequence parallel" if cost.sequence_parallel and len(work.sharding) > 1 else ""
         places = _fullest_places(cost)
         optimizer = [cost.memory.optimizer_bytes(place) for place in places]
-        held, passes = zip(*(_bytes_of(work, cost, problem, longest, place) for place in places))
+        held, passes = zip(*(_bytes_of(work, cost, batch, problem, longest, place) for place in places))
         if offloading != "true" or not on_gpu:
             yield from _fitting(Option(layout, seconds, note=note), _sums(held, optimizer), passes, room)
         if offloading != "false" and on_gpu:
@@ -77,11 +78,16 @@ def _fullest_places(cost: AnalyticCost) -> list[int]:
 
 
 def _bytes_of(
-    work: RunWork, cost: AnalyticCost, problem: FusionProblem, longest: MicrobatchTokens, place: int
+    work: RunWork,
+    cost: AnalyticCost,
+    batch: BatchArithmetic,
+    problem: FusionProblem,
+    longest: MicrobatchTokens,
+    place: int,
 ) -> tuple[float, float]:
     """What a place holds all the time beside its optimizer, and what passes in training, of the longest samples."""
     (pipeline,), dp = problem.pipelines, cost.layout.dp
-    inputs = input_bytes(work.config, cost.hardware, longest.sequences) // dp
+    inputs = input_bytes(batch, work.config.longest_sample, cost.hardware) // dp
     held = cost.memory.gathering_bytes(longest.tokens) + cost.memory.rotation_bytes(work.longest_tokens)
     held += cost.memory.weights_bytes(place) + cost.memory.receiving_bytes(longest.tokens, place)
     under_way = min(pipeline.microbatches, pipeline.stages - place) * pipeline.activation[place]
@@ -91,7 +97,7 @@ def _bytes_of(
 
 
 def _sums(left: Sequence[float], right: Sequence[float]) -> list[float]:
-    return [one + other for one, other in zip(left, right)]
+    return list(map(add, left, right))
 
 
 def _fitting(option: Option, held: Sequence[float], passing: Sequence[float], room: float) -> Iterator[Option]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import exp
 
 from placements.mesh import Mesh
-from placements.problem import Choice, MeshPlan, MeshProblem
+from placements.problem import MeshPlan, MeshProblem
 
 PENALTY = 100.0
 TEMPERATURE = 0.02  # of the energy of the best plan so far
@@ -32,18 +32,14 @@ def greedy_plan(problem: MeshProblem, meshes: Sequence[Mesh]) -> MeshPlan:
     """ReaLHF's start: every call as if it were alone, wherever it is fastest; it may not fit."""
     plan = {}
     for call in problem.calls.values():
-        choices = [Choice(mesh, option) for mesh in meshes for option in call.options.get(mesh, ())]
-        plan[call.name] = min(choices, key=lambda choice: choice.option.seconds)
+        plan[call.name] = min(call.choices(*meshes), key=lambda choice: choice.option.seconds)
     return plan
 
 
 def walk(problem: MeshProblem, start: MeshPlan, meshes: Sequence[Mesh], steps: int, seed: int) -> Walked:
     """So many steps from `start` over placements on `meshes`; nothing worse than the start comes back."""
     generator, names = random.Random(seed), list(problem.calls)
-    choices = {
-        name: [Choice(mesh, option) for mesh in meshes for option in problem.calls[name].options.get(mesh, ())]
-        for name in names
-    }
+    choices = {name: problem.calls[name].choices(*meshes) for name in names}
     plan = dict(start)
     energy = least = _energy(problem, plan)
     best, accepted = dict(plan), 0

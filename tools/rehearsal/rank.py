@@ -57,7 +57,7 @@ class Rehearsal:
         self._phases = PhaseLog(self._mode, progress)
         install(self._mode)
         EmptyFiles(draft.world_size)
-        node = min(draft.world_size, draft.hardware.devices_per_node)
+        node = min(draft.world_size, draft.inputs.hardware.devices_per_node)
         os.environ |= {"LOCAL_WORLD_SIZE": str(node), "LOCAL_RANK": str(rank % node)}
         self._device = Device(CUDA, "fake")
 
@@ -139,14 +139,14 @@ class Rehearsal:
         for sample in range(count):
             engine.add(sample, self._samples.tokens(sample % different, length), params)
         # Beneath the end of generation, where samples that moved as tokens, or lost their blocks, are prefilled too.
-        trainer.scorer.begin_load(self._plan.report.limits.early_models)
+        trainer.scorer.begin_load(self._plan.report.generation.limits.early_models)
         while engine.has_unfinished():
             engine.step()
         engine.pause()
         trainer._release_generation()
 
     def _score(self, trainer: RehearsedTrainer) -> None:
-        samples = max(1, self._draft.limits.score_tokens // self._samples.longest)
+        samples = max(1, self._draft.generation.limits.score_tokens // self._samples.longest)
         for pack in range(PACKS):
             trainer.scorer.score([self._samples.rollout(pack * samples + number) for number in range(samples)])
 

@@ -52,7 +52,7 @@ def planned_bytes(draft: PlanDraft, plan: RunPlan, rank: int) -> dict[str, int]:
 
     A checkpoint is saved when training is over, and resumed before anything else is there.
     """
-    budget = draft.memory.with_generation_kept() if plan.report.keeps_generation else draft.memory
+    budget = draft.memory.with_generation_kept() if plan.report.memory.keeps_generation else draft.memory
     phases = budget.of(places_of(draft, rank)).phases(draft.memory.held_by(plan.schedule))
     trained, begun = phases[-1], draft.memory.of(places_of(draft, rank)).static[-1]
     others = {"checkpoint": trained.device - trained.activations, "resume": begun.weights + begun.optimizer}
@@ -68,7 +68,7 @@ def rehearse(
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """A RankRehearsal as a dict, from a process of its own. Raises CalledProcessError after that has said why."""
-    world_size = plan.report.world_size
+    world_size = plan.report.ranks.count
     job = dict(config=str(config), overrides=list(overrides), world_size=world_size, rank=rank, phases=list(phases))
     with tempfile.TemporaryDirectory() as folder:
         asked, out = Path(folder) / "job.json", Path(folder) / "out.json"

@@ -18,6 +18,7 @@ from run_report.run_files import RunFiles
 from run_report.timeline import GenInferTimeline, simulate_gen_infer
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import read_json
 from rlhfuse.config.spec import DeviceKind
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.job_cost import largest_flat_batch
@@ -63,7 +64,7 @@ class Forecaster:
         assert run.schedule is not None
         self._rows, self._schedule = run.rows, run.schedule
         self._costs = load_measured_cost(run.folder / "costs.json")
-        self._plan = PlanReport.from_dict(run.plan or {}, str(run.folder / "plan.json"))
+        self._plan = PlanReport.from_dict(read_json(run.folder / "plan.json"), str(run.folder / "plan.json"))
         self._ranks = rank_map(training_layouts(self._plan.tasks), self._plan.schedule.alternates)
         self._bs_max = run.setting("fusion", "bs_max")
         self._index = {row["iteration"]: index for index, row in enumerate(self._rows)}
@@ -113,7 +114,7 @@ class Forecaster:
         """Generation and inference of row `index`'s setting with the lengths of row `lengths_of`."""
         threshold = 0 if serial else self._rows[index]["fusion/threshold"]
         before = _lengths(self._rows[max(0, index - 1)])
-        limits = self._plan.limits
+        limits = self._plan.generation.limits
         bs_max = self._bs_max or largest_flat_batch(self._costs, before.median_context, limits.max_sequences)
         key = lengths_of, threshold, bs_max
         if key not in self._timelines:
@@ -124,7 +125,7 @@ class Forecaster:
     def spans(self, iteration: int) -> list[Span]:
         """Predicted spans of an iteration of trace.json, from where the measured ones begin."""
         forecast, measured = self.forecast(iteration), self._traced[iteration]
-        ranks, begin = range(self._plan.world_size), min(span.start_seconds for span in measured)
+        ranks, begin = range(self._plan.ranks.count), min(span.start_seconds for span in measured)
         spans = _phase_spans("reshard", ranks, begin, forecast.seconds["reshard"])
         begin += forecast.seconds["reshard"] + self._start
         spans += self._gen_infer_spans(forecast.timeline, begin)
@@ -169,7 +170,7 @@ class Forecaster:
         """One mini-batch in this order, at `scale` times the seconds that its actions took in the spans `seen`."""
         seconds = action_seconds(seen)
         tied = frozenset(span.kind.split()[0] for span in seen if span.kind.endswith(" TE"))
-        programs = lower(schedule, self._ranks, tied=tied, reduce=DeviceKind.of(self._plan.hardware).reduction)
+        programs = lower(schedule, self._ranks, tied=tied, reduce=DeviceKind.of(self._plan.ranks.hardware).reduction)
         return program_times(programs, self._ranks, lambda action: scale * seconds(action))
 
 

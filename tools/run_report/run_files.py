@@ -19,13 +19,15 @@ from rlhfuse.base.json_values import read_json
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.monitor.samples import SampleText, read_samples
 from rlhfuse.monitor.trace import Span, load_trace
+from rlhfuse.planning.run_plan import VERSION
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """`plan` is plan.json as it is written; `rows` one object per iteration; `spans` those of trace.json.
+    """`plan` is plan.json as it is written, None too where another release has written it; `rows` one object per
+    iteration; `spans` those of trace.json.
 
     `evaluations`: lines of metrics.jsonl with held-out scores; the first may be of iteration -1, which is none of
     `rows`. One of the two has an entry.
@@ -56,7 +58,7 @@ class RunFiles:
             config=config,
             rows=tuple(row for row in rows if row["iteration"] >= 0),
             evaluations=tuple(row for row in rows if "val/score/mean" in row),
-            plan=read_json(run / "plan.json") if (run / "plan.json").exists() else None,
+            plan=_plan(run / "plan.json"),
             schedule=load_schedule(run / "schedule.json") if (run / "schedule.json").exists() else None,
             spans=tuple(load_trace(run / "trace.json")) if (run / "trace.json").exists() else (),
             samples=tuple(read_samples(run / "samples.jsonl")) if (run / "samples.jsonl").exists() else (),
@@ -85,3 +87,8 @@ class RunFiles:
             if span.rank in current:
                 iterations.setdefault(current[span.rank], []).append(span)
         return dict(sorted(iterations.items()))
+
+
+def _plan(file: Path) -> dict[str, Any] | None:
+    raw = read_json(file) if file.exists() else {}
+    return raw if raw.get("version") == VERSION else None

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhfuse.base.errors import InputError, NotFiniteError
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.balance import cut_microbatches
+from rlhfuse.decisions.balance import split_microbatches
 from rlhfuse.fusion.intra.dry_run import dry_run
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.microbatches import Microbatch, Microbatches
@@ -116,7 +116,7 @@ class TrainingStep:
         """
         lengths = batch.lengths.tolist()
         some = next(iter(self._models))
-        parts = cut_microbatches(lengths, self._models[some].grid.layout.dp * microbatches[some])
+        parts = split_microbatches(lengths, self._models[some].grid.layout.dp * microbatches[some])
         tokens = tuple(sum(lengths[i] for i in part) for part in parts)
         losses = Losses(batch.response_tokens, algorithm, self._temperature)
         work = {}

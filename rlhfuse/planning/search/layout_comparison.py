@@ -94,12 +94,13 @@ class LayoutComparison:
     def __str__(self) -> str:
         took = f"layouts at what was measured ({self.ratios}, of what was predicted)"
         told = f"{took}: these take {self.running[1]:.3g} s an iteration"
-        cut = "" if self.whole else f"; the search was cut after {self.limit:g} s, tools/plan.py --search finishes one"
+        ended = f"; the search was cut after {self.limit:g} s, tools/plan.py --search finishes one"
+        unfinished = "" if self.whole else ended
         if self.other is None or self.gain < WORTH_CHANGING:
-            found = "no others are" if self.whole else "none that were priced is"
-            return f"{told}, and {found} {WORTH_CHANGING:.0%} faster or more{cut}"
+            others = "no others are" if self.whole else "none that were priced is"
+            return f"{told}, and {others} {WORTH_CHANGING:.0%} faster or more{unfinished}"
         table, seconds = self.other
-        told += f", others {seconds:.3g} s ({-self.gain:.0%}){cut}; to start with those, add to the command:"
+        told += f", others {seconds:.3g} s ({-self.gain:.0%}){unfinished}; to start with those, add to the command:"
         return f"{told}\n  {table}"
 
 
@@ -111,13 +112,13 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
 
 def _table_of(draft: PlanDraft) -> Table:
     """Raises InputError where models that score lie differently."""
-    config, rows = draft.config, Given.of(draft.config)
+    config, rows = draft.run.config, Given.of(draft.run.config)
     assert rows.generation and rows.actor_train, "a draft has layouts"
     inference = Given.of(config.with_(parallel={"inference": inference_layout(config)})).inference
     critic = rows.critic_train if Role.CRITIC in config.trained() else None
-    recompute, cuts = config.trainer.recompute, bool(rows.sequence_parallel)
+    recompute, sharded = config.trainer.recompute, bool(rows.sequence_parallel)
     count = draft.batch.microbatches_of[Role.ACTOR]
-    return Table(rows.generation, inference or rows.generation, rows.actor_train, critic, count, recompute, cuts)
+    return Table(rows.generation, inference or rows.generation, rows.actor_train, critic, count, recompute, sharded)
 
 
 def _priced(setting: Setting, table: Table) -> tuple[PlanDraft, Price]:

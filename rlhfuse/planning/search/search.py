@@ -2,9 +2,8 @@
 
 A table takes eight steps, each with a higher floor: mean work of a node; work of every node; weights moved; work with
 backwards split as they may be; their order too; generation simulated in all room; in the room there is; the proved
-bound of training.
-Whichever has the lowest floor takes its next step, so tables come out in the order of their price, then of their text
-(RLHFuse section 6 and REAL's plan search, exactly).
+bound of training. Whichever has the lowest floor takes its next step, so tables come out in the order of their price,
+then of their text (RLHFuse section 6 and REAL's plan search, exactly).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.costs.machine import memory_limit
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.graph_capture import graph_capture
-from rlhfuse.planning.memory import KEEPING_PART, MemoryRefusal, PhaseMemory
+from rlhfuse.planning.memory_budget import KEEPING_PART, MemoryRefusal, PhaseMemory
 from rlhfuse.planning.price import (
     GenerationPrice,
     Price,
@@ -34,7 +33,7 @@ from rlhfuse.planning.price import (
 )
 from rlhfuse.planning.search.floors import Bound, TrainingFloors, generation_floor, work_bound
 from rlhfuse.planning.search.setting import GenerationBytes, Setting
-from rlhfuse.planning.search.space import GenerationRow, TrainingRow, space_of
+from rlhfuse.planning.search.space import GenerationRow, Space, TrainingRow
 from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.bounds.bounds import quick_bound
 from rlhfuse.schedule.rules.builders import min_memory
@@ -99,8 +98,9 @@ class Ranking:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         hardware, config = setting.inputs.hardware, setting.config
-        self.space = space_of(config, setting.specs, setting.world_size, hardware.devices_per_node, setting.given)
-        self.whole_limit = memory_limit(config, hardware, setting.world_size, setting.run.host)[0]  # bytes of a rank
+        self.space = Space.of(setting.run, hardware.devices_per_node, setting.given)
+        limit, _ = memory_limit(config.trainer, hardware, setting.world_size, setting.run.host)
+        self.whole_limit = limit  # bytes of a rank
         self.limit = self.whole_limit - hardware.process_bytes
         self.training_limit = self.whole_limit * (1 - config.parallel.headroom) - hardware.process_bytes
         self.refused = Counter(self.space.refused)
@@ -288,7 +288,7 @@ class Ranking:
             if draft is None:
                 return None
             made = price(draft, self._generation(g, draft), self._moves(t, g))
-            least = min_memory(draft.problem)
+            least = min_memory(draft.training.problem)
             fullest = draft.memory.fullest(least)
             needed, limit = draft.memory.needed(fullest), draft.memory.limit
             self._rows[t, g] = Row(self.space.table(t, g), made, fullest, needed, limit)
@@ -306,8 +306,8 @@ class Ranking:
         return draft
 
     def _generation(self, g: int, draft: PlanDraft) -> GenerationPrice:
-        made, ideal = self._simulated(g, draft, draft.limits), ideal_limits(draft)
-        return made if ideal == draft.limits else made.at_least(self._simulated(g, draft, ideal))
+        made, ideal = self._simulated(g, draft, draft.generation.limits), ideal_limits(draft)
+        return made if ideal == draft.generation.limits else made.at_least(self._simulated(g, draft, ideal))
 
     def _simulated(self, g: int, draft: PlanDraft, limits: InstanceLimits) -> GenerationPrice:
         """Costs and instances are those of the generation row."""
@@ -357,7 +357,7 @@ class Ranking:
 def check_headroom(draft: PlanDraft, share: float) -> None:
     """Raise MemoryRefusal unless every phase leaves so much of a rank free: with the leanest training schedule, and
     without generation, whose cache takes what it may have."""
-    memory, least = draft.memory, min_memory(draft.problem)
+    memory, least = draft.memory, min_memory(draft.training.problem)
     phases = [phase for phase in memory.phases(least) if phase.phase != "generation"]
     fullest = max(phases, key=memory.needed)
     missing = memory.needed(fullest) - memory.limit * (1 - share)

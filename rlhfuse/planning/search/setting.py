@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
@@ -15,17 +16,11 @@ from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
 from rlhfuse.costs.layout_moves import layout_moves
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profile_files import run_costs
-from rlhfuse.decisions.layouts import BatchArithmetic, Task, batch_of, training_layouts
-from rlhfuse.planning.draft import (
-    CACHE_PARTS,
-    SPARE_BLOCKS,
-    DraftInputs,
-    PlanDraft,
-    draft_plan,
-    generation_cost,
-    instance_limits,
-    task_costs,
-)
+from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.layouts import Task, training_layouts
+from rlhfuse.planning.draft import DraftInputs, PlanDraft, draft_plan, instance_limits
+from rlhfuse.planning.instance_cache import CACHE_PARTS, SPARE_BLOCKS, InstanceCache
+from rlhfuse.planning.rooflines import Rooflines
 from rlhfuse.planning.search.space import Given, TrainingRow
 from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.settled_run import SettledRun
@@ -102,6 +97,10 @@ class Setting:
         """Whether a draft has the model's backwards in two parts, or both answers."""
         return (False, True) if self.split is None else (model in self.split,)
 
+    @cached_property
+    def rooflines(self) -> Rooflines:
+        return Rooflines.of(self.run, self.inputs.hardware, self.inputs.cores)
+
     def draft(self, table: Table, whole: bool = False) -> PlanDraft:
         """`whole`: with whole backwards wherever the configuration lets a draft choose, for all that they do not
         change: a split one needs no less memory. Raises InputError where it cannot run."""
@@ -112,17 +111,16 @@ class Setting:
 
     def batch(self, row: TrainingRow) -> BatchArithmetic:
         """Its instances are of no meaning."""
-        return batch_of(self.config, row.actor, row.actor, row.critic, row.microbatches)
+        layouts = {"generation": row.actor} | {f"{role}_train": layout for role, layout in row.layouts.items()}
+        return BatchArithmetic.of(self.config.rollout, self.config.algorithm, layouts, row.microbatches)
 
     def longest(self, batch: BatchArithmetic) -> MicrobatchTokens:
         return longest_microbatch(self.config.longest_sample, batch.samples_per_microbatch)
 
     def training_costs(self, row: TrainingRow) -> dict[str, AnalyticCost]:
         """By task, whole layers cut evenly."""
-        last = self.world_size - 1
-        tasks = [Task(f"{role}_train", role, layout, (0, last)) for role, layout in row.layouts.items()]
-        how = {"recompute": row.recompute, "sequence_parallel": row.sequence_parallel}
-        return task_costs(self.config, self.specs, tasks, self.inputs.hardware, self.inputs.cores, **how)
+        how = {"recompute": row.recompute == "full", "sequence_parallel": row.sequence_parallel}
+        return replace(self.rooflines, **how).costs(self._trainings(row.layouts))
 
     def training_cost(self, role: str, analytic: AnalyticCost) -> TrainingCost:
         """Costs of training a model on its layout. Raises InputError where its tensor degree was not measured."""
@@ -131,25 +129,23 @@ class Setting:
 
     def generation_costs(self, table: Table) -> CostModel:
         """Whatever trains. Raises InputError where a profile does not have the degrees of the other rows."""
-        critic = table.generation if table.critic_train else None
-        config = replace(table, actor_train=table.generation, critic_train=critic).of(self.config)
+        tasks = self._forwards(table.generation, table.inference)
         if self.inputs.measured is not None:
-            return run_costs(self.inputs.measured, config, self.specs)
-        made = self.run.with_config(config)
-        return generation_cost(made, table.generation.dp, self.inputs.hardware, self.inputs.cores)
+            tasks += self._trainings(dict.fromkeys(self.config.trained(), table.generation))
+            return run_costs(self.inputs.measured, self.config.trainer, tasks, self.specs, self.config.fusion.profile)
+        prompt, response = self.config.longest_sample
+        longest = SampleLengths((prompt,), (response,))
+        return self.rooflines.job_cost(self.rooflines.costs(tasks), self.world_size, longest)
 
     def limits(self, table: Table, costs: CostModel) -> InstanceLimits:
         """With room for all samples of an instance."""
-        batch = batch_of(self.config, table.generation, table.actor_train, table.critic_train, table.microbatches)
-        context = self.inputs.lengths.samples.median_context
-        return instance_limits(self.config, self.specs[Role.ACTOR], batch.instances, costs, context)
+        cache = InstanceCache.of(self.config, table.generation.dp)
+        return instance_limits(self.run, cache, costs, self.inputs.lengths.samples.median_context)
 
     def generation_bytes(self, table: Table, limits: InstanceLimits) -> GenerationBytes:
         """Bytes of generation on every rank."""
-        last, roles = self.world_size - 1, self.config.scorers()
-        tasks = [Task("generation", Role.ACTOR, table.generation, (0, last))]
-        tasks += [Task(f"{role}_inference", role, table.inference, (0, last)) for role in roles]
-        copy, *scorers = (cost.memory.weights_bytes() for cost in self._costs(tasks).values())
+        rooflines = self.rooflines.costs(self._forwards(table.generation, table.inference))
+        copy, *scorers = (cost.memory.weights_bytes() for cost in rooflines.values())
         tp = table.generation.tp
         cache, block = limits.kv_capacity_bytes / tp, limits.block_tokens * limits.kv_bytes_per_token / tp
         cut = 0.0 if self.config.rollout.kv_blocks_per_instance else cache / CACHE_PARTS + (1 + SPARE_BLOCKS) * block
@@ -159,14 +155,17 @@ class Setting:
         self, trained: Mapping[Role, ParallelLayout], generation: ParallelLayout, inference: ParallelLayout
     ) -> float:
         """Seconds that weights move in an iteration; `trained`: with the layers of each stage."""
-        every = (0, self.world_size - 1)
-        tasks = [Task("generation", Role.ACTOR, generation, every)]
-        tasks += [Task(f"{role}_inference", role, inference, every) for role in self.config.scorers()]
-        tasks += [Task(f"{role}_train", role, layout, every) for role, layout in trained.items()]
-        ranks = rank_map(training_layouts(tuple(tasks)), self.config.fusion.alternates)
+        tasks = (*self._forwards(generation, inference), *self._trainings(trained))
+        ranks = rank_map(training_layouts(tasks), self.config.fusion.alternates)
         machine = self.inputs.cores.rates(self.inputs.hardware, "moves")
-        moves = layout_moves(tuple(tasks), ranks, self.specs, self.config.trainer.element_bytes, machine)
+        moves = layout_moves(tasks, ranks, self.specs, self.config.trainer.element_bytes, machine)
         return sum(move.seconds for move in moves)
 
-    def _costs(self, tasks: list[Task]) -> dict[str, AnalyticCost]:
-        return task_costs(self.config, self.specs, tasks, self.inputs.hardware, self.inputs.cores)
+    def _forwards(self, generation: ParallelLayout, inference: ParallelLayout) -> list[Task]:
+        """Tasks that train nothing, generation first."""
+        every = (0, self.world_size - 1)
+        scoring = [Task(f"{role}_inference", role, inference, every) for role in self.config.scorers()]
+        return [Task("generation", Role.ACTOR, generation, every), *scoring]
+
+    def _trainings(self, layouts: Mapping[Role, ParallelLayout]) -> list[Task]:
+        return [Task(f"{role}_train", role, layout, (0, self.world_size - 1)) for role, layout in layouts.items()]

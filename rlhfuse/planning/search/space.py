@@ -16,10 +16,10 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.layouts import divisors, fits_model, possible_layouts
 from rlhfuse.planning.search.table import Table
+from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
 
 CHUNKS = (1, 2)  # virtual stages of a rank
@@ -48,20 +48,6 @@ class GenerationRow:
 
 
 @dataclass(frozen=True)
-class Space:
-    """Rows in the order of their text; `refused`: how many of them no run could have, by rule."""
-
-    training: tuple[TrainingRow, ...]
-    generation: tuple[GenerationRow, ...]
-    refused: Mapping[str, int]
-
-    def table(self, training: int, generation: int) -> Table:
-        row, decoding = self.training[training], self.generation[generation]
-        layouts = decoding.generation, decoding.inference, row.actor, row.critic
-        return Table(*layouts, row.microbatches, row.recompute, row.sequence_parallel)
-
-
-@dataclass(frozen=True)
 class Given:
     """What a configuration leaves open is None; `inference` holds for all models that score."""
 
@@ -87,40 +73,49 @@ def _known(value: Any) -> Any:
     return None if value == AUTO else value
 
 
-def space_of(
-    config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int, devices_per_node: int, given: Given
-) -> Space:
-    """Raises InputError naming a row that is given and can be with nothing, or for want of any row."""
-    refused: Counter[str] = Counter()
-    training = sorted(_training_rows(config, specs, world_size, devices_per_node, given, refused), key=_training_text)
-    generation = sorted(_generation_rows(config, specs, world_size, devices_per_node, given), key=_generation_text)
-    for rows, names in ((training, ("actor_train", "critic_train")), (generation, ("generation", "inference"))):
-        if not rows:
-            fixed = [f"parallel.{name}={getattr(given, name)}" for name in names if getattr(given, name)]
-            if rows is training and given.microbatches:
-                fixed.append(f"fusion.actor_microbatches={given.microbatches}")
-            told = f"{' and '.join(fixed)}: " if fixed else ""
-            raise InputError(
-                f"{told}no layouts of {' and '.join(names)} fit {world_size} ranks and these models; use another "
-                "number of ranks, or auto for these rows"
-            )
-    return Space(tuple(training), tuple(generation), refused)
+@dataclass(frozen=True)
+class Space:
+    """Rows in the order of their text; `refused`: how many of them no run could have, by rule."""
+
+    training: tuple[TrainingRow, ...]
+    generation: tuple[GenerationRow, ...]
+    refused: Mapping[str, int]
+
+    @staticmethod
+    def of(run: SettledRun, devices_per_node: int, given: Given) -> Space:
+        """All rows of a run whose layouts are open, held to what is `given`.
+
+        Raises InputError naming a row that is given and can be with nothing, or for want of any row.
+        """
+        refused: Counter[str] = Counter()
+        training = sorted(_training_rows(run, devices_per_node, given, refused), key=_training_text)
+        generation = sorted(_generation_rows(run, devices_per_node, given), key=_generation_text)
+        for rows, names in ((training, ("actor_train", "critic_train")), (generation, ("generation", "inference"))):
+            if not rows:
+                fixed = [f"parallel.{name}={getattr(given, name)}" for name in names if getattr(given, name)]
+                if rows is training and given.microbatches:
+                    fixed.append(f"fusion.actor_microbatches={given.microbatches}")
+                told = f"{' and '.join(fixed)}: " if fixed else ""
+                raise InputError(
+                    f"{told}no layouts of {' and '.join(names)} fit {run.world_size} ranks and these models; use "
+                    "another number of ranks, or auto for these rows"
+                )
+        return Space(tuple(training), tuple(generation), refused)
+
+    def table(self, training: int, generation: int) -> Table:
+        row, decoding = self.training[training], self.generation[generation]
+        layouts = decoding.generation, decoding.inference, row.actor, row.critic
+        return Table(*layouts, row.microbatches, row.recompute, row.sequence_parallel)
 
 
-def _training_rows(
-    config: RunConfig,
-    specs: Mapping[Role, ModelSpec],
-    world_size: int,
-    devices: int,
-    given: Given,
-    refused: Counter[str],
-) -> Iterator[TrainingRow]:
+def _training_rows(run: SettledRun, devices: int, given: Given, refused: Counter[str]) -> Iterator[TrainingRow]:
+    config, specs = run.config, run.specs
     samples = config.samples_per_iteration // config.algorithm.minibatches
     rows = {Role.ACTOR: given.actor_train, Role.CRITIC: given.critic_train}
     options = [
         [layout]
         if (layout := rows[role])
-        else list(possible_layouts(specs[role], world_size, devices, samples, CHUNKS))
+        else list(possible_layouts(specs[role], run.world_size, devices, samples, CHUNKS))
         for role in config.trained()
     ]
     recomputes = [given.recompute] if given.recompute else ["none", "full"]
@@ -133,21 +128,20 @@ def _training_rows(
             refused["shapes that share no ranks"] += 1
             continue
         actor, critic = layouts[0], layouts[1] if len(layouts) > 1 else None
-        cuts = [given.sequence_parallel] if given.sequence_parallel is not None else [False, True]
-        cuts = [cut for cut in cuts if not cut or shape.node_ranks > 1]
+        sharding = [given.sequence_parallel] if given.sequence_parallel is not None else [False, True]
+        sharding = [sharded for sharded in sharding if not sharded or shape.node_ranks > 1]
         k1, k2 = shape.shares[0].pipelines, shape.shares[-1].pipelines
         counts = [given.microbatches] if given.microbatches else divisors(samples // actor.dp)
         for count in counts:
             if k1 * count % k2:
                 refused["K1*M1 != K2*M2"] += 1
             elif actor.dp * count <= samples:
-                for recompute, cut in product(recomputes, cuts):
-                    yield TrainingRow(actor, critic, count, recompute, cut, shape)
+                for recompute, sharded in product(recomputes, sharding):
+                    yield TrainingRow(actor, critic, count, recompute, sharded, shape)
 
 
-def _generation_rows(
-    config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int, devices: int, given: Given
-) -> Iterator[GenerationRow]:
+def _generation_rows(run: SettledRun, devices: int, given: Given) -> Iterator[GenerationRow]:
+    config, specs, world_size = run.config, run.specs, run.world_size
     sizes = world_size, devices, config.samples_per_iteration
     decoding = [given.generation] if given.generation else possible_layouts(specs[Role.ACTOR], *sizes)
     scorers = [specs[role] for role in config.scorers()]

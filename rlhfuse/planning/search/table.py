@@ -1,8 +1,7 @@
-"""A table of layouts: what a search decides for a run, as a value that prints as overrides and parses back."""
+"""A table of layouts: what a search decides for a run, as a value that prints as overrides."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,10 +32,8 @@ class Table:
 
     def overrides(self) -> tuple[str, ...]:
         """Arguments of tools/train_ppo.py that make a run have this table."""
-        rows = {"generation": self.generation, "inference": self.inference, "actor_train": self.actor_train}
-        rows |= {"critic_train": self.critic_train} if self.critic_train else {}
         return (
-            *(f"parallel.{row}={layout}" for row, layout in rows.items()),
+            *(f"parallel.{row}={layout}" for row, layout in self._rows().items()),
             f"parallel.sequence_parallel={str(self.sequence_parallel).lower()}",
             f"fusion.actor_microbatches={self.microbatches}",
             f"trainer.recompute={self.recompute}",
@@ -44,9 +41,7 @@ class Table:
 
     def of(self, config: RunConfig) -> RunConfig:
         """`config` with this table; models that score share one layout."""
-        rows = {"generation": self.generation, "inference": self.inference, "actor_train": self.actor_train}
-        rows |= {"critic_train": self.critic_train} if self.critic_train else {}
-        rows |= dict.fromkeys((f"{role}_inference" for role in config.scorers()), self.inference)
+        rows = self._rows() | dict.fromkeys((f"{role}_inference" for role in config.scorers()), self.inference)
         parallel = {row: str(layout) for row, layout in rows.items()}
         return config.with_(
             parallel={**parallel, "sequence_parallel": self.sequence_parallel},
@@ -54,17 +49,6 @@ class Table:
             trainer={"recompute": self.recompute},
         )
 
-    @staticmethod
-    def parse(overrides: Sequence[str]) -> Table:
-        """Inverse of `overrides`."""
-        rows = dict(word.split("=", 1) for word in overrides)
-        critic = rows.get("parallel.critic_train")
-        return Table(
-            ParallelLayout.parse(rows["parallel.generation"]),
-            ParallelLayout.parse(rows["parallel.inference"]),
-            ParallelLayout.parse(rows["parallel.actor_train"]),
-            ParallelLayout.parse(critic) if critic else None,
-            int(rows["fusion.actor_microbatches"]),
-            rows["trainer.recompute"],
-            rows["parallel.sequence_parallel"] == "true",
-        )
+    def _rows(self) -> dict[str, ParallelLayout]:
+        rows = {"generation": self.generation, "inference": self.inference, "actor_train": self.actor_train}
+        return rows | ({"critic_train": self.critic_train} if self.critic_train else {})

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from rlhfuse.costs.cost_model import MicrobatchTokens
-from rlhfuse.decisions.balance import cut_minibatches, microbatch_sums
+from rlhfuse.decisions.balance import microbatch_sums, split_minibatches
 from rlhfuse.simulator.lengths import SampleLengths
 
 DRAWS = 5  # batches drawn from lengths and averaged
@@ -20,9 +20,9 @@ DRAWS = 5  # batches drawn from lengths and averaged
 
 @dataclass(frozen=True)
 class DrawnBatches:
-    """Batches of an iteration, each cut into mini-batches as the first epoch of a run with this seed begins.
+    """Batches of an iteration, each split into mini-batches as the first epoch of a run with this seed begins.
 
-    `even`: micro-batches are of mean tokens, as if samples could be cut.
+    `even`: micro-batches are of mean tokens, as if samples could be split.
     """
 
     batches: tuple[SampleLengths, ...]
@@ -65,16 +65,15 @@ class DrawnBatches:
             parts = pipelines * microbatches
             if parts not in self._by_parts:
                 self._by_parts[parts] = np.array([microbatch_sums(tokens, parts) for tokens in self._minibatch_tokens])
-            cut = self._by_parts[parts].reshape(-1, pipelines, microbatches)
-            self._by_pipeline[key] = cut.sum(axis=2), cut.max(axis=2)
+            sums = self._by_parts[parts].reshape(-1, pipelines, microbatches)
+            self._by_pipeline[key] = sums.sum(axis=2), sums.max(axis=2)
         return self._by_pipeline[key]
 
     @cached_property
     def _sums(self) -> np.ndarray:
         """Sums of each batch: tokens, samples, response tokens."""
-        return np.array(
-            [(sum(one.prompt) + sum(one.output), len(one), sum(one.output)) for one in self.batches], np.float64
-        )
+        sums = [(sum(batch.prompt) + sum(batch.output), len(batch), sum(batch.output)) for batch in self.batches]
+        return np.array(sums, np.float64)
 
     @cached_property
     def _minibatch_tokens(self) -> tuple[np.ndarray, ...]:
@@ -82,7 +81,7 @@ class DrawnBatches:
         made = []
         for batch in self.batches:
             tokens = np.asarray(batch.prompt, np.int64) + np.asarray(batch.output, np.int64)
-            made += [tokens[part] for part in cut_minibatches(len(batch), self.minibatches, self.seed, iteration=0)]
+            made += [tokens[part] for part in split_minibatches(len(batch), self.minibatches, self.seed, iteration=0)]
         return tuple(made)
 
     @cached_property

@@ -39,15 +39,15 @@ def stage_balances(
     tasks: tuple[Task, ...], analytic: Mapping[str, AnalyticCost], costs: CostModel, micro: MicrobatchTokens
 ) -> tuple[StageBalance, ...]:
     """Balances of each model that trains in a pipeline; micro-batches as in `with_cuts`."""
-    found = []
+    balances = []
     for task in tasks:
         if task.training and task.layout.stages > 1:
             cost = analytic[task.name]
             cut = tuple(map(len, cost.layout.stage_layers(cost.spec.layers)))
             seconds = costs.training_cost(task.role, cost).stage_seconds(micro)
             ranks = seconds.of_ranks(cut, cost.layout.pp)
-            found.append(StageBalance(task.role, cut, max(ranks), sum(ranks) / len(ranks)))
-    return tuple(found)
+            balances.append(StageBalance(task.role, cut, max(ranks), sum(ranks) / len(ranks)))
+    return tuple(balances)
 
 
 def with_cuts(
@@ -86,11 +86,11 @@ def _tidy(layout: ParallelLayout) -> ParallelLayout:
 def _fastest(cost: AnalyticCost, seconds: StageSeconds) -> ParallelLayout:
     """The even cut unless another is faster, where bytes are the machine's, whichever rank has them."""
     layout, spec = cost.layout, cost.spec
-    found = fastest_cut(spec.layers, layout.pp, seconds, spec.layer_parameters, cost.memory.end_parameters())
+    fastest = fastest_cut(spec.layers, layout.pp, seconds, spec.layer_parameters, cost.memory.end_parameters())
     if not cost.hardware.device.own_memory:
-        even, best = (max(seconds.of_ranks(cut, layout.pp)) for cut in (layout.even_cut(spec.layers), found))
-        return layout if even <= best * (1 + 1e-6) else layout.with_cut(found)
-    return layout.with_cut(found)
+        even, best = (max(seconds.of_ranks(cut, layout.pp)) for cut in (layout.even_cut(spec.layers), fastest))
+        return layout if even <= best * (1 + 1e-6) else layout.with_cut(fastest)
+    return layout.with_cut(fastest)
 
 
 def fastest_cut(

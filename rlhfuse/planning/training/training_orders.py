@@ -71,12 +71,12 @@ def other_promises(
     alike = problem if fusion.split_backward == "true" else split.whole  # what another order would be chosen for
     if fusion.intra_stage != "search" or fusion.schedule:
         searches = {"fusion.intra_stage=search": directed(alike, shape, alternate=True)}
-    found = [_promise(key, partial(_short_search, seed, one), searched=True) for key, one in searches.items()]
+    promises = [_promise(key, partial(_short_search, seed, stated), searched=True) for key, stated in searches.items()]
     for rule, build in RULES.items():
         if rule != fusion.intra_stage and not (rule == "serial" and _interleaves(shape)):
             placed = directed(alike, shape, alternate=rule != "time_sharing")
-            found.append(_promise(f"fusion.intra_stage={rule}", partial(build, placed, shape)))
-    return tuple(found)
+            promises.append(_promise(f"fusion.intra_stage={rule}", partial(build, placed, shape)))
+    return tuple(promises)
 
 
 def _short_search(seed: int, problem: FusionProblem) -> Schedule:

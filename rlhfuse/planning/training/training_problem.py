@@ -8,8 +8,8 @@ from dataclasses import replace
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
-from rlhfuse.decisions.layouts import TASK_ROLES, BatchArithmetic
-from rlhfuse.planning.memory import TRAINED
+from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.layouts import TASK_ROLES, TRAINED
 from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape

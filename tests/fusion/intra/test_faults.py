@@ -4,7 +4,7 @@ import pytest
 from testkit.training_pair import LR, Plan, build_pair, make_batch
 
 from rlhfuse.config.settings import AlgorithmConfig
-from rlhfuse.decisions.balance import cut_microbatches
+from rlhfuse.decisions.balance import split_microbatches
 
 
 def spoiled(field: str, sample: int):
@@ -93,7 +93,7 @@ def faults(rank: int, folders: dict, kinds: list[str], dtype: str, optimizer: st
 
 def place_of(sample: int, pipelines: int) -> int:
     """The micro-batch, within its pipeline, that a sample of seed 5 is cut into."""
-    parts = cut_microbatches(make_batch(5).lengths.tolist(), 4)
+    parts = split_microbatches(make_batch(5).lengths.tolist(), 4)
     return next(n for n, part in enumerate(parts) if sample in part) % (4 // pipelines)
 
 

@@ -71,8 +71,8 @@ def check_floors(case: SearchCase) -> None:
         training = made.schedules + made.steps
         rough, work = floors.rough_seconds(row), floors.seconds(row, floors.problem(row), work_bound)
         assert 0 < rough <= work * ABOVE and work <= training * ABOVE
-        least = min_memory(draft.problem)
-        process = draft.hardware.process_bytes
+        least = min_memory(draft.training.problem)
+        process = draft.inputs.hardware.process_bytes
         held = max(draft.memory.needed(rank.phases(least)[-1]) for rank in draft.memory.ranks) - process
         always = min(draft.memory.needed(phase) for phase in draft.memory.static if phase.phase != "start") - process
         trained = [rank.static[-1] for rank in draft.memory.ranks]
@@ -80,7 +80,7 @@ def check_floors(case: SearchCase) -> None:
         assert floors.rough_bytes(row)[0] <= min(states, held) and floors.rough_bytes(row)[1] <= always
         below = ranking._generation_floor(g)
         assert below is not None and 0 < below <= made.generation.fused * ABOVE
-        assert draft.problem.pipelines in [problem.pipelines for problem in floors.problems(row)]
+        assert draft.training.problem.pipelines in [problem.pipelines for problem in floors.problems(row)]
         steps = [rough + below, ranking._by_work(t, g), ranking._by_moves(t, g), ranking._by_split(t, g)]
         steps += [ranking._by_order(t, g), ranking._by_draft(t, g), ranking._by_room(t, g), ranking._by_price(t, g)]
         assert None not in steps and steps[-1] == made.seconds
@@ -118,8 +118,8 @@ def test_a_cache_that_memory_cuts_down_may_be_kept(gigabytes, kept):
     ranking = Ranking(setting)
     draft, needs = setting.draft(ranking.space.table(0, 0)), ranking._generation_bytes[0]
     held, capture = ranking._floors.rough_bytes(ranking.space.training[0])[0], graph_capture(draft, kept=False)
-    assert draft.memory.keeps_generation(min_memory(draft.problem)) == kept
-    assert draft.limits.kv_capacity_bytes < ideal_limits(draft).kv_capacity_bytes and needs and capture
+    assert draft.memory.keeps_generation(min_memory(draft.training.problem)) == kept
+    assert draft.generation.limits.kv_capacity_bytes < ideal_limits(draft).kv_capacity_bytes and needs and capture
     assert ranking._may_keep(held, needs) or not kept
     before = ranking._by_work(0, 0)
     ranking._captures[0] = capture.seconds

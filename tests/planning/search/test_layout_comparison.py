@@ -9,7 +9,6 @@ from rlhfuse.costs.measured import MeasuredRatios
 from rlhfuse.costs.speculation import DecodeObservation
 from rlhfuse.planning.price import price, price_generation, weight_moves
 from rlhfuse.planning.search.layout_comparison import LayoutComparison, SeenIteration
-from rlhfuse.planning.search.table import Table
 
 LENGTHS = long_tail(16, longest=256)
 LONG = 600.0  # seconds that no search takes
@@ -69,7 +68,8 @@ def test_a_run_is_told_of_a_faster_table_and_of_none_when_it_has_it():
     assert found.other and found.gain > 0.03, "the case has a faster table"
     first, overrides = str(found).splitlines()
     assert f"these take {found.running[1]:.3g} s an iteration, others {found.other[1]:.3g} s (-" in first
-    table = Table.parse(overrides.split())
+    table, _ = found.other
+    assert tuple(overrides.split()) == table.overrides()
     best = drafted(table.of(DRAFT.config))
     assert at(best)[1].seconds == pytest.approx(found.other[1])
     stays = LayoutComparison.of(best, seen(best), LONG)

@@ -23,7 +23,7 @@ from testkit.sim_helpers import linear_cost
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.readable_bytes import readable_bytes
-from rlhfuse.planning.memory import MemoryRefusal
+from rlhfuse.planning.memory_budget import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.search import search
 from rlhfuse.planning.search.search import TOP, Found, Ranking
@@ -52,7 +52,7 @@ def check_exact(case: SearchCase, top: int = 5) -> int:
     assert (found.training_rows, found.generation_rows) == (len(space.training), len(space.generation))
     assert len(found.rows) <= found.priced <= found.drafted <= found.training_rows * found.generation_rows
     for row, one in zip(found.rows, every):
-        memory, least = one.draft.memory, min_memory(one.draft.problem)
+        memory, least = one.draft.memory, min_memory(one.draft.training.problem)
         assert row.needed_bytes == memory.needed(memory.fullest(least)) <= row.limit_bytes == memory.limit
     return len(every)
 
@@ -116,7 +116,7 @@ def least_missing(case: SearchCase) -> tuple[float, str]:
 
 def needed_beside_generation(one: PricedTable) -> int:
     memory = one.draft.memory
-    phases = memory.phases(min_memory(one.draft.problem))
+    phases = memory.phases(min_memory(one.draft.training.problem))
     return max(memory.needed(phase) for phase in phases if phase.phase != "generation")
 
 
@@ -176,7 +176,7 @@ def test_headroom_is_left_in_every_phase_but_generation(hardware, share):
     for row in found_of(roomy).rows:
         draft = roomy.setting.draft(row.table)
         memory = draft.memory
-        for phase in memory.phases(min_memory(draft.problem)):
+        for phase in memory.phases(min_memory(draft.training.problem)):
             part = 1.0 if phase.phase == "generation" else 1 - share
             assert memory.needed(phase) <= part * memory.limit
     check_exact(roomy)

@@ -8,7 +8,7 @@ from testkit.search_cases import SearchCase, auto_config, random_case, space_of_
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.decisions.layouts import check_layouts
+from rlhfuse.decisions.layout_rules import LayoutRules
 from rlhfuse.planning.search.table import Table
 
 KEYS = {"algorithm__name": "grpo", "reward__function": "m:f"}
@@ -29,7 +29,7 @@ def may_run(case, table: Table) -> bool:
     if table.critic_train and table.critic_train.chunks != table.actor_train.chunks:
         return False
     try:
-        check_layouts(table.of(case.setting.config), case.specs, case.world_size)
+        LayoutRules(table.of(case.setting.config), case.specs, case.world_size).table()
     except InputError:
         return False
     return True
@@ -77,7 +77,7 @@ def test_tables_of_the_space_keep_the_rules_of_a_run(seed):
     config, vocab = case.setting.config, {spec.vocab for spec in case.specs.values()}
     for table in tables_of(space_of_setting(case.setting)):
         try:
-            check_layouts(table.of(config), case.specs, case.world_size)
+            LayoutRules(table.of(config), case.specs, case.world_size).table()
         except InputError as error:
             assert len(vocab) > 1 and "none of vocab(" in str(error)
 

@@ -11,7 +11,7 @@ from testkit.sim_helpers import equal, long_tail
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.balance import cut_microbatches, cut_minibatches
+from rlhfuse.decisions.balance import split_microbatches, split_minibatches
 from rlhfuse.planning.planned_lengths import assumed_lengths
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.training import drawn_batches
@@ -28,9 +28,9 @@ def by_hand(drawn: DrawnBatches, pipelines: int, microbatches: int, depth: int) 
     found = []
     for batch in drawn.batches:
         lengths, tokens = [p + o for p, o in zip(batch.prompt, batch.output)], []
-        for part in cut_minibatches(len(batch), drawn.minibatches, drawn.seed, 0):
+        for part in split_minibatches(len(batch), drawn.minibatches, drawn.seed, 0):
             own = [lengths[i] for i in part]
-            cut = [sum(own[i] for i in micro) for micro in cut_microbatches(own, pipelines * microbatches)]
+            cut = [sum(own[i] for i in micro) for micro in split_microbatches(own, pipelines * microbatches)]
             rows = [cut[k * microbatches : (k + 1) * microbatches] for k in range(pipelines)]
             slowest = max(sum(row) + (depth - 1) * max(row) for row in rows)
             tokens.append(slowest / (microbatches + depth - 1))
@@ -76,21 +76,21 @@ def test_batches_that_cannot_be_cut_are_refused():
 
 def test_a_draft_prices_and_predicts_the_same_batches():
     made, unknown = (drafted(run(fusion__split_backward="false"), SPECS, 4, lengths) for lengths in (TAIL, None))
-    assert made.drawn.batches == TAIL.clip(128, 256).draw(64, DRAWS, made.config.trainer.seed)
-    assert unknown.drawn.batches == assumed_lengths(128, 256).draw(64, DRAWS, unknown.config.trainer.seed)
+    assert made.inputs.drawn.batches == TAIL.clip(128, 256).draw(64, DRAWS, made.config.trainer.seed)
+    assert unknown.inputs.drawn.batches == assumed_lengths(128, 256).draw(64, DRAWS, unknown.config.trainer.seed)
     for share in made.ranks.shape.shares:
-        micro = equal_microbatch(made.drawn, made.batch, share)
+        micro = equal_microbatch(made.inputs.drawn, made.batch, share)
         count = made.batch.microbatches_of[share.model]
-        assert micro == made.drawn.microbatch(share.layout.dp, count, share.layout.pp)
+        assert micro == made.inputs.drawn.microbatch(share.layout.dp, count, share.layout.pp)
         whole = made.analytic[f"{share.model}_train"].stage_costs(micro)
-        pipeline = next(p for p in made.problem.pipelines if p.model == share.model)
+        pipeline = next(p for p in made.training.problem.pipelines if p.model == share.model)
         assert pipeline.forward == whole.forward and pipeline.backward == whole.backward
 
 
 def mean_problem(draft):
-    drawn = replace(draft.drawn, even=True)
+    drawn = replace(draft.inputs.drawn, even=True)
     longest = draft.longest_microbatch
-    return training_problem(draft.analytic, draft.batch, drawn, longest, draft.costs, split=draft.split.models)
+    return training_problem(draft.analytic, draft.batch, drawn, longest, draft.costs, split=draft.training.split.models)
 
 
 @pytest.mark.parametrize("critic, depth", [("d1t1p4v2", 4), ("d1t2p2", 2), ("d2t1p2", 1)])
@@ -100,14 +100,14 @@ def test_a_pipeline_is_as_deep_as_it_has_nodes(critic, depth):
     draft = drafted(run(parallel__actor_train=actor, parallel__critic_train=critic), SPECS, 4, TAIL)
     share = draft.ranks.shape.share("critic")
     counts = share.layout.dp, draft.batch.microbatches_of["critic"]
-    assert equal_microbatch(draft.drawn, draft.batch, share) == draft.drawn.microbatch(*counts, depth)
+    assert equal_microbatch(draft.inputs.drawn, draft.batch, share) == draft.inputs.drawn.microbatch(*counts, depth)
 
 
 def test_the_real_cut_chooses_other_microbatches_than_the_mean(monkeypatch):
     """Many micro-batches leave the longest sample alone in one, for which each stage of the pipeline waits."""
     on_slow_cores(monkeypatch)
     drafts = {m: drafted(run(fusion__actor_microbatches=m), SPECS, 4, TAIL) for m in (2, 4, 8, 16)}
-    real = {m: float(latency_bound(draft.problem)) for m, draft in drafts.items()}
+    real = {m: float(latency_bound(draft.training.problem)) for m, draft in drafts.items()}
     mean = {m: float(latency_bound(mean_problem(draft))) for m, draft in drafts.items()}
     chosen, believed = min(real, key=real.__getitem__), min(mean, key=mean.__getitem__)
     assert chosen < believed and real[believed] > 1.02 * real[chosen]
@@ -122,7 +122,7 @@ def test_waiting_for_heavy_microbatches_is_idle_time():
     for lengths in (tail, equal(100, 16, 1300)):
         draft = drafted(run(trainer__hardware="h200", fusion__intra_stage=False, **keys), specs, 4, lengths)
         training.append(make_plan(draft).report.efficiency.uses[0].training)
-        tokens.append(replace(draft.drawn, even=True).microbatch(1, 1, 1).tokens)
+        tokens.append(replace(draft.inputs.drawn, even=True).microbatch(1, 1, 1).tokens)
     busy = [use.useful + use.products + use.other for use in training]
     assert busy[0] / tokens[0] == pytest.approx(busy[1] / tokens[1], rel=0.05)
     assert training[0].idle / busy[0] > training[1].idle / busy[1] + 0.2

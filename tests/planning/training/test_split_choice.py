@@ -58,19 +58,19 @@ def bounds_by_choice(**keys) -> dict[frozenset[str], float]:
 )
 def test_the_fewest_models_that_reach_the_least_bound_are_split(keys, expected):
     draft, bounds = drafted(**keys), bounds_by_choice(**keys)
-    assert split_models(draft.problem) == expected == set(map(str, draft.split.models))
-    assert not split_models(draft.split.whole)
+    assert split_models(draft.training.problem) == expected == set(map(str, draft.training.split.models))
+    assert not split_models(draft.training.split.whole)
     whole, least = bounds[frozenset()], min(bounds.values())
     assert (least < 0.99 * whole) == bool(expected)
     if expected:
         assert bounds[frozenset(expected)] <= 1.001 * least
         assert all(bounds[some] > 1.001 * least for some in bounds if len(some) < len(expected))
         change = f"{bounds[frozenset(expected)] / whole - 1:+.1%}"
-        assert draft.split.why.startswith("fusion.split_backward=auto: backwards of actor")
-        assert change in draft.split.why
+        assert draft.training.split.why.startswith("fusion.split_backward=auto: backwards of actor")
+        assert change in draft.training.split.why
     else:
-        assert "all backwards are whole: split, their lower bound would be" in draft.split.why
-    assert drafted(**keys).problem == draft.problem  # of every rank
+        assert "all backwards are whole: split, their lower bound would be" in draft.training.split.why
+    assert drafted(**keys).training.problem == draft.training.problem  # of every rank
 
 
 def test_the_plan_says_what_splitting_gains_and_what_it_holds():
@@ -92,7 +92,7 @@ def test_the_plan_says_what_splitting_gains_and_what_it_holds():
 def test_splitting_costs_what_it_costs():
     """B and W of a layer together take longer than its whole backward, and what W needs is held in bytes of its own."""
     draft = drafted(fusion__split_backward="true")
-    for pipeline, whole in zip(draft.problem.pipelines, draft.split.whole.pipelines):
+    for pipeline, whole in zip(draft.training.problem.pipelines, draft.training.split.whole.pipelines):
         for b, w, together in zip(pipeline.backward, pipeline.weight_gradient, whole.backward):
             assert together < b + w < 1.2 * together
         assert pipeline.activation == whole.activation
@@ -100,9 +100,10 @@ def test_splitting_costs_what_it_costs():
 
 
 def test_false_and_rules_leave_backwards_whole():
-    assert drafted(fusion__split_backward="false").split.why.endswith("all backwards are whole")
+    assert drafted(fusion__split_backward="false").training.split.why.endswith("all backwards are whole")
     serial = drafted(fusion__intra_stage="serial")
-    assert not split_models(serial.problem) and "fusion.intra_stage=serial is no search" in serial.split.why
+    assert not split_models(serial.training.problem)
+    assert "fusion.intra_stage=serial is no search" in serial.training.split.why
 
 
 @pytest.mark.parametrize("rule", ["serial", "time_sharing"])
@@ -116,24 +117,25 @@ def test_a_cap_without_room_for_what_w_keeps_leaves_backwards_whole():
     """With recomputation a forward keeps a layer's input alone, and B leaves more than that."""
     keys = {"trainer__recompute": "full", "rollout__max_batched_tokens": 64, "rollout__kv_blocks_per_instance": 24}
     draft = drafted(**keys)
-    actor = draft.problem.pipeline("actor")
-    assert draft.split.models and actor.weight_activation > draft.split.whole.pipelines[0].activation
+    actor = draft.training.problem.pipeline("actor")
+    assert draft.training.split.models and actor.weight_activation > draft.training.split.whole.pipelines[0].activation
     whole, split = (
-        max(map(sum, zip(draft.memory.training_bytes, min_memory(one)))) for one in (draft.split.whole, draft.problem)
+        max(map(sum, zip(draft.memory.training_bytes, min_memory(one))))
+        for one in (draft.training.split.whole, draft.training.problem)
     )
     assert whole < split
     for limit, expected in ((split + 1, 2), (split - 1, 1), (whole + 1, 0)):
         tight = drafted(**keys, trainer__memory_limit_gb=limit / 1e9)
-        assert len(split_models(tight.problem)) == expected, tight.split.why
+        assert len(split_models(tight.training.problem)) == expected, tight.training.split.why
 
 
 def test_a_schedule_file_says_what_is_split(tmp_path):
     file, free = tmp_path / "schedule.json", drafted()
-    save_schedule(file, greedy(replace(free.problem, memory_cap=None)))
+    save_schedule(file, greedy(replace(free.training.problem, memory_cap=None)))
     plan = planned(run(fusion__schedule=str(file), fusion__actor_microbatches=4), lengths=full(run()))
     assert split_models(plan.schedule.problem) == {"actor", "critic"} and str(file) in plan.report.render()
-    save_schedule(file, greedy(replace(free.split.whole, memory_cap=None)))
-    assert not split_models(drafted(fusion__schedule=str(file)).problem)
+    save_schedule(file, greedy(replace(free.training.split.whole, memory_cap=None)))
+    assert not split_models(drafted(fusion__schedule=str(file)).training.problem)
     with pytest.raises(InputError, match="has split False, this run has True"):
         drafted(fusion__schedule=str(file), fusion__split_backward="true")
 
@@ -141,10 +143,11 @@ def test_a_schedule_file_says_what_is_split(tmp_path):
 def test_transformer_engine_layers_are_not_split():
     engine = {"trainer__transformer_impl": "transformer_engine", "trainer__device": "cuda"}
     draft = drafted(**engine)
-    assert not draft.split.models and "Transformer Engine's layers make both gradients at once" in draft.split.why
+    split = draft.training.split
+    assert not split.models and "Transformer Engine's layers make both gradients at once" in split.why
     with pytest.raises(InputError, match=r"fusion.split_backward=true: Transf.*set trainer.transformer_impl=local"):
         drafted(**engine, fusion__split_backward="true")
-    assert "Transformer Engine" not in drafted(trainer__device="cuda").split.why  # auto takes our own
+    assert "Transformer Engine" not in drafted(trainer__device="cuda").training.split.why  # auto takes our own
 
 
 def profile_file(folder, *split: float) -> str:
@@ -161,12 +164,15 @@ def test_a_profile_prices_both_parts_or_none_is_split(tmp_path):
         del grids["layer_backward_input"], grids["layer_weight_gradient"]
     write_json(tmp_path / "profile.json", raw)
     draft = drafted(fusion__profile=old)
-    assert not draft.split.models and "has no times of split backwards; run tools/profile_costs.py" in draft.split.why
+    split = draft.training.split
+    assert not split.models and "has no times of split backwards; run tools/profile_costs.py" in split.why
     with pytest.raises(InputError, match="fusion.split_backward=true: .*profile.json has no times of split backwards"):
         drafted(fusion__profile=old, fusion__split_backward="true")
     measured = profile_file(tmp_path, 1.1, 1.0)
     draft = drafted(fusion__profile=measured)
-    actor = draft.problem.pipeline("actor")
-    assert draft.split.models and actor.backward[0] == 2 * 1_100_000 and actor.weight_gradient == (2_000_000,) * 4
+    actor = draft.training.problem.pipeline("actor")
+    assert (
+        draft.training.split.models and actor.backward[0] == 2 * 1_100_000 and actor.weight_gradient == (2_000_000,) * 4
+    )
     slow = profile_file(tmp_path, 2.5, 1.0)
-    assert not drafted(fusion__profile=slow).split.models
+    assert not drafted(fusion__profile=slow).training.split.models

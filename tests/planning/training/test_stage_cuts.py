@@ -31,7 +31,7 @@ def test_the_stage_with_the_output_layer_has_fewer_layers():
     assert cut[Role.CRITIC] is None or cut[Role.CRITIC][0] < 4  # its embedding makes the first rank the fullest
     received = parse_plan(drafted(run(**H100), WIDE, 4, full(run(**H100))), plan.to_text())
     assert received == plan and PlanReport.from_dict(plan.report.to_dict()) == plan.report
-    actor = next(balance for balance in plan.report.stages if balance.model == Role.ACTOR)
+    actor = next(balance for balance in plan.report.schedule.stages if balance.model == Role.ACTOR)
     pipeline = plan.schedule.problem.pipeline("actor")
     stages = [(f + b) * 1e-6 for f, b in zip(pipeline.forward, pipeline.backward)]
     assert actor.slowest_seconds == pytest.approx(max(stages), rel=1e-2)

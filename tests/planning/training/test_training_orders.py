@@ -88,6 +88,6 @@ def test_an_order_without_room_is_not_promised():
     keys |= {"rollout__max_batched_tokens": 64, "algorithm__minibatches": 1}
     draft = drafted(run(**keys), SPECS, 4)
     held = draft.memory.training_bytes
-    serial = max(map(sum, zip(held, evaluate(serial_1f1b(draft.problem)).node_peak_memory)))
+    serial = max(map(sum, zip(held, evaluate(serial_1f1b(draft.training.problem)).node_peak_memory)))
     plan = planned(run(**keys, trainer__memory_limit_gb=(serial - 1) / 1e9))
     assert promised(plan)["serial"].why_not == "needs more memory than a rank has"

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from layout_search.tell import draw_memory_curve, memory_curve
+from layout_search.search_answer import draw_memory_curve, memory_curve
 from testkit.search_cases import known, with_price
 
 PRICES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=20)

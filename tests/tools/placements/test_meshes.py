@@ -5,16 +5,17 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from placements.call_graph import GraphCall, graph_seconds, place_calls
-from placements.mesh import Mesh, aligned_meshes, split_meshes
+from paper.call_graph import GraphCall, graph_seconds, place_calls
+from placements.exact_search import best_plan, mesh_kinds
+from placements.mesh import Mesh, aligned_meshes, hardware_on, split_meshes
 from placements.problem import Call, Choice, MeshProblem, Option
-from placements.search import best_plan, mesh_kinds
 from placements.walk import greedy_plan, walk
 from testkit.mesh_cases import PHASES, plans, random_problem
 from testkit.profiles import share
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.costs.hardware import known_hardware, machines_by_name
 
 TWO_SCORERS = (PHASES[0], ("reference_inference", "critic_inference"), PHASES[2])
 
@@ -145,3 +146,10 @@ def test_calls_share_devices_and_wait_for_parents():
     assert place_calls(calls) == expected and graph_seconds(calls) == 17
     with pytest.raises(InputError, match="a, b wait for one another"):
         place_calls((GraphCall("a", (1, 1), 1.0, ("b",)), GraphCall("b", (1, 1), 1.0, ("a",))))
+
+
+def test_a_mesh_has_the_kinds_of_its_own_ranks():
+    machines, known = machines_by_name("a100:8,h200:16", ranks=24), known_hardware()
+    assert hardware_on(machines, Mesh(0, 8)) == known["a100"]
+    assert hardware_on(machines, Mesh(8, 16)) == known["h200"] == hardware_on(machines, Mesh(12, 4))
+    assert hardware_on(machines, Mesh(0, 16)).name == "a100:8,h200:8"

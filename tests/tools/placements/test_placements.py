@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paper.call_graph import GraphCall, place_calls
 from placements.across_iterations import ACTOR_LANE, CRITIC_LANE, best_lanes, period_seconds
-from placements.call_graph import GraphCall, place_calls
-from placements.mesh import Mesh
+from placements.mesh import Mesh, hardware_on
 from placements.placements import OVERLAPPED, SHAPES, placements
+from placements.placements_text import as_dict, as_text
 from placements.problem import Call, Choice, MeshProblem, Option
 from placements.run_problem import SOURCES, RunProblem, least_mesh, run_meshes
-from placements.tell import as_dict, as_text
 from testkit.mesh_cases import PHASES, plans, random_problem
 from testkit.profiles import examples, share
 
@@ -32,7 +32,7 @@ def random_run(seed, kinds=((H100, 4),), degrees=(1, 2), phases=PHASES, meshes=N
 
     groups = {}
     for mesh in meshes:
-        groups.setdefault(machines.on(mesh.first, mesh.last), []).append(mesh)
+        groups.setdefault(hardware_on(machines, mesh), []).append(mesh)
     return RunProblem(random_problem(seed, list(groups.values()), memory, least, degrees, phases), machines, meshes)
 
 

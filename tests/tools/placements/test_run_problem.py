@@ -7,11 +7,11 @@ from statistics import fmean, median
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from placements.exact_search import best_plan
 from placements.forward_options import generation_options
 from placements.mesh import Mesh
 from placements.problem import Option
 from placements.run_problem import RunProblem, leanest_fastest, run_meshes, split_points
-from placements.search import best_plan
 from placements.training_options import training_options
 from run_report.timeline import simulate_gen_infer
 from testkit.four_ranks import drafted, full, run, with_cores
@@ -74,7 +74,7 @@ def test_the_same_layouts_take_what_the_plan_says(lengths):
     seconds, work = make_plan(draft).report.seconds, work_of(draft)
     actor = all_trainings(work, "actor_train")["d1t1p4", "M8"]
     critic = all_trainings(work, "critic_train")["d2t1p2", "M4"]
-    step = sum(bound_of(draft.problem, name) for name in ("actor", "critic.0"))
+    step = sum(bound_of(draft.training.problem, name) for name in ("actor", "critic.0"))
     exact = 1e-3  # of ticks, and the critic's transfers, which are shorter than the actor's
     both = 4 * (step + optimizer_step_seconds(draft.analytic))
     assert actor.seconds + critic.seconds == pytest.approx(both, rel=exact)
@@ -88,8 +88,9 @@ def test_scoring_takes_what_the_simulation_says():
     draft = drafted(on_gpus(), SPECS, 4, long_tail(300, longest=256))
     work = work_of(draft)
     costs = {name: work.cost(name, draft.tasks[0].layout, H100) for name in ("generation", "reference_inference")}
-    job = JobCost(costs["generation"], (costs["reference_inference"],), output_share=work.output_share)
-    limits = replace(draft.limits, scoring_models=1, early_models=0)
+    share = work.inputs.lengths.samples.output_share
+    job = JobCost(costs["generation"], (costs["reference_inference"],), output_share=share)
+    limits = replace(draft.generation.limits, scoring_models=1, early_models=0)
     lines = [simulate_gen_infer(batch, 4, job, limits, threshold=0) for batch in work.inputs.drawn.batches]
     scored = option(RunProblem.of(work, machines_by_name("h100", ranks=4)), "reference_inference", "d4t1p1")
     assert scored.seconds == pytest.approx(fmean(line.total_seconds - line.generation_seconds for line in lines))
@@ -253,9 +254,10 @@ def price_of(draft):
 
 def test_stages_on_two_machines_wait_for_the_network():
     draft = alone(16, parallel__actor_train="d1t1p16")
-    assert draft.problem.transfer > 0
+    assert draft.training.problem.transfer > 0
     found = actor_trainings(work_of(draft), ranks=16)["d1t1p16", "M8"].seconds
-    free = price_of(replace(draft, problem=replace(draft.problem, transfer=0)))
+    at_once = replace(draft.training, problem=replace(draft.training.problem, transfer=0))
+    free = price_of(replace(draft, training=at_once))
     assert found == pytest.approx(price_of(draft), rel=1e-3) and found > 1.01 * free
 
 
@@ -266,14 +268,14 @@ def test_ranks_that_share_cores(monkeypatch, cores):
     keys = {"trainer__hardware": "cpu", "trainer__dtype": "float32", "trainer__memory_limit_gb": 200.0}
     draft = alone(**keys)
     work = work_of(draft)
-    assert draft.cores.waiting == 4 / cores
-    found = actor_trainings(work, draft.hardware)["d1t1p4", "M8"].seconds
+    assert draft.inputs.cores.waiting == 4 / cores
+    found = actor_trainings(work, draft.inputs.hardware)["d1t1p4", "M8"].seconds
     assert found == pytest.approx(price_of(draft), rel=1e-3)
-    lone = price_of(replace(draft, cores=SharedCores(4.0, 4, 1)))
+    lone = price_of(replace(draft, inputs=replace(draft.inputs, cores=SharedCores(4.0, 4, 1))))
     assert found > 1.2 * lone if cores < 4 else found == pytest.approx(lone, rel=1e-3)
-    generated = min(one.seconds for one in generation_options(work, 4, draft.hardware, 4, 1e15))
+    generated = min(one.seconds for one in generation_options(work, 4, draft.inputs.hardware, 4, 1e15))
     cores_each = replace(work, inputs=replace(work.inputs, cores=SharedCores(4.0, 4, 1)))
-    fastest = min(one.seconds for one in generation_options(cores_each, 4, draft.hardware, 4, 1e15))
+    fastest = min(one.seconds for one in generation_options(cores_each, 4, draft.inputs.hardware, 4, 1e15))
     assert generated == pytest.approx(fastest * 4 / cores, rel=1e-6)
 
 

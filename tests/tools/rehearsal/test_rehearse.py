@@ -57,9 +57,9 @@ def report(programs, run_yaml):
     """Rank 6: the actor's last stage and the critic's first."""
     draft = rehearsal_draft(load_config(run_yaml, []), 16)
     plan = make_plan(draft)
-    assert plan.report.keeps_generation
+    assert plan.report.memory.keeps_generation
     found = rehearse(run_yaml, [], plan, 6, WHOLE, print)
-    return tool.RankReport(found, planned_bytes(draft, plan, 6), plan.report.memory_limit)
+    return tool.RankReport(found, planned_bytes(draft, plan, 6), plan.report.memory.limit)
 
 
 def test_whole_iterations_run_twice_as_on_cuda_and_are_saved_and_resumed(report):
@@ -105,16 +105,16 @@ def test_split_backwards_hold_what_was_planned(programs, run_yaml, tmp_path):
     """What B leaves for W, and the gradients that were received for it: a searched schedule, in the fullest place."""
     asked, file = ["fusion.intra_stage=search", "fusion.split_backward=true"], tmp_path / "schedule.json"
     draft = rehearsal_draft(load_config(run_yaml, asked), 16)
-    save_schedule(file, search(draft.problem, SearchSettings(iterations=20_000, objective="memory"))[0])
+    save_schedule(file, search(draft.training.problem, SearchSettings(iterations=20_000, objective="memory"))[0])
     draft = rehearsal_draft(load_config(run_yaml, [*asked, f"fusion.schedule={file}"]), 16)
     plan = make_plan(draft)
     peaks = draft.memory.held_by(plan.schedule)
     rank = max(distinct_ranks(draft), key=lambda rank: planned_bytes(draft, plan, rank)["training"])
     assert max(peaks) > 0 and all(pipeline.split for pipeline in plan.schedule.problem.pipelines)
     found = rehearse(run_yaml, [*asked, f"fusion.schedule={file}"], plan, rank, ("training",), print)
-    planned = tool.RankReport(found, planned_bytes(draft, plan, rank), plan.report.memory_limit)
+    planned = tool.RankReport(found, planned_bytes(draft, plan, rank), plan.report.memory.limit)
     beside = draft.memory.generation.weights + draft.memory.generation.kv  # which is kept, and was not rehearsed
-    assert plan.report.keeps_generation and found["problems"] == {}
+    assert plan.report.memory.keeps_generation and found["problems"] == {}
     training = (planned.planned["training"] - beside) / planned.peaks["training"]["peak"] - 1
     assert -0.01 <= training <= 0.03, training
 

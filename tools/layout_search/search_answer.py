@@ -200,10 +200,10 @@ def _measured(ranking: Ranking) -> str:
 def _beyond(ranking: Ranking, best: Row) -> str:
     """What of the best table is larger than anything that was measured, where a profile says what was."""
     draft = ranking.setting.draft(best.table)
-    limits, shares = draft.limits, draft.ranks.shape.shares
-    sequences = min(limits.max_sequences, -(-draft.config.samples_per_iteration // draft.batch.instances))
+    limits, shares = draft.generation.limits, draft.ranks.shape.shares
+    sequences = min(limits.max_sequences, draft.batch.samples_per_instance)
     pack = min(sequences * limits.longest, max(limits.score_tokens, limits.longest))
-    training = {share.model: equal_microbatch(draft.drawn, draft.batch, share).tokens for share in shares}
+    training = {share.model: equal_microbatch(draft.inputs.drawn, draft.batch, share).tokens for share in shares}
     outside = draft.costs.beyond(sequences, limits.longest, pack, training)
     return f"; beyond what was measured the best table has {', '.join(outside)}" if outside else ""
 

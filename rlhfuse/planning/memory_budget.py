@@ -14,19 +14,21 @@ from itertools import accumulate
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.readable_bytes import readable_bytes
-from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.auto_layouts import SCORERS
+from rlhfuse.config.settings import RolloutConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.machine import Host, communicator_bytes, host_memory, memory_limit, ranks_on_machine
+from rlhfuse.costs.machine import communicator_bytes, host_memory, memory_limit, ranks_on_machine
 from rlhfuse.costs.model_memory import ModelMemory
-from rlhfuse.decisions.decode_shapes import draft_bytes
-from rlhfuse.planning.passing import PassingMemory
+from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.decode_shapes import guess_bytes
+from rlhfuse.decisions.layouts import TRAINED
+from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.planning.training.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 
-SCORERS = ("reference_inference", "reward_inference", "critic_inference")
-TRAINED = ("actor_train", "critic_train")
 TOKEN_BYTES, RESPONSE_BYTES = 16, 36  # of a mini-batch: ids and positions; which row, which id, and five numbers
 KEEPING_PART = 0.9  # of the limit, where generation is kept: graphs have a memory pool of their own, two fragment more
 SMALL_BYTES = 8 * 512  # of a micro-batch: borders, sums of its loss and whether it is finite, of 512 bytes each
@@ -91,9 +93,20 @@ class GenerationMemory:
     weights: int  # its copy of the actor
     kv: int
     graphs: int  # what recorded decode steps reserve for their activations
+    decoding: int  # activations of a step, and the logits of those sequences that draw a token
+
+    @staticmethod
+    def of(model: ModelMemory, rollout: RolloutConfig, kv_capacity_bytes: float) -> GenerationMemory:
+        """With C of a whole instance."""
+        batched = rollout.max_batched_tokens
+        drawing = min(rollout.max_sequences_per_instance, batched)
+        graphs = model.graph_bytes(drawing) if rollout.cuda_graphs else 0
+        kv = int(kv_capacity_bytes / model.layout.tp)
+        return GenerationMemory(model.weights_bytes(), kv, graphs, model.prefilling_bytes(batched, drawing))
 
     @property
     def device(self) -> int:
+        """What may stay between iterations."""
         return self.weights + self.kv + self.graphs
 
     def beside(self, phase: PhaseMemory) -> PhaseMemory:
@@ -185,11 +198,6 @@ class MemoryBudget:
         """Whether the phases do in which the optimizer may rest on the host, and leave such a share of a rank free."""
         return all(self.leaves(headroom, phase) for phase in self.static if phase.phase in RESTING)
 
-    @property
-    def _would_fit_offloaded(self) -> bool:
-        may_rest = self.hardware.device.own_memory and not self.offload
-        return may_rest and self.with_optimizer_offloaded().fits_beside_training()
-
     def leaves(self, headroom: float, phase: PhaseMemory) -> bool:
         """Whether a phase does; in generation the cache takes what it may have."""
         share = 1.0 if phase.phase == "generation" else 1.0 - headroom
@@ -245,13 +253,14 @@ class MemoryBudget:
         if self.process:
             parts.append(f"the process {readable_bytes(self.process)}")
         which, remedy = "", REMEDIES[fullest.phase]
+        may_rest = self.hardware.device.own_memory and not self.offload
         if fullest.phase == "training":
             smallest = max(self.needed(rank.phases(least)[-1]) for rank in self.ranks)
             which = f" with {order}" if smallest < needed else ""
             which += f"; the least of any schedule is {readable_bytes(smallest)}"
             if smallest <= self.limit:
                 remedy = f"set fusion.intra_stage=search without fusion.schedule to find one that fits, {remedy}"
-        elif self._would_fit_offloaded:
+        elif may_rest and self.with_optimizer_offloaded().fits_beside_training():
             remedy = f"set trainer.offload_optimizer=auto, {remedy}"
         raise MemoryRefusal(
             fullest.phase,
@@ -261,12 +270,13 @@ class MemoryBudget:
         )
 
 
-def check_host_memory(config: RunConfig, memory: MemoryBudget, world_size: int, host: Host) -> None:
+def check_host_memory(run: SettledRun, memory: MemoryBudget) -> None:
     """Raise InputError unless a machine with GPUs has host memory for all copies of its ranks, and their processes."""
     hardware = memory.hardware
     if not hardware.device.own_memory:  # where it is the limit of a rank
         return
-    ranks, (has, source) = ranks_on_machine(hardware, world_size), host_memory(config, hardware, host)
+    ranks = ranks_on_machine(hardware, run.world_size)
+    has, source = host_memory(run.config.trainer, hardware, run.host)
     fullest = max(memory.static, key=lambda phase: phase.host)
     needed = ranks * (fullest.host + hardware.host_process_bytes)
     if needed > has:
@@ -281,40 +291,38 @@ def check_host_memory(config: RunConfig, memory: MemoryBudget, world_size: int, 
 
 
 def memory_budget(
-    config: RunConfig,
+    run: SettledRun,
     costs: Mapping[str, AnalyticCost],
     ranks: FusedRanks,
     kv_capacity_bytes: float,
-    samples_per_microbatch: float,
-    host: Host,
+    batch: BatchArithmetic,
 ) -> MemoryBudget:
     """The budget of a run; `costs` has one entry per task, `kv_capacity_bytes` is C of a whole instance."""
     hardware, models = costs["generation"].hardware, {task: cost.memory for task, cost in costs.items()}
-    needs = _Needs(config, hardware, models, kv_capacity_bytes, samples_per_microbatch)
+    needs, trainer = _Needs(run, hardware, models, kv_capacity_bytes, batch), run.config.trainer
     kinds: dict[tuple[int, ...], RankMemory] = {}
     for rank in range(ranks.shape.nodes * ranks.shape.node_ranks):  # every replica has ranks at the same places
         places = tuple(ranks.locate(model, rank)[1] for model in ranks.shape.layouts)
         if places not in kinds:
             kinds[places] = RankMemory(places, ranks.node_of(rank), needs.phases(places))
-    limit = memory_limit(config, hardware, ranks.size, host)
+    limit = memory_limit(trainer, hardware, ranks.size, run.host)
     trained = {task.removesuffix("_train"): models[task] for task in TRAINED if task in models}
     tokens = needs.microbatch_tokens
     passing = PassingMemory.of(trained, tokens) if hardware.device.own_memory else None
-    layouts = {} if config.trainer.share_gpu else {task: model.layout for task, model in models.items()}
-    tied = {name for name, model in trained.items() if model.spec.tied_embeddings and not model.scalar_head}
-    buffers = communicator_bytes(config, hardware, layouts, ranks, tied) if layouts else 0  # else through the host
+    buffers = 0
+    if not trainer.share_gpu:  # else what ranks exchange passes through the host
+        layouts = {task: model.layout for task, model in models.items()}
+        buffers = communicator_bytes(hardware, layouts, ranks, run.tied, run.norms_by_pipeline)
     return MemoryBudget(tuple(kinds.values()), hardware, *limit, tokens, needs.generation, None, (), passing, buffers)
 
 
-def input_bytes(config: RunConfig, hardware: HardwareSpec, samples: float) -> int:
-    """What a device holds of a mini-batch's samples while it trains on them, `samples` to a micro-batch, before dp;
-    none where they are in its memory anyway."""
+def input_bytes(batch: BatchArithmetic, longest: tuple[int, int], hardware: HardwareSpec) -> int:
+    """What a device holds of a mini-batch's samples while it trains on them, before dp, all as long as the `longest`,
+    tokens of a prompt and a response; none where they are in its memory anyway."""
     if not hardware.device.own_memory:
         return 0
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    minibatch = config.samples_per_iteration // config.algorithm.minibatches
-    sample = TOKEN_BYTES * longest + RESPONSE_BYTES * config.rollout.max_response_tokens
-    return int(minibatch * (sample + SMALL_BYTES / samples))
+    sample = TOKEN_BYTES * sum(longest) + RESPONSE_BYTES * longest[1]
+    return int(batch.samples_per_minibatch * (sample + SMALL_BYTES / batch.samples_per_microbatch))
 
 
 class _Needs:
@@ -326,33 +334,29 @@ class _Needs:
 
     def __init__(
         self,
-        config: RunConfig,
+        run: SettledRun,
         hardware: HardwareSpec,
         models: Mapping[str, ModelMemory],
         kv_capacity_bytes: float,
-        samples: float,
+        batch: BatchArithmetic,
     ) -> None:
         self._starts = hardware.device.own_memory
-        rollout, generation = config.rollout, models["generation"]
+        rollout, generation, longest = run.config.rollout, models["generation"], run.config.longest_sample
         batched = rollout.max_batched_tokens
         self._trained = [models[task] for task in TRAINED if task in models]
         scorers = [models[task] for task in SCORERS if task in models]
         self._offloaded = sum(model.weights_bytes() for model in scorers)
-        written = config.samples_per_iteration * rollout.max_response_tokens
-        self._guesses = draft_bytes(written) if rollout.draft_rows else 0
+        written = batch.samples * rollout.max_response_tokens
+        self._guesses = guess_bytes(written) if rollout.draft_rows else 0
         self._critic = models["critic_inference"].weights_bytes() if "critic_inference" in models else 0
-        copy, drawing = generation.weights_bytes(), min(rollout.max_sequences_per_instance, batched)
-        self._buckets = min(config.fusion.bucket_mib << 20, max(copy, self._critic))
-        self._decoding = generation.prefilling_bytes(batched, drawing)
-        graphs = generation.graph_bytes(drawing) if rollout.cuda_graphs else 0
-        self.generation = GenerationMemory(copy, int(kv_capacity_bytes / generation.layout.tp), graphs)
+        self.generation = GenerationMemory.of(generation, rollout, kv_capacity_bytes)
+        self._buckets = min(run.config.fusion.bucket_mib << 20, max(self.generation.weights, self._critic))
         self._scoring = max((model.scoring_bytes(batched) for model in scorers), default=0)
-        longest = config.data.max_prompt_tokens + rollout.max_response_tokens
-        self.microbatch_tokens = samples * longest
-        self._inputs = input_bytes(config, hardware, samples)
+        self.microbatch_tokens = batch.samples_per_microbatch * sum(longest)
+        self._inputs = input_bytes(batch, longest, hardware)
         self._gathering = max(model.gathering_bytes(self.microbatch_tokens) for model in self._trained)
         self._rotations = generation.rotation_bytes(generation.spec.context)
-        self._rotations += sum(model.rotation_bytes(longest) for model in (*scorers, *self._trained))
+        self._rotations += sum(model.rotation_bytes(sum(longest)) for model in (*scorers, *self._trained))
 
     def phases(self, places: tuple[int, ...]) -> tuple[PhaseMemory, ...]:
         """Phases of a rank at these places of the pipelines of the models that train."""
@@ -374,7 +378,7 @@ class _Needs:
         return (
             *((self._start(parts),) if self._starts else ()),
             phase("moves", self.generation.weights + self._critic, buckets=standing + self._buckets),
-            phase("generation", self.generation.weights, activations=self._decoding, kv=self.generation.kv),
+            phase("generation", self.generation.weights, activations=self.generation.decoding, kv=self.generation.kv),
             phase("inference", self._offloaded, activations=self._scoring),
             phase("training", gradients=gradients, activations=passing),
         )

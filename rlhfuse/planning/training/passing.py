@@ -41,7 +41,7 @@ class PassingMemory:
         """
         pipelines, peaks = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}, []
         for node, order in enumerate(schedule.orders):
-            passing = [self._in(pipelines[one.pipeline], one) for one in order]
+            passing = [self._in(pipelines[action.pipeline], action) for action in order]
             after = memory_profile(schedule, node)
             highest = max(max(held) + more for *held, more in zip([0, *after], after, passing))
             peaks.append(highest - max(passing) + self._received_beyond(schedule, node))
@@ -59,11 +59,11 @@ class PassingMemory:
         pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
         held: Counter[tuple[str, int, str]] = Counter()  # (model, stage, F: hidden states, B: gradients)
         most: Counter[tuple[str, int, str]] = Counter()
-        for one in schedule.orders[node]:
-            pipeline = pipelines[one.pipeline]
-            states, gradients = ((pipeline.model, one.stage, kind) for kind in "FB")
-            held[states] += {"F": 1, "B": -1}.get(one.kind, 0)
-            held[gradients] += {"B": 1, "W": -1}.get(one.kind, 0) if pipeline.split else 0
+        for action in schedule.orders[node]:
+            pipeline = pipelines[action.pipeline]
+            states, gradients = ((pipeline.model, action.stage, kind) for kind in "FB")
+            held[states] += {"F": 1, "B": -1}.get(action.kind, 0)
+            held[gradients] += {"B": 1, "W": -1}.get(action.kind, 0) if pipeline.split else 0
             for key in (states, gradients):
                 most[key] = max(most[key], held[key])
         depth = {pipeline.model: pipeline.stages for pipeline in schedule.problem.pipelines}

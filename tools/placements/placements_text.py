@@ -11,8 +11,7 @@ from typing import Any
 from placements.mesh import Mesh
 from placements.placements import OVERLAPPED, Placement
 
-from rlhfuse.decisions.layouts import TASK_ROLES
-from rlhfuse.planning.memory import TRAINED
+from rlhfuse.decisions.layouts import TASK_ROLES, TRAINED
 
 TODAY = "colocated, fused"
 TEXT_COLUMNS = 110
@@ -24,7 +23,7 @@ LEGEND = (
 )
 
 
-def as_text(found: Sequence[Placement], today_seconds: float | None, refusal: str = "") -> str:
+def as_text(placements: Sequence[Placement], today_seconds: float | None, refusal: str = "") -> str:
     """A row for each placement; `today_seconds`: predicted of an iteration as the run will do it, None where it cannot
     be: then `refusal` says why."""
     today = _row_of(today_seconds, today_seconds)
@@ -33,25 +32,24 @@ def as_text(found: Sequence[Placement], today_seconds: float | None, refusal: st
         _line("placement", "seconds", "x", "bound", "meshes with their layouts"),
         *_rows(TODAY, *today, "-", [refusal or "all ranks: this plan, what runs today"]),
     ]
-    for one in found:
-        seconds = None if one.why_not else one.seconds
-        bound = "-" if one.bound == inf else f"{one.bound:.4g}"
-        lines += _rows(
-            one.name, *_row_of(seconds, today_seconds), bound, [one.why_not] if one.why_not else _meshes(one)
-        )
-    lines += [f"  {one.name}: {one.note}" for one in found if one.note]
+    for placement in placements:
+        seconds = None if placement.why_not else placement.seconds
+        bound = "-" if placement.bound == inf else f"{placement.bound:.4g}"
+        told = [placement.why_not] if placement.why_not else _meshes(placement)
+        lines += _rows(placement.name, *_row_of(seconds, today_seconds), bound, told)
+    lines += [f"  {placement.name}: {placement.note}" for placement in placements if placement.note]
     return "\n".join([*lines, *(f"  {line}" for line in LEGEND)])
 
 
-def as_dict(found: Sequence[Placement], today_seconds: float | None) -> dict[str, Any]:
+def as_dict(placements: Sequence[Placement], today_seconds: float | None) -> dict[str, Any]:
     """The same. `over_today`: above 1 where it would be faster."""
-    return {"today_seconds": today_seconds, "placements": [_row(one, today_seconds) for one in found]}
+    return {"today_seconds": today_seconds, "placements": [_row(placement, today_seconds) for placement in placements]}
 
 
-def _row(one: Placement, today_seconds: float | None) -> dict[str, Any]:
-    row = {"name": one.name, "bound": None if one.bound == inf else one.bound}
-    if one.why_not:
-        return {**row, "why_not": one.why_not}
+def _row(placement: Placement, today_seconds: float | None) -> dict[str, Any]:
+    row = {"name": placement.name, "bound": None if placement.bound == inf else placement.bound}
+    if placement.why_not:
+        return {**row, "why_not": placement.why_not}
     calls = {
         name: {
             "layout": str(choice.option.layout),
@@ -59,11 +57,11 @@ def _row(one: Placement, today_seconds: float | None) -> dict[str, Any]:
             "seconds": choice.option.seconds,
             "note": choice.option.note,
         }
-        for name, choice in sorted(one.plan.items())
+        for name, choice in sorted(placement.plan.items())
     }
-    over = today_seconds / one.seconds if today_seconds else None
-    row = {**row, "seconds": one.seconds, "over_today": over, "calls": calls}
-    return {**row, "note": one.note} if one.note else row
+    over = today_seconds / placement.seconds if today_seconds else None
+    row = {**row, "seconds": placement.seconds, "over_today": over, "calls": calls}
+    return {**row, "note": placement.note} if placement.note else row
 
 
 def _row_of(seconds: float | None, today_seconds: float | None) -> tuple[str, str]:
@@ -71,14 +69,14 @@ def _row_of(seconds: float | None, today_seconds: float | None) -> tuple[str, st
     return f"{seconds:.4g}" if seconds else "-", f"{today_seconds / seconds:.2f}" if seconds and today_seconds else "-"
 
 
-def _meshes(one: Placement) -> list[str]:
+def _meshes(placement: Placement) -> list[str]:
     """A text for each mesh: what runs there, in the order of an iteration."""
     there: dict[Mesh, list[str]] = defaultdict(list)
     for task, _ in TASK_ROLES:
-        if task in one.plan:
-            option, trains = one.plan[task].option, task in TRAINED
+        if task in placement.plan:
+            option, trains = placement.plan[task].option, task in TRAINED
             note = f" ({option.note})" if trains and option.note else ""
-            there[one.plan[task].mesh].append(f"{task.removesuffix('_inference')} {option.layout}{note}")
+            there[placement.plan[task].mesh].append(f"{task.removesuffix('_inference')} {option.layout}{note}")
     return [f"{mesh} {', '.join(calls)}" for mesh, calls in sorted(there.items())]
 
 

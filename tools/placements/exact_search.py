@@ -23,7 +23,7 @@ Table = list[tuple[float, Placed]]  # by set of calls, as bits: least seconds of
 
 
 @dataclass(frozen=True)
-class Found:
+class BestPlan:
     """The best plan, and what it was compared with: `placements` of trainings, of which so many were `priced`; all
     others have a bound of at least `bound` seconds."""
 
@@ -34,7 +34,7 @@ class Found:
     bound: float
 
 
-def best_plan(problem: MeshProblem, tree: MeshTree | None = None) -> Found:
+def best_plan(problem: MeshProblem, tree: MeshTree | None = None) -> BestPlan:
     """The plan of least seconds that fits, on the meshes of a tree, or on all that are aligned.
 
     Nothing is random; of equal plans the first by its text. Raises InputError where nothing fits.
@@ -51,15 +51,15 @@ def best_plan(problem: MeshProblem, tree: MeshTree | None = None) -> Found:
             for number, least in enumerate(alone)
         ]
         queue.append((sum(parts), text, plan, parts))
-    queue.sort(key=lambda one: one[:2])
+    queue.sort(key=lambda entry: entry[:2])
     best, best_seconds, priced, bound = None, inf, 0, inf
     for bound, _, plan, parts in queue:
         if bound >= best_seconds:
             break
         priced += 1
-        found = rooms.fill(plan, tree, parts, best_seconds)
-        if found is not None:
-            best_seconds, best = found
+        filled = rooms.fill(plan, tree, parts, best_seconds)
+        if filled is not None:
+            best_seconds, best = filled
     else:
         bound = inf
     if best is None:
@@ -68,7 +68,7 @@ def best_plan(problem: MeshProblem, tree: MeshTree | None = None) -> Found:
         raise InputError(
             f"{what} on {problem.ranks} ranks fits into {size:.4g} GB of a rank; use more ranks or larger devices"
         )
-    return Found(best, problem.seconds(best), len(queue), priced, bound)
+    return BestPlan(best, problem.seconds(best), len(queue), priced, bound)
 
 
 def mesh_kinds(problem: MeshProblem, tree: MeshTree) -> dict[Mesh, int]:
@@ -77,7 +77,7 @@ def mesh_kinds(problem: MeshProblem, tree: MeshTree) -> dict[Mesh, int]:
     options: dict[tuple, int] = {}
     seen: dict[int, int] = {}  # by identity: most meshes share their options
     kinds: dict[tuple, int] = {}
-    found: dict[Mesh, int] = {}
+    by_mesh: dict[Mesh, int] = {}
 
     def number(some: Sequence[Option]) -> int:
         if id(some) not in seen:
@@ -90,11 +90,11 @@ def mesh_kinds(problem: MeshProblem, tree: MeshTree) -> dict[Mesh, int]:
         memory = problem.memory_bytes[mesh.first : mesh.last + 1]
         runs = tuple((size, len(list(same))) for size, same in groupby(memory))
         parts = tuple((part.mesh.first - mesh.first, visit(part)) for part in tree.parts)
-        found[mesh] = kinds.setdefault((mesh.size, own, runs, parts), len(kinds))
-        return found[mesh]
+        by_mesh[mesh] = kinds.setdefault((mesh.size, own, runs, parts), len(kinds))
+        return by_mesh[mesh]
 
     visit(tree)
-    return found
+    return by_mesh
 
 
 def _resident_placements(
@@ -102,7 +102,7 @@ def _resident_placements(
 ) -> Iterator[tuple[str, dict[str, Choice]]]:
     """Placements of the calls that hold memory: those that fit by themselves, one of each kind; first their text."""
     choices = {
-        (call.name, mesh): [(str(one), one) for one in (Choice(mesh, option) for option in call.options.get(mesh, ()))]
+        (call.name, mesh): [(str(choice), choice) for choice in call.choices(mesh)]
         for call in problem.residents
         for mesh in kinds
     }
@@ -141,8 +141,8 @@ def _load(problem: MeshProblem, number: int, plan: MeshPlan) -> float:
     """The largest sum of the phase's placed calls on a rank."""
     placed = [plan[call.name] for call in problem.phases[number] if call.name in plan]
     on_rank = (
-        sum(one.option.seconds for one in placed if one.mesh.first <= rank <= one.mesh.last)
-        for rank in {one.mesh.first for one in placed}
+        sum(choice.option.seconds for choice in placed if choice.mesh.first <= rank <= choice.mesh.last)
+        for rank in {choice.mesh.first for choice in placed}
     )
     return max(on_rank, default=0.0)
 
@@ -176,8 +176,8 @@ class _Rooms:
         """Seconds and the whole plan, if they are below `limit`; `lower`: bounds of the phases."""
         whole, seconds = dict(plan), sum(lower)
         for number in sorted(range(len(lower)), key=lambda number: len(self.free[number])):
-            found, placed = self._table(number, tree, plan, 0.0)[0][-1]
-            seconds += found - lower[number]
+            added, placed = self._table(number, tree, plan, 0.0)[0][-1]
+            seconds += added - lower[number]
             if not seconds < limit:
                 return None
             whole |= {name: Choice(Mesh(first, size), option) for name, first, option, size in placed}
@@ -228,8 +228,8 @@ class _Rooms:
             seconds += pinned + sum(here[bit][0] for bit in _bits(chosen))
             if seconds < best[0]:
                 names = [self.free[number][bit].name for bit in _bits(chosen)]
-                found = [option for bit in _bits(chosen) if (option := here[bit][1])]
-                options = [(name, 0, option, mesh.size) for name, option in zip(names, found)]
+                running = [option for bit in _bits(chosen) if (option := here[bit][1])]
+                options = [(name, 0, option, mesh.size) for name, option in zip(names, running)]
                 best = seconds, (*placed, *options)
         return best
 
@@ -258,8 +258,8 @@ def _stairs(options: Sequence[Option]) -> tuple[tuple[float, ...], tuple[tuple[f
 
 def _without_fetching(call: Call) -> Call:
     options = {
-        mesh: tuple(Option(one.layout, one.seconds, 0.0, one.passing_bytes) for one in some)
-        for mesh, some in call.options.items()
+        mesh: tuple(Option(option.layout, option.seconds, 0.0, option.passing_bytes) for option in options)
+        for mesh, options in call.options.items()
     }
     return Call(call.name, options)
 

@@ -9,8 +9,8 @@ from testkit.profiles import share
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
-from rlhfuse.decisions.batch_cut import resolve_batch
-from rlhfuse.decisions.layouts import check_layouts
+from rlhfuse.decisions.batch_arithmetic import resolve_batch
+from rlhfuse.decisions.layout_rules import LayoutRules
 
 SPECS = {"actor": TINY, "critic": TINY}
 PIPELINES = (("d1t1p4", "d2t1p2"), ("d2t1p2", "d1t1p4"), ("d4t1p1", "d4t1p1"), ("d1t2p2", "d2t2p1"), ("d1t1p4", ""))
@@ -35,7 +35,7 @@ def runs(config: RunConfig) -> bool:
     specs = {role: TINY for role in config.roles() if role in SPECS}
     config = config.with_(reward={"function": "m:f"})
     try:
-        check_layouts(config, specs, 4)
+        LayoutRules(config, specs, 4).table()
     except InputError:
         return False
     return True

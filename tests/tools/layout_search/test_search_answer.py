@@ -5,8 +5,7 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from layout_search.sensitivity import Swing
-from layout_search.tell import (
+from layout_search.search_answer import (
     PHASES,
     answer_of,
     best_tables,
@@ -16,14 +15,14 @@ from layout_search.tell import (
     swing_lines,
     wishes_table,
 )
+from layout_search.sensitivity import Swing
 from layout_search.wishes import Wish
 from testkit.flat_profile import of_degree
-from testkit.search_cases import GPUS, ROWS, TRAINED, setting
+from testkit.search_cases import GPUS, ROWS, TRAINED, setting, table_of
 
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
-from rlhfuse.planning.search.table import Table
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +67,7 @@ def test_json_says_the_same_without_rounding(answer):
     raw = json.loads(json.dumps(answer.to_dict(), allow_nan=False))
     assert raw["version"] == 1 and raw["world_size"] == 4 and raw["bound"] == answer.found.bound
     for table, row in zip(raw["tables"], answer.found.rows, strict=True):
-        assert Table.parse(table["overrides"]) == row.table and table["overrides"][0] == "parallel=auto"
+        assert table_of(table["overrides"]) == row.table and table["overrides"][0] == "parallel=auto"
         assert table["seconds"] == row.seconds and table["parts"] == dict(row.price.parts)
         assert table["needed_bytes"] == row.needed_bytes <= table["limit_bytes"]
     for wish, made in zip(raw["wishes"], answer.wishes, strict=True):
@@ -145,7 +144,7 @@ def test_what_is_larger_than_anything_measured_is_named(profiled):
     made, ranking = profiled, measured(profiled, 1, 2, 4, largest=10.0)
     found = ranking.found(2)
     draft = made.draft(found.best.table)
-    longest = draft.limits.longest
+    longest = draft.generation.limits.longest
     told = doubts_of(ranking, found)[1].partition("; beyond what was measured the best table has ")[2].split(", ")
     assert told[0] == f"{longest} tokens of a context (measured: 10)"  # an instance has fewer sequences
     kinds = [one.partition(" ")[2].partition(" (")[0] for one in told[1:]]

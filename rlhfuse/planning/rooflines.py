@@ -1,0 +1,73 @@
+"""Analytic costs of a run's tasks, whatever their layouts: by these work is priced that was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhfuse.config.auto_layouts import SCORERS
+from rlhfuse.config.role import Role
+from rlhfuse.config.spec import HardwareSpec, ModelSpec
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.job_cost import JobCost
+from rlhfuse.costs.kernels import Kernels
+from rlhfuse.costs.machine import SharedCores
+from rlhfuse.costs.measured import Work
+from rlhfuse.decisions.layouts import Task
+from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.simulator.lengths import SampleLengths
+
+
+@dataclass(frozen=True)
+class Rooflines:
+    """A roofline for each task: shapes of models, and rates of a rank. `recompute` and `sequence_parallel` are of
+    training; `switch_sums`: tensor ranks add up in the NVLink switch where there is one."""
+
+    specs: Mapping[Role, ModelSpec]
+    hardware: HardwareSpec
+    cores: SharedCores
+    element_bytes: int
+    switch_sums: bool
+    recompute: bool
+    sequence_parallel: bool
+
+    @staticmethod
+    def of(run: SettledRun, hardware: HardwareSpec, cores: SharedCores) -> Rooflines:
+        """As the run has what is not open; else without."""
+        trainer, parallel = run.config.trainer, run.config.parallel
+        return Rooflines(
+            run.specs,
+            hardware,
+            cores,
+            trainer.element_bytes,
+            switch_sums=run.config.rollout.all_reduce != "nccl",
+            recompute=trainer.recompute == "full",
+            sequence_parallel=parallel.sequence_parallel is True,
+        )
+
+    def costs(self, tasks: Sequence[Task]) -> dict[str, AnalyticCost]:
+        """By the task's name."""
+        return {task.name: self.cost(task) for task in tasks}
+
+    def cost(self, task: Task) -> AnalyticCost:
+        return AnalyticCost(
+            self.specs[task.role],
+            task.layout,
+            self.cores.rates(self.hardware, _work_of(task)),
+            self.element_bytes,
+            task.role.scalar_head,
+            sequence_parallel=task.training and self.sequence_parallel,
+            recompute=task.training and self.recompute,
+            kernels=Kernels.on(self.hardware, self.switch_sums),
+        )
+
+    def job_cost(self, costs: Mapping[str, AnalyticCost], world_size: int, lengths: SampleLengths) -> JobCost:
+        """The CostModel of generation and inference; `costs`: by task, of samples of these lengths."""
+        generation = costs["generation"]
+        scorers = tuple(costs[name] for name in SCORERS if name in costs)
+        crosses = world_size > generation.hardware.devices_per_node
+        return JobCost(generation, scorers, crosses, lengths.output_share, self.cores.ratios.reward)
+
+
+def _work_of(task: Task) -> Work:
+    return "training" if task.training else "generation" if task.name == "generation" else "inference"
