@@ -68,12 +68,24 @@ def main() -> int:
         *run.lines,
         *source,
         *_describe(seen, lengths),
-        threshold.table(),
+        _table(threshold),
         threshold.explain(),
         f"written: {args.out}",
     ):
         print(line)
     return 0
+
+
+def _table(threshold: Threshold) -> str:
+    """The curve as text, one R_t a line; the chosen one is marked."""
+    lines = ["ratio  R_t  m  fused_s  generation_s  migration_s"]
+    for point in threshold.sweep:
+        mark = " <" if point.threshold == threshold.threshold else ""
+        lines.append(
+            f"{point.ratio:5.2f} {point.threshold:4d} {point.destinations:2d} {point.fused_seconds:8.4g} "
+            f"{point.generation_seconds:13.4g} {point.migration_seconds:12.3g}{mark}"
+        )
+    return "\n".join(lines)
 
 
 def _parse() -> argparse.Namespace:

@@ -49,7 +49,9 @@ def main() -> int:
         raise InputError(f"--ranks {args.ranks}: at least one process is needed")
     config = load_config(args.config, args.overrides)
 
-    from rlhfuse.run.launch import check_start, dry_run, train  # torch loads for a readable config only
+    from run_check import check_start, dry_run  # torch loads for a readable config only
+
+    from rlhfuse.run.launch import train
 
     if args.dry_run:
         return dry_run(config, args.world_size or args.ranks, args.try_reward)

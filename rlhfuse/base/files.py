@@ -183,8 +183,8 @@ def output_folder(path: str | Path, force: bool = False) -> Iterator[Path]:
     try:
         yield fresh
         with writing(path):
-            for one in (*fresh.rglob("*"), fresh):
-                sync(one)
+            for written in (*fresh.rglob("*"), fresh):
+                sync(written)
             if path.exists():
                 os.replace(path, old)
             os.replace(fresh, path)

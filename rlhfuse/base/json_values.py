@@ -70,7 +70,7 @@ _OTHERS = json.JSONDecoder()
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(DEEPEST):
-        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
+        inner = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, (dict, list)))
         level = [entry for entries in inner for entry in entries]
     if level:
         raise RecursionError

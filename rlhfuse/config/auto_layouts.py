@@ -73,9 +73,9 @@ def completed(config: RunConfig) -> RunConfig:
 def decided(asked: RunConfig, made: RunConfig) -> str:
     """What was decided, as words; models that score have one layout."""
     values = {key: value for key, value, _ in made.leaves()}
-    found: dict[str, object] = {}
+    chosen: dict[str, object] = {}
     for key in searched_keys(asked):
         name, value = key.rpartition(".")[2], values[key]
         if value != AUTO:
-            found["inference" if name in SCORERS else name] = str(value).lower() if isinstance(value, bool) else value
-    return " ".join(f"{name}={value}" for name, value in found.items())
+            chosen["inference" if name in SCORERS else name] = str(value).lower() if isinstance(value, bool) else value
+    return " ".join(f"{name}={value}" for name, value in chosen.items())

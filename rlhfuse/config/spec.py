@@ -104,7 +104,7 @@ class ModelSpec:
         file, generation = Path(path) / "config.json", Path(path) / "generation_config.json"
         if not file.exists():
             raise InputError(f"{file} is missing: {path} is no Hugging Face model folder; give its path")
-        raw, said = (_read(one) if one.exists() else {} for one in (file, generation))
+        raw, said = (_read(source) if source.exists() else {} for source in (file, generation))
         ends = said.get("eos_token_id")
         return _from_config_dict(raw if ends is None else raw | {"eos_token_id": ends}, str(file))
 
@@ -292,9 +292,9 @@ class HardwareSpec:
         return DeviceKind.of(self.name)
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            positive = one.name in ("flops", "memory_bytes") or one.name.endswith("_bandwidth")
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            positive = entry.name in ("flops", "memory_bytes") or entry.name.endswith("_bandwidth")
             if isinstance(value, (int, float)) and not (0 <= value < math.inf and (value or not positive)):
                 wanted = "a positive number" if positive else "a number that is not negative"
-                raise InputError(f"hardware {self.name}: {one.name} is {value}; {wanted} is needed")
+                raise InputError(f"hardware {self.name}: {entry.name} is {value}; {wanted} is needed")

@@ -46,7 +46,7 @@ def _possible_path(text: str) -> str:
         raise InputError(
             f"a name in it is longer than {LONGEST_NAME} bytes or has a zero byte; no file has such a name"
         )
-    if len(text.encode(errors="replace")) > LONGEST_PATH or any("\ud800" <= one <= "\udfff" for one in text):
+    if len(text.encode(errors="replace")) > LONGEST_PATH or any("\ud800" <= sign <= "\udfff" for sign in text):
         raise InputError(f"it is longer than {LONGEST_PATH} bytes or no text of UTF-8; no file has such a name")
     return text
 
@@ -78,9 +78,9 @@ class OrAuto:
         return {"anyOf": [{"const": AUTO}, handler(schema["schema"])]}
 
 
-def known(value: Any, found: Any) -> Any:
+def known(value: Any, resolved: Any) -> Any:
     """A key's value, or what was found for one that is AUTO."""
-    return found if value == AUTO else value
+    return resolved if value == AUTO else value
 
 
 def _truth_as_text(value: Any) -> Any:

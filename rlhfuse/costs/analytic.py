@@ -59,7 +59,7 @@ class AnalyticCost:
     @cached_property
     def roofline(self) -> Roofline:
         """The numbers that seconds of a forward and of a decode step follow from."""
-        spec, machine, tp = self.spec, self.hardware, self.layout.tp
+        spec, hardware, tp = self.spec, self.hardware, self.layout.tp
         head = 0 if self.scalar_head else spec.embedding_parameters
         moved = 0.0
         if self.kernels:
@@ -68,13 +68,13 @@ class AnalyticCost:
             layers=spec.layers,
             flops_per_token=2 * spec.layer_parameters,
             flops_per_pair=4 * spec.heads * spec.head_dim,
-            flop_rate=tp * machine.flops,
+            flop_rate=tp * hardware.flops,
             weight_bytes=spec.layer_parameters * self.element_bytes,
             kv_bytes=2 * spec.kv_heads * spec.head_dim * self.element_bytes,
-            byte_rate=tp * machine.memory_bandwidth,
+            byte_rate=tp * hardware.memory_bandwidth,
             in_turns=self.in_turns,
-            floor=machine.launch_seconds,
-            decode_floor=machine.decode_layer_seconds,
+            floor=hardware.launch_seconds,
+            decode_floor=hardware.decode_layer_seconds,
             moved_per_token=moved,
             bandwidth=self.moving_bandwidth,
             message_bytes=self._message_bytes(1),
@@ -82,8 +82,8 @@ class AnalyticCost:
             link=self._tensor_ranks.bandwidth,
             sum_start=self._tensor_ranks.all_reduce_seconds(0),
             head_flops=2 * head,
-            head_moving=head * self.element_bytes / (tp * machine.memory_bandwidth),
-            passed=machine.pass_seconds,
+            head_moving=head * self.element_bytes / (tp * hardware.memory_bandwidth),
+            passed=hardware.pass_seconds,
         )
 
     def prefill_seconds(self, tokens: float, sequences: float = 1) -> float:
@@ -93,13 +93,9 @@ class AnalyticCost:
     @property
     def prefill_roofline(self) -> Roofline:
         """The same of a prefill, whose layers are launched on a CPU as those of a decode step are."""
-        machine = self.hardware
-        starts = machine.decode_layer_seconds if self.in_turns else machine.launch_seconds
+        hardware = self.hardware
+        starts = hardware.decode_layer_seconds if self.in_turns else hardware.launch_seconds
         return self.roofline._replace(floor=starts, passed=0.0)
-
-    def forward_seconds(self, tokens: float, sequences: float = 1, outputs: float | None = None) -> float:
-        """Forward over packed sequences with an output for every token, or for so many."""
-        return roofline.forward_seconds(self.roofline, tokens, sequences, tokens if outputs is None else outputs)
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
         """One token for each of `batch` sequences with `context_tokens` of context in all."""
@@ -198,20 +194,20 @@ class AnalyticCost:
     def stage_seconds(self, micro: MicrobatchTokens) -> StageSeconds:
         """One micro-batch, of a layer and of the ends."""
         tokens, sequences, outputs = micro
-        machine, passed = self.hardware, self.hardware.pass_seconds
+        hardware, passed = self.hardware, self.hardware.pass_seconds
         layer, head = self.layer_seconds(tokens, sequences), self.head_seconds(outputs)
         again = layer if self.recompute else 0.0
         backward, head_backward = BACKWARD_OVER_FORWARD * layer + again, BACKWARD_OVER_FORWARD * head
         if self.in_turns:
-            backward -= machine.launch_seconds  # it launches as much as a forward does
+            backward -= hardware.launch_seconds  # it launches as much as a forward does
         if kernels := self.kernels:
             width, tp = self.memory.hidden, self.layout.tp
             backward -= BACKWARD_OVER_FORWARD * roofline.moved_seconds(self.roofline, tokens)
             back = tokens * kernels.backward_bytes(self.spec, width, tp, self.element_bytes)
             backward += back / self.moving_bandwidth
             weights = self.spec.layer_parameters / tp
-            product = 2 * weights * tokens / machine.flops  # of the weight gradients, among the others
-            backward += max(0.0, weights * kernels.gradient_sum_bytes / machine.memory_bandwidth - product)
+            product = 2 * weights * tokens / hardware.flops  # of the weight gradients, among the others
+            backward += max(0.0, weights * kernels.gradient_sum_bytes / hardware.memory_bandwidth - product)
             head_backward += head if kernels.logits_again else 0.0
             head_backward += self._logit_seconds(outputs, kernels.tile_backward_bytes)
             chunks = max(1.0, outputs * self.spec.hidden * 4 / kernels.head_chunk_bytes)
@@ -226,16 +222,16 @@ class AnalyticCost:
         W reads once more what is kept for it, and gathers what sequence parallelism has cut beneath no other product.
         Collectives of B are in `backward`, which hides none.
         """
-        spec, machine, tp = self.spec, self.hardware, self.layout.tp
-        product = 2 * spec.layer_parameters * tokens / (tp * machine.flops)
+        spec, hardware, tp = self.spec, self.hardware, self.layout.tp
+        product = 2 * spec.layer_parameters * tokens / (tp * hardware.flops)
         if self.kernels:
-            sums = spec.layer_parameters / tp * self.kernels.gradient_sum_bytes / machine.memory_bandwidth
+            sums = spec.layer_parameters / tp * self.kernels.gradient_sum_bytes / hardware.memory_bandwidth
             product = max(product, sums)
-        read = self.memory.split_layer_bytes(tokens) / machine.memory_bandwidth
+        read = self.memory.split_layer_bytes(tokens) / hardware.memory_bandwidth
         gathered = 0.0
         if self.memory.cuts_tokens:
             gathered = GATHERS * self._tensor_ranks.gather_seconds(self._message_bytes(tokens))
-        return backward - product, max(product + read, LAUNCHES * machine.launch_seconds) + gathered
+        return backward - product, max(product + read, LAUNCHES * hardware.launch_seconds) + gathered
 
     def optimizer_step_seconds(self, place: int | None = None) -> float:
         """After the last micro-batch of a mini-batch: gradients summed over dp, Adam, weights gathered (ZeRO-1).

@@ -19,14 +19,14 @@ from rlhfuse.config.spec import HardwareSpec
 class RankGroup:
     """`ranks` ranks, each `stride` after the one before, the first of them on a machine's first device."""
 
-    machine: HardwareSpec
+    hardware: HardwareSpec
     ranks: int
     stride: int = 1
 
     @property
     def on_machine(self) -> int:
         """Members on one machine."""
-        return max(1, min(self.ranks, self.machine.devices_per_node // self.stride))
+        return max(1, min(self.ranks, self.hardware.devices_per_node // self.stride))
 
     @property
     def machines(self) -> int:
@@ -35,21 +35,21 @@ class RankGroup:
     @property
     def bandwidth(self) -> float:
         """Bytes/s that each rank sends round all rings together."""
-        within = self.machine.node_link_bandwidth
-        return within if self.machines == 1 else min(within, self.on_machine * self.machine.cross_link_bandwidth)
+        within = self.hardware.node_link_bandwidth
+        return within if self.machines == 1 else min(within, self.on_machine * self.hardware.cross_link_bandwidth)
 
     def gather_seconds(self, whole_bytes: float) -> float:
         """All-gather or reduce-scatter of a message of `whole_bytes`."""
-        bandwidth, machine = self.bandwidth * self.machine.gather_share, self.machine
+        bandwidth, hardware = self.bandwidth * self.hardware.gather_share, self.hardware
         across = self.machines - 1
-        steps = (self.ranks - 1 - across) * machine.collective_seconds + across * machine.cross_collective_seconds
+        steps = (self.ranks - 1 - across) * hardware.collective_seconds + across * hardware.cross_collective_seconds
         return ring_gather_seconds(whole_bytes, self.ranks, bandwidth) + steps
 
     def all_reduce_seconds(self, message_bytes: float) -> float:
         """Sum of a message over all ranks."""
         return self.sum_seconds(message_bytes) + 2 * (
-            math.ceil(math.log2(self.on_machine)) * self.machine.collective_seconds
-            + math.ceil(math.log2(self.machines)) * self.machine.cross_collective_seconds
+            math.ceil(math.log2(self.on_machine)) * self.hardware.collective_seconds
+            + math.ceil(math.log2(self.machines)) * self.hardware.cross_collective_seconds
         )
 
     def sum_seconds(self, message_bytes: float) -> float:
@@ -57,11 +57,11 @@ class RankGroup:
         return ring_all_reduce_seconds(message_bytes, self.ranks, self.bandwidth)
 
 
-def send_seconds(machine: HardwareSpec, message_bytes: float, across: bool) -> float:
+def send_seconds(hardware: HardwareSpec, message_bytes: float, across: bool) -> float:
     """One message to another rank, `across` machines or within one."""
     if across:
-        return message_bytes / machine.cross_link_bandwidth + machine.cross_collective_seconds
-    return message_bytes / machine.node_link_bandwidth + machine.collective_seconds
+        return message_bytes / hardware.cross_link_bandwidth + hardware.cross_collective_seconds
+    return message_bytes / hardware.node_link_bandwidth + hardware.collective_seconds
 
 
 @register_jitable(error_model="numpy", _nrt=False)

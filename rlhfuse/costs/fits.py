@@ -6,10 +6,10 @@ More work never costs less: a line's coefficients are not negative, and a grid's
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain
 
 import numpy as np
 from numba.extending import register_jitable
@@ -91,33 +91,11 @@ class Grid:
     def __call__(self, *counts: float) -> float:
         return grid_seconds(self.points, 0, *self.shape, counts[0], counts[-1])
 
-    @staticmethod
-    def of(axes: Sequence[Sequence[float]], measured: Mapping[tuple[float, ...], float]) -> Grid:
-        """From what was measured at some of the points; the others lie on a straight line through those that were.
-
-        The line is that of the counts and, of two, their product. A value below a smaller count's, which is noise, is
-        raised to it. Raises InputError where nothing was measured.
-        """
-        points = list(product(*axes))
-        known = [point for point in points if point in measured]
-        if not known:
-            raise InputError("nothing was measured; give more time")
-        line = Line.fit([_terms(point) for point in known], [measured[point] for point in known])
-        values = [measured.get(point, line(*_terms(point))) for point in points]
-        table = np.asarray(values).reshape([len(axis) for axis in axes])
-        for direction in range(table.ndim):
-            table = np.maximum.accumulate(table, axis=direction)
-        return Grid(tuple(tuple(map(float, axis)) for axis in axes), tuple(table.reshape(-1).tolist()))
-
     def describe(self) -> str:
         """Its ends, e.g. `1.200 ms at (1, 64) to 9.500 ms at (64, 512)`."""
         first = ", ".join(f"{axis[0]:g}" for axis in self.axes)
         last = ", ".join(f"{axis[-1]:g}" for axis in self.axes)
         return f"{self.seconds[0] * 1e3:.3f} ms at ({first}) to {self.seconds[-1] * 1e3:.3f} ms at ({last})"
-
-
-def _terms(point: Sequence[float]) -> tuple[float, ...]:
-    return tuple(point) if len(point) == 1 else (*point, math.prod(point))
 
 
 @register_jitable(error_model="numpy", _nrt=False)

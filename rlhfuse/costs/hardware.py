@@ -189,10 +189,7 @@ def load_hardware(path: str | Path) -> HardwareSpec:
 def at_speed(core: HardwareSpec, cores: float) -> HardwareSpec:
     """A rank that computes with so many cores; with less than one its links, loads and launches wait for it too."""
     part, links = min(1.0, cores), ("node_link_bandwidth", "cross_link_bandwidth", "host_bandwidth")
-    starts = (
-        *("launch_seconds", "decode_layer_seconds", "pass_seconds"),
-        *("collective_seconds", "cross_collective_seconds"),
-    )
+    starts = "launch_seconds decode_layer_seconds pass_seconds collective_seconds cross_collective_seconds".split()
     changed = {name: cores * getattr(core, name) for name in ("flops", "memory_bandwidth")}
     changed |= {name: part * getattr(core, name) for name in links}
     return replace(core, **changed, **{name: getattr(core, name) / part for name in starts})

@@ -45,12 +45,12 @@ class JobCost(CostModel):
     @cached_property
     def score_form(self) -> Form:
         tp, outputs = self.actor.layout.tp, {"outputs_per_token": self.output_share, "outputs_per_sequence": 0.0}
-        return Form([one.roofline._replace(share=one.layout.tp / tp, **outputs) for one in self.scorers])
+        return Form([scorer.roofline._replace(share=scorer.layout.tp / tp, **outputs) for scorer in self.scorers])
 
     @cached_property
     def transfer_form(self) -> Form:
-        machine = self.actor.hardware
-        link = machine.cross_link_bandwidth if self.cross_node else machine.node_link_bandwidth
+        hardware = self.actor.hardware
+        link = hardware.cross_link_bandwidth if self.cross_node else hardware.node_link_bandwidth
         return Form((LinePart(0.0, 1.0, ranks=self.actor.layout.tp, bandwidth=link),))
 
     def decode_row(self, batch: float) -> DecodeRow:

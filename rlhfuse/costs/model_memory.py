@@ -187,10 +187,10 @@ class CpuMemory(ModelMemory):
         """
         spec, norms = self.spec, 2 * self.hidden
         if self.element_bytes == 4:
-            cut = 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads + 3 * spec.mlp
-            return tokens * 4 * (2 * norms + norms / spec.hidden + cut / self.layout.tp)
-        cut = (4 * spec.heads + 3 * spec.kv_heads) * spec.head_dim + 4 * spec.mlp
-        return tokens * (norms * (4 + 2 * self.element_bytes) + cut / self.layout.tp * self.element_bytes)
+            divided = 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads + 3 * spec.mlp
+            return tokens * 4 * (2 * norms + norms / spec.hidden + divided / self.layout.tp)
+        divided = (4 * spec.heads + 3 * spec.kv_heads) * spec.head_dim + 4 * spec.mlp
+        return tokens * (norms * (4 + 2 * self.element_bytes) + divided / self.layout.tp * self.element_bytes)
 
     def _kept_end_bytes(self, stage: int, tokens: float) -> float:
         last = stage == self.layout.stages - 1
@@ -217,8 +217,8 @@ class GpuMemory(ModelMemory):
         after the rotation, attention's output and one float32 a row and head; gate and up, and their product."""
         spec = self.spec
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        cut = ((3 * queries + 3 * keys + 3 * spec.mlp) * self.element_bytes + 4 * spec.heads) / self.layout.tp
-        return tokens * (4 * self.hidden * self.element_bytes + 2 * 4 * self.hidden / spec.hidden + cut)
+        divided = ((3 * queries + 3 * keys + 3 * spec.mlp) * self.element_bytes + 4 * spec.heads) / self.layout.tp
+        return tokens * (4 * self.hidden * self.element_bytes + 2 * 4 * self.hidden / spec.hidden + divided)
 
     def _kept_end_bytes(self, stage: int, tokens: float) -> float:
         """Its output, on the last stage what goes into the final norm, the head, and the loss; less the received input,
@@ -273,8 +273,8 @@ class GpuMemory(ModelMemory):
         the layer and the product of that before, or with the normed input and the output."""
         spec, tp = self.spec, self.layout.tp
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        cut = (2 * queries + 2 * keys + 3 * spec.mlp) / tp
-        layer = tokens * (2 * spec.hidden + cut + max(spec.mlp / tp, spec.hidden)) * self.element_bytes
+        divided = (2 * queries + 2 * keys + 3 * spec.mlp) / tp
+        layer = tokens * (2 * spec.hidden + divided + max(spec.mlp / tp, spec.hidden)) * self.element_bytes
         return int(max(layer, 2 * self.logits_bytes(outputs)))
 
     def scoring_bytes(self, tokens: float) -> int:

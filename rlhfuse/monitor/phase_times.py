@@ -92,8 +92,8 @@ def render_phase_times(rows: Sequence[Mapping[str, Any]]) -> str:
     """The table as text, printed at the end of a run."""
     times = phase_times(rows)
     kept = after_warm_up(rows)
-    width = max(len(one.name) for one in times)
+    width = max(len(phase.name) for phase in times)
     lines = [f"mean of {len(kept)} iterations, {samples_per_second(rows):.4g} samples per second"]
-    lines += [f"  {one.name:{width}s} {one.seconds:9.3f} s {one.share:6.1%}" for one in times]
+    lines += [f"  {phase.name:{width}s} {phase.seconds:9.3f} s {phase.share:6.1%}" for phase in times]
     used = [f"{name} {_mean(kept, metric):.1%}" for metric, name in UTILISATION.items() if metric in kept[-1]]
     return "\n".join([*lines, f"share of the ranks' peak FLOP/s: {', '.join(used)}"] if used else lines)

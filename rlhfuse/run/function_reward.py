@@ -10,9 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 
-from rlhfuse.base.errors import InputError, RewardError
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
@@ -58,7 +56,7 @@ class FunctionRewarder:
 
     def meet(self, meeting: Meeting) -> None:
         """From now on samples go to the instance that calls the function for them."""
-        here, began = meeting.instance, {one: i for i, part in enumerate(meeting.began) for one in part}
+        here, began = meeting.instance, {sample: i for i, part in enumerate(meeting.began) for sample in part}
 
         def home(sample: int) -> int:
             iteration, place, _ = sample_origin(sample)
@@ -66,8 +64,8 @@ class FunctionRewarder:
 
         elsewhere = [rollout for rollout in meeting.finished if began[rollout.sample_id] != here]
         self.submit([rollout for rollout in elsewhere if home(rollout.sample_id) == here])
-        self._met, self._homes = meeting, {one: home(one) for one in meeting.unfinished}
-        self._awaited = {one for one, instance in self._homes.items() if instance == here}
+        self._met, self._homes = meeting, {sample: home(sample) for sample in meeting.unfinished}
+        self._awaited = {sample for sample, instance in self._homes.items() if instance == here}
         if self._awaited:
             store = meeting.store.reconnect()
             self._mail = threading.Thread(target=self._read_mail, args=(store, here), name="reward-mail", daemon=True)
@@ -121,34 +119,5 @@ class FunctionRewarder:
         samples = tuple(sorted(group))
         prompt = self._prompts[sample_origin(samples[0])[1]]
         tokens = tuple(tuple(group[sample]) for sample in samples)
-        texts = tuple(text_before_stop(list(one), self._stops, self._tokenizer.decode) for one in tokens)
+        texts = tuple(text_before_stop(list(response), self._stops, self._tokenizer.decode) for response in tokens)
         return RewardCall(samples, prompt.row, prompt.text, texts, tokens, prompt.where)
-
-
-def try_reward(inputs: RunInputs) -> str:
-    """Call the function as a run will, on the first row; what it said, for people. Raises InputError.
-
-    Responses are the prompt's own text, from all of it down to none: a run may draw an empty one.
-    """
-    config, prompt = inputs.config, (*inputs.prompts.prompts, *inputs.val_prompts.prompts)[0]
-    in_one = max(2, config.rollout.samples_per_prompt) if config.reward.signature == "trl" else 1
-    count = max(2, in_one)  # lists of several even where a call will have one: who returns [1.0] means something else
-    tokens = [prompt.tokens[: -(-len(prompt.tokens) * i // count)] for i in range(count, 1, -1)]
-    end = inputs.tokenizer.eos_token_id
-    tokens.append(prompt.tokens[:1] if end is None else (end,))
-    texts = [inputs.tokenizer.decode(list(one), skip_special_tokens=True) for one in tokens]
-    calls = []
-    for first in range(0, count, in_one):
-        part = slice(first, first + in_one)
-        ids = tuple(range(count)[part])
-        calls.append(RewardCall(ids, prompt.row, prompt.text, tuple(texts[part]), tuple(tokens[part]), prompt.where))
-    reward = config.reward
-    try:
-        with closing(RewardWorkers(reward.function, reward.signature, 1, reward.timeout_seconds)) as workers:
-            workers.submit(calls)
-            scores, (_, _, seconds) = workers.finish(), workers.take_calls()
-    except RewardError as error:
-        how = "tried before the start on the prompt's own text, cut shorter from sample to sample, down to none"
-        raise InputError(f"{error} ({how}; --no-try-reward leaves it out)") from None
-    told = f"{min(scores.values()):.4g} to {max(scores.values()):.4g}, {seconds / count:.2g} s a call"
-    return f"reward.function={reward.function}: tried on {prompt.where}, {count} texts, from all of it to none: {told}"

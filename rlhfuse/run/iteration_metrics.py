@@ -100,9 +100,9 @@ def training_metrics(results: Sequence[MinibatchResult], ranks: Sequence[Iterati
     for role in sums:
         metrics[f"{role}/grad_norm"] = sum(r.steps[role].grad_norm for r in results) / len(results)
         metrics[f"{role}/lr"] = results[-1].steps[role].lr
-    cuts = [balance_metrics(result.sample_tokens, result.parts_tokens) for result in results]
-    for name in cuts[0]:
-        metrics[name] = sum(cut[name] for cut in cuts) / len(cuts)
+    balances = [balance_metrics(result.sample_tokens, result.parts_tokens) for result in results]
+    for name in balances[0]:
+        metrics[name] = sum(balance[name] for balance in balances) / len(balances)
     first = sum(stats.losses[0].get("actor", {}).get("logprob_abs_diff", 0.0) for stats in ranks)
     metrics["rollout/train_logprob_abs_diff"] = first / results[0].tokens
     return metrics

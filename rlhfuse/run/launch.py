@@ -24,7 +24,6 @@ from rlhfuse.config.load import dump_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.machine import Host
-from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.gen.compile_kernels import compile_kernels, kernel_groups
 from rlhfuse.models.hf import has_scalar_head
 from rlhfuse.models.layers.self_test import self_test
@@ -40,42 +39,13 @@ from rlhfuse.planning.draft_facts import difference, draft_facts
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.run.checkpoint.checkpoint import is_finished
-from rlhfuse.run.function_reward import try_reward
-from rlhfuse.run.preflight import RunInputs, check_inputs, device_of
+from rlhfuse.run.preflight import RunInputs, check_inputs
 from rlhfuse.run.run_directory import run_directory
 from rlhfuse.run.run_loop import RunLoop
 from rlhfuse.run.trainer import Trainer
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.search.worker import kernel_group
 from rlhfuse.simulator import simulation
-
-
-def dry_run(config: RunConfig, world_size: int | None, tries_reward: bool = True) -> int:
-    """Check everything and print the plan; launches nothing."""
-    if is_finished(config):
-        print(finished_line(config))
-        return 0
-    inputs = check_inputs(config, planned_world_size(config, world_size), dry=True)
-    print("\n".join((start_line(inputs), prompts_line(inputs), *inputs.notes)))
-    if idle := inputs.draft.run.without_effect:
-        print(idle)
-    print(sharing_line(inputs.config), end="")
-    if tries_reward and config.reward.function:
-        print(try_reward(inputs), flush=True)
-    print(make_plan(inputs.draft).report.render())
-    return 0
-
-
-def check_start(config: RunConfig, ranks: int, tries_reward: bool = True) -> bool:
-    """Check what `ranks` ranks will, and print what the reward function says of one row. Raises InputError.
-
-    Returns whether they will use GPUs.
-    """
-    if not is_finished(config):
-        inputs = check_inputs(config, ranks)
-        if tries_reward and config.reward.function:
-            print(try_reward(inputs), flush=True)
-    return device_of(config.trainer) == "cuda"
 
 
 def train(config: RunConfig, name: str) -> int:

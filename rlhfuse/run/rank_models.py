@@ -162,19 +162,19 @@ def build_models(
         return FrozenModel(stage, offloaded, tp_group)
 
     models: dict[str, TrainedModel] = {role: trained(role) for role in config.trained()}
-    copy, generation_tp, generation_grid = whole("generation", Role.ACTOR)
+    copy, instance_group, generation_grid = whole("generation", Role.ACTOR)
     generation = WeightMemory(copy, device)
     generation.release()
     scorers: dict[str, FrozenModel] = {role: frozen(role) for role in config.scorers()}
     inference_grid = plain_grid(inference_layout(config))
-    worker_tp = maker.tensor_ranks([cell for (cell,) in inference_grid.cells], rank)
+    worker_group = maker.tensor_ranks([cell for (cell,) in inference_grid.cells], rank)
     instances, workers = (tuple(stages[0] for stages in grid.cells) for grid in (generation_grid, inference_grid))
-    place = RankPlace(rank, Placement(instances, workers), generation_tp, worker_tp)
+    place = RankPlace(rank, Placement(instances, workers), instance_group, worker_group)
     pairs = [pair for model in models.values() for pair in neighbour_pairs(model.grid)]
     channels = Channels(rank, maker.channels("pipeline", pairs, device), device.torch_device)
     uses = [use for model in models.values() for use in model.optimizer.group_uses()]
     by_role = [(role, model.tp_group) for held in (models, scorers) for role, model in held.items()]
-    for role, group in [*by_role, (Role.ACTOR, generation_tp)]:
+    for role, group in [*by_role, (Role.ACTOR, instance_group)]:
         uses += tensor_parallel_uses(group, specs[Role(role)].hidden, specs[Role(role)].context, dtype)
     progress(Waiting("building models: connecting process groups"))
     connect(uses, device.torch_device)

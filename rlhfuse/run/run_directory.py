@@ -115,7 +115,7 @@ def keep_attempt(folder: Path) -> Path | None:
     if not metrics.exists() or metrics.stat().st_size == 0:
         return None
     names = (folder / f"attempt-{number}" for number in itertools.count(1))
-    kept = next(one for one in names if not (one / METRICS).exists())
+    kept = next(attempt for attempt in names if not (attempt / METRICS).exists())
     kept.mkdir(exist_ok=True)
     for name in KEPT:
         if (folder / name).exists():
@@ -127,7 +127,7 @@ def newest_iteration(folder: Path, inputs: RunInputs) -> int | None:
     """What the run goes on from by what is in `folder` now."""
     if inputs.config.trainer.resume != "auto":
         return inputs.resume.iteration if inputs.resume else None
-    return max((int(one.name.partition("-")[2]) for one in checkpoints_in(folder)), default=None)
+    return max((int(checkpoint.name.partition("-")[2]) for checkpoint in checkpoints_in(folder)), default=None)
 
 
 def check_newest(folder: Path, newest: int | None, inputs: RunInputs) -> None:

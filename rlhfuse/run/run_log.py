@@ -59,14 +59,14 @@ class RunLog:
         if self._traces.due():
             self._save_trace()
 
-    def complete(self, record: IterationRecord, found: Evaluation) -> None:
+    def complete(self, record: IterationRecord, evaluation: Evaluation) -> None:
         """The evaluation after the iteration that was written last joins its line. Raises InputError as `write`."""
-        whole = record.metrics | found.metrics
+        whole = record.metrics | evaluation.metrics
         self._metrics.write_again(whole)
-        self._samples.write(found.samples)
+        self._samples.write(evaluation.samples)
         for logger in self._loggers:
-            logger.log({"iteration": whole["iteration"], **found.metrics}, found.samples)
-        self._rows[-1] |= found.metrics
+            logger.log({"iteration": whole["iteration"], **evaluation.metrics}, evaluation.samples)
+        self._rows[-1] |= evaluation.metrics
 
     def _save_trace(self) -> None:
         with self._traces.spend():

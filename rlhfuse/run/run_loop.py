@@ -81,11 +81,11 @@ class RunLoop:
         with self.checkpoints.joint_failure():
             self.log = self._start_log(first, has_row=row is not None) if self.trainer.rank == 0 else None
         if self.config.evaluates_first and not self.inputs.resume:
-            found = self.trainer.evaluate(-1)
-            self._is_best(0, found)
+            evaluation = self.trainer.evaluate(-1)
+            self._is_best(0, evaluation)
             with self.checkpoints.joint_failure():
                 if self.log:
-                    self.log.write(IterationRecord({"iteration": -1, **found.metrics}, [], found.samples))
+                    self.log.write(IterationRecord({"iteration": -1, **evaluation.metrics}, [], evaluation.samples))
         stopped, total = False, self.config.trainer.iterations
         if row is not None:
             record, here = IterationRecord(dict(row), [], []), is_own(self.inputs.resume, self.run_dir)
@@ -141,16 +141,16 @@ class RunLoop:
         if not evaluates or stop:
             return stop
         try:
-            found = self.trainer.evaluate(done - 1)
+            evaluation = self.trainer.evaluate(done - 1)
         except (FloatingPointError, RewardError) as error:
             without = "trainer.eval_every=0" + (" trainer.keep_best=false" if self.config.trainer.keep_best else "")
             where = f"the evaluation after iteration {done - 1}"
             raise type(error)(f"{where}: {error}; {without} goes on without it") from error
-        best, saved = self._is_best(done, found), saved or due
+        best, saved = self._is_best(done, evaluation), saved or due
         stop = any_rank(self.watchdog.stop_asked)
         with self.checkpoints.joint_failure():
             if log:
-                log.complete(record, found)
+                log.complete(record, evaluation)
                 position = log.position()
                 if saved:
                     self.checkpoints.complete(done, self._position(done, position))
@@ -176,12 +176,12 @@ class RunLoop:
         print("\n".join(line for line in lines if line), flush=True)
         return log
 
-    def _is_best(self, done: int, found: Evaluation) -> bool:
+    def _is_best(self, done: int, evaluation: Evaluation) -> bool:
         """Whether the checkpoint of now is to be kept instead of the best so far."""
-        worse = self.best is not None and found.score <= self.best.score
-        if not self.config.trainer.keep_best or worse or not math.isfinite(found.score):
+        worse = self.best is not None and evaluation.score <= self.best.score
+        if not self.config.trainer.keep_best or worse or not math.isfinite(evaluation.score):
             return False
-        self.best = BestScore(done, found.score, self.evaluator.digest)
+        self.best = BestScore(done, evaluation.score, self.evaluator.digest)
         return True
 
     def _can_save(self) -> bool:

@@ -46,9 +46,9 @@ PROBE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # sizes of the transfers mea
 PROBE_TRIPS = 8  # there and back; the first one connects
 
 
-def with_hysteresis(found: Threshold, current: int, current_seconds: float) -> int:
+def with_hysteresis(best: Threshold, current: int, current_seconds: float) -> int:
     """The R_t in force where the best is predicted to gain less than WORTH_MOVING over it, else the best."""
-    return current if current_seconds <= found.fused_seconds * (1 + WORTH_MOVING) else found.threshold
+    return current if current_seconds <= best.fused_seconds * (1 + WORTH_MOVING) else best.threshold
 
 
 def changes(before: CostModel, after: CostModel, limits: InstanceLimits, context_tokens: float) -> str:
@@ -155,14 +155,14 @@ class ThresholdController:
         """R_t from now on, by simulation of the recent iterations, and why."""
         setting = self._instances, self._costs, limits
         least = self._config.fusion.least_threshold
-        found = sweep_threshold(list(self._lengths), *setting, least=least)
+        best = sweep_threshold(list(self._lengths), *setting, least=least)
         if self.threshold < least:
-            return found.threshold, found.explain()
+            return best.threshold, best.explain()
         seconds = Simulation(self._lengths, *setting).seconds((self.threshold,))[self.threshold].total
-        chosen, gain = with_hysteresis(found, self.threshold, seconds), f"{seconds / found.fused_seconds - 1:.1%}"
+        chosen, gain = with_hysteresis(best, self.threshold, seconds), f"{seconds / best.fused_seconds - 1:.1%}"
         if chosen == self.threshold:
-            return chosen, f"the best, {found.threshold}, would gain {gain}"
-        return chosen, f"{found.explain()}; {gain} faster than at {self.threshold}"
+            return chosen, f"the best, {best.threshold}, would gain {gain}"
+        return chosen, f"{best.explain()}; {gain} faster than at {self.threshold}"
 
     def _basis_now(self) -> tuple[str, CostModel, str]:
         return self._lengths_seen(), self._costs, self._costs_name

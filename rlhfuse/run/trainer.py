@@ -164,11 +164,11 @@ class Trainer:
         when = f"after iteration {iteration}" if iteration >= 0 else "before training"
         self.progress(f"evaluation {when}: moving weights")
         self._reshard(for_training=False)
-        found = self.evaluator.run(iteration, self.threshold.threshold, self.threshold.limits)
+        evaluation = self.evaluator.run(iteration, self.threshold.threshold, self.threshold.limits)
         self.memory.take()  # the peaks that are shown are training's
         seconds = wall_seconds() - begin
         self.recorder.skip(seconds)
-        return replace(found, metrics=found.metrics | {"timing_s/eval": seconds})
+        return replace(evaluation, metrics=evaluation.metrics | {"timing_s/eval": seconds})
 
     def _draw(self, iteration: int) -> list[Prompt]:
         """The prompts of an iteration, in the order of their places."""

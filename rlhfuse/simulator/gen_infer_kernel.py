@@ -104,16 +104,16 @@ def serial(b, c, s, generation, outcome):
     scored, _ = scored_tokens(b, b.longest_first)
     worker = np.array(dealt_to(scored, b.instances))
     for k in range(b.instances):
-        one = s.instances[k]
-        record(s, k, GENERATE, 0.0, one.clock, 0)
+        instance = s.instances[k]
+        record(s, k, GENERATE, 0.0, instance.clock, 0)
         record(s, k, MEET, outcome.generation, outcome.agreed, 0)
-        one.loading, one.early = begin, 0.0 if math.isnan(one.all_admitted) else one.all_admitted
+        instance.loading, instance.early = begin, 0.0 if math.isnan(instance.all_admitted) else instance.all_admitted
         own, sums = scored_tokens(b, b.longest_first[worker == k])
         clock, first = begin, 0
         for after in pack_ends(own, 1, b.score_tokens):
             clock = score_pack(b, c, s, k, clock, sums[after] - sums[first], after - first)
             first = after
-        outcome.scored = max(outcome.scored, clock, one.clock)
+        outcome.scored = max(outcome.scored, clock, instance.clock)
     outcome.total = reward(b, c, s, outcome.scored)
 
 
@@ -123,11 +123,11 @@ def serial(b, c, s, generation, outcome):
 @njit(**IN_PLACE)
 def decode_tail(b, c, s, k):
     """A destination decodes what it holds to the end."""
-    one = s.instances[k]
-    one.clock, one.last_ended = one.moved, -1
-    run(b, c, s.samples, one, np.inf)
-    if one.last_ended >= 0:
-        record(s, k, GENERATE, one.moved, one.clock, 0)
+    instance = s.instances[k]
+    instance.clock, instance.last_ended = instance.moved, -1
+    run(b, c, s.samples, instance, np.inf)
+    if instance.last_ended >= 0:
+        record(s, k, GENERATE, instance.moved, instance.clock, 0)
 
 
 # ---- scoring
@@ -167,10 +167,10 @@ def score_tail(b, c, s, outcome):
             now = min(now, s.samples[tail[put]].ended)
         while put < len(tail) and s.samples[tail[put]].ended <= now:
             sample = s.samples[tail[put]]
-            one, outcome.generation = s.instances[sample.at], sample.ended
+            instance, outcome.generation = s.instances[sample.at], sample.ended
             put += 1
-            if tail[put - 1] == one.last_ended:
-                one.early = one.moved
+            if tail[put - 1] == instance.last_ended:
+                instance.early = instance.moved
                 heapq.heappush(coming, (sample.ended + c.release, sample.at))
     outcome.scored = max(outcome.scored, outcome.generation)
 
@@ -183,34 +183,34 @@ def first_workers(b, c, s):
     """
     coming = [(0.0, 0) for _ in range(0)]
     for k in range(b.instances):
-        one = s.instances[k]
-        if one.place < 0 or one.last_ended < 0:
-            heapq.heappush(coming, (one.moved + c.release, k))
-            if one.place < 0:
-                one.loading = one.moved + c.release
+        instance = s.instances[k]
+        if instance.place < 0 or instance.last_ended < 0:
+            heapq.heappush(coming, (instance.moved + c.release, k))
+            if instance.place < 0:
+                instance.loading = instance.moved + c.release
     return coming
 
 
 @njit(cache=True, error_model="numpy")
 def join(b, s, k, free):
     """Instance k is free to pull; says whether it is for the first time."""
-    one = s.instances[k]
-    heapq.heappush(free, k if one.loaded else k + b.instances)
-    new = not one.scores
-    one.scores = True
+    instance = s.instances[k]
+    heapq.heappush(free, k if instance.loaded else k + b.instances)
+    new = not instance.scores
+    instance.scores = True
     return new
 
 
 @njit(**IN_PLACE)
 def score_pack(b, c, s, k, now, tokens, samples):
     """When instance k has scored a pack that it pulls `now`; the first one while its models come in."""
-    one, work = s.instances[k], score_seconds(c, tokens, samples)
+    instance, work = s.instances[k], score_seconds(c, tokens, samples)
     begin, end = now, now + work
-    if not one.loaded:
-        begun = now if math.isnan(one.loading) else one.loading
-        ready, end = score_first_pack(b, begun, now, c.swap_in, work, one.early)
+    if not instance.loaded:
+        begun = now if math.isnan(instance.loading) else instance.loading
+        ready, end = score_first_pack(b, begun, now, c.swap_in, work, instance.early)
         record(s, k, SWAP_IN, begun, ready, 0)
-        begin, one.loaded = max(now, ready), True
+        begin, instance.loaded = max(now, ready), True
     record(s, k, SCORE, begin, end, samples)
     return end
 
@@ -261,9 +261,9 @@ def reward(b, c, s, scored):
     for i in range(len(s.samples)):
         left[s.samples[i].home] += 1
     for i in in_order(s.samples["ended"].copy()):
-        one = s.instances[s.samples[i].home]
+        instance = s.instances[s.samples[i].home]
         left[s.samples[i].home] -= 1
         calls = left[s.samples[i].home] // at_once + 1
-        one.rewarded = max(one.rewarded, s.samples[i].ended + c.reward_seconds * calls)
-        scored = max(scored, one.rewarded)
+        instance.rewarded = max(instance.rewarded, s.samples[i].ended + c.reward_seconds * calls)
+        scored = max(scored, instance.rewarded)
     return scored

@@ -119,174 +119,174 @@ def record(s, instance, kind, start, end, samples):
 
 
 @njit(**IN_PLACE)
-def _decode_seconds(c, one, steps):
-    middle = one.context + one.running * (steps - 1) / 2
-    return steps * decode_seconds(c, one.running, middle)
+def _decode_seconds(c, instance, steps):
+    middle = instance.context + instance.running * (steps - 1) / 2
+    return steps * decode_seconds(c, instance.running, middle)
 
 
 @njit(**IN_PLACE)
-def _admit(b, c, samples, one):
+def _admit(b, c, samples, instance):
     """Start waiting samples that fit, in order; a prefill makes each one's next token. Says whether any did."""
-    if one.first_waiting < 0 or one.preempted:
+    if instance.first_waiting < 0 or instance.preempted:
         return False
     tokens = prefilled = admitted = 0
-    while one.first_waiting >= 0 and one.running < b.max_sequences:
-        i = one.first_waiting
+    while instance.first_waiting >= 0 and instance.running < b.max_sequences:
+        i = instance.first_waiting
         sample = samples[i]
         own = sample.prompt + sample.done
-        if one.running > 0 and one.context + own + one.running + 1 > b.capacity:
+        if instance.running > 0 and instance.context + own + instance.running + 1 > b.capacity:
             break
-        one.first_waiting = sample.following
+        instance.first_waiting = sample.following
         if not sample.cached:
             tokens += own
             prefilled += 1
             sample.done += 1
         sample.cached = False
-        sample.finish_step = one.step + sample.output - sample.done
-        sample.before, sample.following, sample.runs = one.last, -1, True
-        if one.last < 0:
-            one.first = i
+        sample.finish_step = instance.step + sample.output - sample.done
+        sample.before, sample.following, sample.runs = instance.last, -1, True
+        if instance.last < 0:
+            instance.first = i
         else:
-            samples[one.last].following = i
-        one.last = i
-        one.running += 1
-        one.context += sample.prompt + sample.done
-        one.next_end = min(one.next_end, sample.finish_step)
+            samples[instance.last].following = i
+        instance.last = i
+        instance.running += 1
+        instance.context += sample.prompt + sample.done
+        instance.next_end = min(instance.next_end, sample.finish_step)
         admitted += 1
     if prefilled:
-        one.clock += prefill_seconds(c, tokens, prefilled)
-    if math.isnan(one.all_admitted) and one.first_waiting < 0:
-        one.all_admitted = one.clock
-    _retire(samples, one)
+        instance.clock += prefill_seconds(c, tokens, prefilled)
+    if math.isnan(instance.all_admitted) and instance.first_waiting < 0:
+        instance.all_admitted = instance.clock
+    _retire(samples, instance)
     return admitted > 0
 
 
 @njit(**IN_PLACE)
-def _leave(samples, one, i, done):
+def _leave(samples, instance, i, done):
     """Sample i runs no more."""
     samples[i].done, samples[i].runs = done, False
-    one.context -= samples[i].prompt + done
-    one.running -= 1
+    instance.context -= samples[i].prompt + done
+    instance.running -= 1
     earlier, later = samples[i].before, samples[i].following
     if earlier < 0:
-        one.first = later
+        instance.first = later
     else:
         samples[earlier].following = later
     if later < 0:
-        one.last = earlier
+        instance.last = earlier
     else:
         samples[later].before = earlier
 
 
 @njit(**IN_PLACE)
-def _retire(samples, one):
+def _retire(samples, instance):
     """Let go of the samples that end at this step."""
-    if one.next_end > one.step:
+    if instance.next_end > instance.step:
         return
-    one.last_ended = -1
-    least, i = NEVER, one.first
+    instance.last_ended = -1
+    least, i = NEVER, instance.first
     while i >= 0:
         later = samples[i].following
-        if samples[i].finish_step <= one.step:
-            _leave(samples, one, i, samples[i].output)
-            samples[i].ended = one.clock
-            one.last_ended = max(one.last_ended, i)
+        if samples[i].finish_step <= instance.step:
+            _leave(samples, instance, i, samples[i].output)
+            samples[i].ended = instance.clock
+            instance.last_ended = max(instance.last_ended, i)
         else:
             least = min(least, samples[i].finish_step)
         i = later
-    one.next_end = least
-    one.preempted = False
+    instance.next_end = least
+    instance.preempted = False
 
 
 @njit(**IN_PLACE)
-def _preempt_last(samples, one):
+def _preempt_last(samples, instance):
     """The sample admitted last loses its keys and values and waits, as in the engine."""
-    i = one.last
-    _leave(samples, one, i, done_of(samples[i], one))
-    if one.first_waiting < 0:
-        one.last_waiting = i
-    samples[i].following, one.first_waiting = one.first_waiting, i
-    one.preempted = True
-    least, i = NEVER, one.first
+    i = instance.last
+    _leave(samples, instance, i, done_of(samples[i], instance))
+    if instance.first_waiting < 0:
+        instance.last_waiting = i
+    samples[i].following, instance.first_waiting = instance.first_waiting, i
+    instance.preempted = True
+    least, i = NEVER, instance.first
     while i >= 0:
         least, i = min(least, samples[i].finish_step), samples[i].following
-    one.next_end = least
+    instance.next_end = least
 
 
 @njit(**IN_PLACE)
-def done_of(sample, one):
+def done_of(sample, instance):
     """Response tokens of a sample now."""
-    return sample.output - (sample.finish_step - one.step) if sample.runs else sample.done
+    return sample.output - (sample.finish_step - instance.step) if sample.runs else sample.done
 
 
 @njit(**IN_PLACE)
-def _steps_to_event(b, one):
+def _steps_to_event(b, instance):
     """Decode steps until a sample ends or the cache is full, whichever is first."""
-    room = (b.capacity - one.context) // one.running
-    if room == 0 and one.running == 1:
+    room = (b.capacity - instance.context) // instance.running
+    if room == 0 and instance.running == 1:
         room = 1  # one sample always fits (InstanceLimits checks it)
-    return min(one.next_end - one.step, room)
+    return min(instance.next_end - instance.step, room)
 
 
 @njit(**IN_PLACE)
-def _decode(samples, one, steps, seconds):
-    one.clock += seconds
-    one.step += steps
-    one.context += steps * one.running
-    _retire(samples, one)
+def _decode(samples, instance, steps, seconds):
+    instance.clock += seconds
+    instance.step += steps
+    instance.context += steps * instance.running
+    _retire(samples, instance)
 
 
 @njit(**IN_PLACE)
-def run_events(b, c, samples, one, until):
+def run_events(b, c, samples, instance, until):
     """Run to the last event (an admission, an end, a preemption) that is not after `until`.
 
     Where `run` goes from here does not depend on how often this stopped in between, to the last bit.
     """
-    while one.clock < until and (one.running > 0 or one.first_waiting >= 0):
-        if _admit(b, c, samples, one):
+    while instance.clock < until and (instance.running > 0 or instance.first_waiting >= 0):
+        if _admit(b, c, samples, instance):
             continue  # those that a prefill finished have made room for more
-        steps = _steps_to_event(b, one)
+        steps = _steps_to_event(b, instance)
         if steps == 0:
-            _preempt_last(samples, one)
+            _preempt_last(samples, instance)
             continue
-        seconds = _decode_seconds(c, one, steps)
-        if one.clock + seconds > until:
+        seconds = _decode_seconds(c, instance, steps)
+        if instance.clock + seconds > until:
             return
-        _decode(samples, one, steps, seconds)
+        _decode(samples, instance, steps, seconds)
 
 
 @njit(**IN_PLACE)
-def run(b, c, samples, one, until):
+def run(b, c, samples, instance, until):
     """Run to the first step boundary at or after `until`, or until every sample is finished."""
-    run_events(b, c, samples, one, until)
-    if one.clock < until and (one.running > 0 or one.first_waiting >= 0):
-        low, high = 1, _steps_to_event(b, one)  # the fewest steps that reach it; seconds grow with steps
+    run_events(b, c, samples, instance, until)
+    if instance.clock < until and (instance.running > 0 or instance.first_waiting >= 0):
+        low, high = 1, _steps_to_event(b, instance)  # the fewest steps that reach it; seconds grow with steps
         while low < high:
             middle = (low + high) // 2
-            if one.clock + _decode_seconds(c, one, middle) >= until:
+            if instance.clock + _decode_seconds(c, instance, middle) >= until:
                 high = middle
             else:
                 low = middle + 1
-        _decode(samples, one, low, _decode_seconds(c, one, low))
+        _decode(samples, instance, low, _decode_seconds(c, instance, low))
 
 
 @njit(**IN_PLACE)
-def wait(samples, one, i):
+def wait(samples, instance, i):
     """Sample i is the last to wait."""
     samples[i].following = -1
-    if one.first_waiting < 0:
-        one.first_waiting = i
+    if instance.first_waiting < 0:
+        instance.first_waiting = i
     else:
-        samples[one.last_waiting].following = i
-    one.last_waiting = i
+        samples[instance.last_waiting].following = i
+    instance.last_waiting = i
 
 
 @njit(**IN_PLACE)
-def release(one):
+def release(instance):
     """The instance gives up all its samples."""
-    one.context = one.running = 0
-    one.first_waiting = one.first = one.last = -1
-    one.next_end = NEVER
+    instance.context = instance.running = 0
+    instance.first_waiting = instance.first = instance.last = -1
+    instance.next_end = NEVER
 
 
 @njit(cache=True, error_model="numpy")
@@ -294,10 +294,10 @@ def start(b, spans):
     """Every instance at time 0, its samples waiting."""
     s = State(b.samples.copy(), np.zeros(b.instances, INSTANCE), spans, np.zeros(1, np.int64))
     for k in range(b.instances):
-        one = s.instances[k]
-        one.all_admitted = one.loading = one.early = np.nan
-        one.last_waiting = one.last_ended = -1
-        release(one)
+        instance = s.instances[k]
+        instance.all_admitted = instance.loading = instance.early = np.nan
+        instance.last_waiting = instance.last_ended = -1
+        release(instance)
     for i in range(len(s.samples)):
         wait(s.samples, s.instances[s.samples[i].home], i)
     return s

@@ -60,10 +60,10 @@ class InstanceLimits:
 
 def move_cost(costs: CostModel, limits: InstanceLimits) -> SampleMoveCost:
     """The two straight lines that decide how a sample moves: through the costs of one block and one longest sample."""
-    one, far = limits.block_tokens, max(limits.longest, limits.block_tokens + 1)
-    prefill = [costs.prefill_seconds(tokens, 1) for tokens in (one, far)]
-    slope = (prefill[1] - prefill[0]) / (far - one)
-    volumes = [tokens * limits.kv_bytes_per_token for tokens in (one, far)]
+    near, far = limits.block_tokens, max(limits.longest, limits.block_tokens + 1)
+    prefill = [costs.prefill_seconds(tokens, 1) for tokens in (near, far)]
+    slope = (prefill[1] - prefill[0]) / (far - near)
+    volumes = [tokens * limits.kv_bytes_per_token for tokens in (near, far)]
     transfer = [costs.migration_seconds(volume) for volume in volumes]
     per_byte = (transfer[1] - transfer[0]) / (volumes[1] - volumes[0])
     return SampleMoveCost(
@@ -71,7 +71,7 @@ def move_cost(costs: CostModel, limits: InstanceLimits) -> SampleMoveCost:
         transfer_latency_seconds=transfer[0] - per_byte * volumes[0],
         transfer_seconds_per_byte=per_byte,
         prefill_seconds_per_token=slope,
-        prefill_latency_seconds=prefill[0] - slope * one,
+        prefill_latency_seconds=prefill[0] - slope * near,
     )
 
 

@@ -106,11 +106,11 @@ def load_lengths(source: str | Path, prompt_column: str | None = None, default_p
             raise InputError(f"{path}:{line}: an object is needed, not {str(row)[:40]}")
     if not rows:
         raise InputError(f"{path} holds no row of lengths")
-    found = list(dict.fromkeys(name for _, row in rows for name in row))
-    output_column = _pick(path, found, column, OUTPUT_COLUMNS, "output lengths; name it as FILE:COLUMN")
+    columns = list(dict.fromkeys(name for _, row in rows for name in row))
+    output_column = _pick(path, columns, column, OUTPUT_COLUMNS, "output lengths; name it as FILE:COLUMN")
     assert output_column is not None, "a missing output column raises"
-    if prompt_column or any(name.lower() in PROMPT_COLUMNS for name in found):
-        prompt_column = _pick(path, found, prompt_column, PROMPT_COLUMNS, "prompt lengths")
+    if prompt_column or any(name.lower() in PROMPT_COLUMNS for name in columns):
+        prompt_column = _pick(path, columns, prompt_column, PROMPT_COLUMNS, "prompt lengths")
     prompts: list[int] = []
     outputs: list[int] = []
     for line, row in rows:
@@ -140,16 +140,16 @@ def _split_column(source: str) -> tuple[str, str | None]:
     return path, column
 
 
-def _pick(path: str, found: list[str], wanted: str | None, known: Sequence[str], what: str) -> str | None:
+def _pick(path: str, columns: list[str], wanted: str | None, known: Sequence[str], what: str) -> str | None:
     if wanted is not None:
-        if wanted not in found:
-            raise InputError(f"{path} has no column {wanted!r}; found: {', '.join(found)}")
+        if wanted not in columns:
+            raise InputError(f"{path} has no column {wanted!r}; found: {', '.join(columns)}")
         return wanted
-    lower = {name.lower(): name for name in reversed(found)}
+    lower = {name.lower(): name for name in reversed(columns)}
     for name in known:
         if name in lower:
             return lower[name]
-    raise InputError(f"{path} has no known column of {what}; found: {', '.join(found)}")
+    raise InputError(f"{path} has no known column of {what}; found: {', '.join(columns)}")
 
 
 def _lengths_of(value: Any, path: str, line: int, column: str, least: int) -> list[int]:

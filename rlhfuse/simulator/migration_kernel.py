@@ -51,13 +51,13 @@ def deal_tail(b, s, chosen, freed):
     used, room = np.zeros(b.instances, np.int64), np.full(b.instances, b.capacity // size, np.int64)
     tokens, cached = np.zeros(len(samples), np.float64), np.zeros(len(samples), np.int64)
     for i in range(len(samples)):
-        sample, one = samples[i], s.instances[samples[i].home]
+        sample, instance = samples[i], s.instances[samples[i].home]
         if sample.tail:
-            done = done_of(sample, one)
+            done = done_of(sample, instance)
             tokens[i] = -(sample.prompt + done)
             cached[i] = sample.prompt + done - 1 if sample.runs else 0  # the last token's come with the next step
             room[sample.home] -= blocks(cached[i], size)
-            if one.place >= 0:
+            if instance.place >= 0:
                 used[sample.home] += blocks(sample.prompt + done, size)
             else:
                 sample.done, sample.runs = done, False
@@ -107,6 +107,6 @@ def transfer_tail(b, c, s, chosen, freed, agreed):
         for row in range(len(freed)):
             column = (turn + row) % rounds
             if column < len(chosen) and volumes[row, column] >= 0:
-                one, other = s.instances[freed[row]], s.instances[chosen[column]]
-                end = max(one.moved, other.moved) + transfer_seconds(c, volumes[row, column])
-                one.moved = other.moved = end
+                instance, other = s.instances[freed[row]], s.instances[chosen[column]]
+                end = max(instance.moved, other.moved) + transfer_seconds(c, volumes[row, column])
+                instance.moved = other.moved = end

@@ -84,17 +84,6 @@ class Threshold:
             f"{self.serial_seconds:.3g} s serial (x{self.speedup:.2f})"
         )
 
-    def table(self) -> str:
-        """The curve as text, one R_t a line; the chosen one is marked."""
-        lines = ["ratio  R_t  m  fused_s  generation_s  migration_s"]
-        for point in self.sweep:
-            mark = " <" if point.threshold == self.threshold else ""
-            lines.append(
-                f"{point.ratio:5.2f} {point.threshold:4d} {point.destinations:2d} {point.fused_seconds:8.4g} "
-                f"{point.generation_seconds:13.4g} {point.migration_seconds:12.3g}{mark}"
-            )
-        return "\n".join(lines)
-
 
 def sweep_threshold(
     batches: SampleLengths | Sequence[SampleLengths],

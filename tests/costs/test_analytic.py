@@ -14,6 +14,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs import model_memory
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import MicrobatchTokens
+from rlhfuse.costs.forms.roofline import forward_seconds
 from rlhfuse.costs.hardware import at_speed, hardware_by_name, known_hardware
 from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
 from rlhfuse.costs.kernels import CPU_KERNELS, Kernels
@@ -41,8 +42,8 @@ def test_a_long_forward_runs_at_the_peak_rate():
     compute = (40 * per_layer + head) / (8 * H800.flops)
     reduce = 40 * 2 * (2 * 7 / 8) * tokens * 5120 * 2 / H800.node_link_bandwidth
     reduce += 40 * 2 * 6 * H800.collective_seconds  # up and down a tree of 8 ranks
-    assert cost().forward_seconds(tokens) == pytest.approx(compute + reduce)
-    assert cost().forward_seconds(tokens, 16) < cost().forward_seconds(tokens, 1), "packed sequences attend to less"
+    assert forward_seconds(cost().roofline, tokens, 1, tokens) == pytest.approx(compute + reduce)
+    assert forward_seconds(cost().roofline, tokens, 16, tokens) < compute + reduce, "packed sequences attend to less"
 
 
 def test_no_all_reduce_on_one_rank_and_the_floors_of_small_work():
@@ -79,7 +80,7 @@ def test_weights_over_all_ranks_are_the_model():
 
 def test_stage_costs_split_the_forward():
     made = cost("d1t8p4").stage_costs(MicrobatchTokens(2048, 4, 2048))
-    whole = cost("d1t8p1").forward_seconds(2048, 4)
+    whole = forward_seconds(cost("d1t8p1").roofline, 2048, 4, 2048)
     assert sum(made.forward) == pytest.approx(whole * 1e6, abs=4)
     assert made.backward == pytest.approx([2 * ticks for ticks in made.forward], abs=1)
     assert made.forward[0] == made.forward[1] < made.forward[3]
@@ -189,7 +190,7 @@ def test_a_core_launches_reads_and_multiplies_in_turns():
     head = 2 * 768 * 128 * 8 / machine.flops + 4 * 768 * 128 / machine.memory_bandwidth
     launches, starts, passed = machine.launch_seconds, machine.decode_layer_seconds, machine.pass_seconds
     assert made.layer_seconds(tokens, sequences) == pytest.approx(launches + products + forward)
-    assert made.forward_seconds(tokens, sequences, 8) == pytest.approx(
+    assert forward_seconds(made.roofline, tokens, sequences, 8) == pytest.approx(
         4 * (launches + products + forward) + head + passed
     )
     assert made.prefill_seconds(tokens, sequences) - made.head_seconds(2) == pytest.approx(

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cost_profiles.measured_grid import grid_of
 from cost_profiles.points import powers_of_two
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,7 +40,7 @@ def measured_grids(draw):
     axes = [sorted(draw(st.sets(st.integers(1, 500), min_size=1, max_size=5))) for _ in range(draw(st.integers(1, 2)))]
     points = [(a,) for a in axes[0]] if len(axes) == 1 else [(a, b) for a in axes[0] for b in axes[1]]
     chosen = draw(st.lists(st.sampled_from(points), min_size=1, unique=True))
-    return Grid.of(axes, {point: draw(st.floats(0, 10)) for point in chosen})
+    return grid_of(axes, {point: draw(st.floats(0, 10)) for point in chosen})
 
 
 @examples(100)
@@ -67,10 +68,10 @@ def test_points_that_were_not_measured_lie_on_the_line_through_the_others():
         return 3 + 0.5 * batch + 0.01 * batch * context
 
     small = {(b, c): true(b, c) for b in axes[0] for c in axes[1] if b * c <= 80}
-    grid = Grid.of(axes, small)
+    grid = grid_of(axes, small)
     assert grid(8, 40) == pytest.approx(true(8, 40)) and grid(4, 40) == pytest.approx(true(4, 40))
     with pytest.raises(InputError, match="nothing was measured"):
-        Grid.of(axes, {})
+        grid_of(axes, {})
 
 
 def test_powers_of_two_end_with_the_largest():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from run_check import try_reward
 from testkit.tiny import SHAPE, write_tokenizer
 
 from rlhfuse.base.errors import InputError
@@ -16,7 +17,7 @@ from rlhfuse.data.sampler import PromptSampler, sample_id, sample_origin
 from rlhfuse.fusion.inter.inference import Meeting
 from rlhfuse.fusion.inter.iteration_store import IterationStore
 from rlhfuse.ppo.rollout import Rollout
-from rlhfuse.run.function_reward import FunctionRewarder, try_reward
+from rlhfuse.run.function_reward import FunctionRewarder
 
 FUNCTION = """
 def told(completion_ids, completions, prompts, number):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from run_check import dry_run
 from testkit.paths import ROOT, shared_data
 from testkit.programs import call_tool
 from testkit.runs_table import metrics_of
@@ -16,7 +17,6 @@ from transformers import AutoTokenizer
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import dump_config, load_config
-from rlhfuse.run.launch import dry_run
 from rlhfuse.run.preflight import check_inputs
 
 TINY = ROOT / "examples/tiny"

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from run_check import dry_run
 from safetensors.torch import load_file, save_file
 from testkit.four_ranks import drafted
 from testkit.programs import call_tool
@@ -22,7 +23,6 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.data.prompts import load_prompts
 from rlhfuse.models.tokenizer import load_tokenizer
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.run.launch import dry_run
 from rlhfuse.run.preflight import check_inputs, encoder
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.rules.builders import serial_1f1b

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from cost_profiles.measured_grid import grid_of
 from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
@@ -67,7 +68,7 @@ def profiled_costs(draw):
     def grid(*most: int) -> Grid:
         axes = [sorted(draw(st.sets(st.integers(1, count), min_size=1, max_size=4))) for count in most]
         points = list(itertools.product(*axes))
-        return Grid.of(axes, {point: draw(st.floats(0, 0.1)) for point in points})
+        return grid_of(axes, {point: draw(st.floats(0, 0.1)) for point in points})
 
     facts = {"generation_tp": 2, "actor_inference_tp": 2, "reward_inference_tp": 1}
     score = {"actor": grid(400, 64), "reward": grid(400, 64)}

@@ -7,6 +7,8 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
+from cost_profiles.measured_grid import grid_of
+
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.parallel_layout import ParallelLayout
@@ -211,7 +213,7 @@ def profiles_of(case: SearchCase, rng: random.Random) -> TensorProfiles:
         base = {
             point: scale * (0.2 + rng.random() + sum(c / axis[-1] for c, axis in zip(point, axes))) for point in points
         }
-        return Grid.of(axes, base)
+        return grid_of(axes, base)
 
     tokens, few = (16.0, 100.0, 700.0), (1.0, 3.0, 9.0)
     made = []

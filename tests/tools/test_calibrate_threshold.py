@@ -32,6 +32,7 @@ def test_writes_threshold_json_and_a_plot(run_yaml, lengths_csv, tmp_path):
     assert raw["instances"] == 4 and raw["samples"] == 64 and len(raw["sweep"]) == 20
     assert raw["fused_seconds"] <= 1.01 * min(point["fused_seconds"] for point in raw["sweep"])
     assert f"R_t = {raw['threshold']}" in told and "p99.9/p50" in told
+    assert sum(line.endswith(" <") for line in told.splitlines()) == 1, "the chosen one is marked"
     assert plot.read_bytes()[:4] == b"\x89PNG"
     assert not list(tmp_path.glob("*.tmp"))
     assert calibrated(run_yaml, lengths_csv, tmp_path / "again.json", *cpu)[0] == raw

@@ -11,6 +11,7 @@ from testkit.four_ranks import SPECS, drafted, run
 
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.flops import forward_flops
+from rlhfuse.costs.forms.roofline import forward_seconds
 from rlhfuse.costs.hardware import hardware_by_name, load_hardware
 from rlhfuse.planning.planner import make_plan
 
@@ -116,7 +117,8 @@ def test_the_planner_prices_with_what_was_measured(tmp_path):
     assumed, measured = drafts = [drafted(made, SPECS, 4) for made in runs]
     for task, cost in assumed.analytic.items():
         slower = measured.analytic[task]
-        assert slower.forward_seconds(4096, 8) == pytest.approx(2 * cost.forward_seconds(4096, 8), rel=1e-6)
+        half, whole = (forward_seconds(made.roofline, 4096, 8, 4096) for made in (slower, cost))
+        assert half == pytest.approx(2 * whole, rel=1e-6)
         assert slower.decode_step_seconds(8, 800) == pytest.approx(2 * cost.decode_step_seconds(8, 800), rel=1e-6)
     before, told = (make_plan(draft).report.render() for draft in drafts)
     assert f"hardware: measured:{file} (NVIDIA H100 80GB HBM3, on 20" in " ".join(told.split())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from cost_profiles.measured_grid import grid_of
 from cost_profiles.points import BYTES, Points, points_of, tensor_degrees
 from cost_profiles.work import Builder, GenerationWork, ScoreWork, TrainingWork, load_seconds
 
@@ -136,7 +137,7 @@ class Profiler:
             measured[cell] = work(*cell)
         left = f", {len(cells) - len(measured)} points left out: time limit" if len(measured) < len(cells) else ""
         self._say(f"{what}: {len(measured)} points in {time.monotonic() - began:.1f} s{left}")
-        return Grid.of(axes, measured)
+        return grid_of(axes, measured)
 
     def _agreed(self, over: bool) -> bool:
         """What the leader of the instance says, on all of its ranks."""
@@ -167,8 +168,8 @@ class Profiler:
             return sum(deep)
 
         self._measure(f"training of {role}", (axis,), [(tokens,) for tokens in axis], measured, from_rank_0)
-        grids = {f"layer_{way}": Grid.of((axis,), cells) for way, cells in layers.items()}
-        grids |= {f"ends_{way}": Grid.of((axis,), cells) for way, cells in ends.items()}
+        grids = {f"layer_{way}": grid_of((axis,), cells) for way, cells in layers.items()}
+        grids |= {f"ends_{way}": grid_of((axis,), cells) for way, cells in ends.items()}
         return TrainingGrids(self._tp[f"{role}_train"], **grids)
 
     def _steps(self, work: TrainingWork, tokens: int) -> tuple[float, ...]:
@@ -192,7 +193,7 @@ class Profiler:
             self._device.synchronize()
             return time.perf_counter() - start
 
-        return Grid.of((BYTES,), {(size,): steady_mean([once(size) for _ in range(REPEATS)]) for size in BYTES})
+        return grid_of((BYTES,), {(size,): steady_mean([once(size) for _ in range(REPEATS)]) for size in BYTES})
 
 
 def _transfers(device: Device, tp: int) -> Grid:
@@ -205,4 +206,4 @@ def _transfers(device: Device, tp: int) -> Grid:
     for size in BYTES:
         trips = transfer_seconds(size, last, REPEATS + 1, device) if rank in (0, last) else [0.0, 0.0]
         measured[(size,)] = steady_mean(trips[1:])
-    return Grid.of((BYTES,), measured)
+    return grid_of((BYTES,), measured)

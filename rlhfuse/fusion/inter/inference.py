@@ -32,15 +32,6 @@ class FrozenModel:
 
 
 @dataclass(frozen=True)
-class PackWork:
-    """What one pack was; `seconds` without waiting for weights."""
-
-    tokens: int
-    samples: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Meeting:
     """All instances have met, at the barrier: what one of them knows there of the whole batch."""
 
@@ -115,8 +106,11 @@ class Scorer:
             model.offloaded.release()
 
     @torch.no_grad()
-    def score(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], PackWork]:
-        """One pack: each rollout with ref_logprobs, values and score, as far as there are models."""
+    def score(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], float]:
+        """One pack: each rollout with ref_logprobs, values and score, as far as there are models.
+
+        With the seconds that it took, without waiting for weights.
+        """
         self.begin_load()
         start, self._waited = time.perf_counter(), 0.0
         ordered = sorted(rollouts, key=lambda r: r.sample_id)
@@ -136,7 +130,7 @@ class Scorer:
         if self.reward is not None:
             scores = self._outputs(self.reward, packed)[last].float().cpu().tolist()
         scored = [r.with_scores(*given) for r, given in zip(ordered, zip(ref, values, scores))]
-        return scored, PackWork(len(batch.tokens), len(ordered), time.perf_counter() - start - self._waited)
+        return scored, time.perf_counter() - start - self._waited
 
     def _outputs(self, model: FrozenModel, packed: PackedTokens) -> Any:
         self._wait(model)

@@ -125,9 +125,8 @@ class StoreReporter:
     everything is reported. Raises what the store raised.
     """
 
-    def __init__(self, store: IterationStore, poll_seconds: float = POLL_SECONDS) -> None:
+    def __init__(self, store: IterationStore) -> None:
         self._store = store.reconnect()
-        self._poll = poll_seconds
         self._changed = threading.Condition()
         self._count = 0
         self._samples: list[bytes] = []
@@ -171,7 +170,7 @@ class StoreReporter:
 
     def _exchange(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._count or self._closing, self._poll)
+            self._changed.wait_for(lambda: self._count or self._closing, POLL_SECONDS)
             count, samples = self._count, self._samples
             self._count, self._samples = 0, []
         if samples:

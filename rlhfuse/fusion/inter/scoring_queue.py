@@ -138,13 +138,13 @@ class ScoringQueue:
             self.scorer.wait_for_first()
             self.events.span("load", start, wall_seconds())
         loaded = wall_seconds()
-        scored, work = self.scorer.score(pack)
+        scored, scoring_seconds = self.scorer.score(pack)
         end = wall_seconds()
         self._scored += scored
         self.events.span("score", loaded, end)
-        waited = end - start - work.seconds
+        waited = end - start - scoring_seconds
         seconds = time.perf_counter() - self._asked - waited
-        self.events.observe("score", work.tokens, work.samples, max(seconds, work.seconds))
+        self.events.observe("score", sum(map(tokens_of, pack)), len(pack), max(seconds, scoring_seconds))
 
     def _finish(self) -> list[Rollout]:
         """This worker's samples, from its leader."""

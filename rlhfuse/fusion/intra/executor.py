@@ -115,7 +115,8 @@ class ProgramExecutor:
 
     def split_backwards(self) -> None:
         """Let the stages split the backwards that the program splits, and no others."""
-        split = {one.action.pipeline for one in self.program.instructions if one.action.kind is Kind.W}
+        actions = [instruction.action for instruction in self.program.instructions]
+        split = {action.pipeline for action in actions if action.kind is Kind.W}
         for name, parts in self.pipelines.items():
             for stage in parts.stages.values():
                 stage.split_backward(name in split)

@@ -132,7 +132,7 @@ class TrainingStep:
             model.optimizer.zero_grad()
         if self.dry_run_first:
             self._progress("training: a dry run of every stage")
-            dry_run([(self._executor.pipelines[name], one) for name, one in work.items()], self._device)
+            dry_run([(self._executor.pipelines[name], work[name]) for name in work], self._device)
             losses.stats.clear()
             self.dry_run_first = False
         report = self._executor.run(work)
@@ -184,11 +184,11 @@ class Losses:
 
         return loss
 
-    def _policy_loss(self, model: TrainedModel, cut: Microbatch, output: LanguageOutput) -> tuple[Tensor, Stats]:
-        algorithm, samples = self._algorithm, cut.samples
+    def _policy_loss(self, model: TrainedModel, microbatch: Microbatch, output: LanguageOutput) -> tuple[Tensor, Stats]:
+        algorithm, samples = self._algorithm, microbatch.samples
         assert samples.advantages is not None, "advantages come before training"
         logprobs, entropy = output.logprobs(
-            cut.predictions, cut.targets, model.spec.vocab, self._temperature, algorithm.entropy_coef != 0
+            microbatch.predictions, microbatch.targets, model.spec.vocab, self._temperature, algorithm.entropy_coef != 0
         )
         total, sums = policy_loss_sum(
             logprobs,
@@ -207,8 +207,8 @@ class Losses:
             total = total - algorithm.entropy_coef * entropy.sum()
         return total, sums
 
-    def _value_loss(self, model: TrainedModel, cut: Microbatch, values_T: Tensor) -> tuple[Tensor, Stats]:
-        values, samples = values_T[cut.predictions], cut.samples
+    def _value_loss(self, model: TrainedModel, microbatch: Microbatch, values_T: Tensor) -> tuple[Tensor, Stats]:
+        values, samples = values_T[microbatch.predictions], microbatch.samples
         assert samples.values is not None and samples.returns is not None, "returns come before training"
         total, sums = value_loss_sum(values, samples.values, samples.returns, self._algorithm.value_clip_eps)
         return self._algorithm.value_loss_coef * total, sums

@@ -134,16 +134,15 @@ def find_checkpoint(config: RunConfig) -> Checkpoint | None:
     return _open_newest(config) if trainer.resume == "auto" else Checkpoint.open(Path(trainer.resume))
 
 
-def check_resumed(found: Checkpoint, config: RunConfig, facts: RunCompatibility) -> None:
+def check_resumed(checkpoint: Checkpoint, config: RunConfig, facts: RunCompatibility) -> None:
     """Raise InputError unless the run of `facts` can go on from `found`."""
-    trainer, where = config.trainer, str(found.folder)
-    facts.check(found.manifest.facts, where)
+    trainer, where = config.trainer, str(checkpoint.folder)
+    facts.check(checkpoint.manifest.facts, where)
     if trainer.output_dir:
-        _check_metrics(found, Path(trainer.output_dir))
-    if found.iteration > trainer.iterations:
-        raise InputError(
-            f"{where} has {found.iteration} iterations done, trainer.iterations={trainer.iterations}; set it higher"
-        )
+        _check_metrics(checkpoint, Path(trainer.output_dir))
+    if checkpoint.iteration > trainer.iterations:
+        done = f"{where} has {checkpoint.iteration} iterations done"
+        raise InputError(f"{done}, trainer.iterations={trainer.iterations}; set it higher")
 
 
 def checkpoints_in(run_dir: Path) -> list[Path]:

@@ -82,9 +82,9 @@ class RunCompatibility:
             )
         for role, shape in self.models.items():
             for name, value in shape.items():
-                if (found := shape_of(other.models[role]).get(name)) != value:
+                if (stored := shape_of(other.models[role]).get(name)) != value:
                     raise InputError(
-                        f"{where} has a {role} of {name}={found}, {role}.path holds one of {value}; use the same model"
+                        f"{where} has a {role} of {name}={stored}, {role}.path holds one of {value}; use the same model"
                     )
         if other.vocabulary != self.vocabulary:
             raise InputError(f"{where} was saved with another vocabulary; set actor.tokenizer to the tokenizer it had")
@@ -92,13 +92,13 @@ class RunCompatibility:
         defaults = json.loads(json.dumps({key: value for key, value, _ in defaults}))
         idle = {key for key, needed in WITH_KEYS.items() if not self.settings.get(needed)}
         for key in sorted((self.settings.keys() | other.settings.keys()) - idle):
-            mine, found = self.settings.get(key), other.settings.get(key, defaults.get(key))
+            mine, stored = self.settings.get(key), other.settings.get(key, defaults.get(key))
             if key in self.contents and key in other.contents:
                 if self.contents[key] != other.contents[key]:
-                    had = f"other contents of {key} ({found})"
+                    had = f"other contents of {key} ({stored})"
                     raise InputError(f"{where} was saved with {had}; bring them back, or begin anew in another folder")
-            elif mine != found:
-                raise InputError(f"{where} was saved with {key}={found}, this run has {mine}; set {key}={found}")
+            elif mine != stored:
+                raise InputError(f"{where} was saved with {key}={stored}, this run has {mine}; set {key}={stored}")
 
     def layout_diff(self, other: RunCompatibility) -> str:
         """How this run lies on its ranks otherwise than `other` did, '' where it does not."""

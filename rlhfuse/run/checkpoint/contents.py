@@ -20,15 +20,17 @@ PIECES, PIECE_BYTES = 64, 4096  # of a file of weights, spread over it: gigabyte
 def contents_of(config: RunConfig, models: Mapping[Role, Path], tokenizer: Path) -> dict[str, str]:
     """Setting -> digest of what it names; `models`: folder of each role. Raises InputError for an unreadable file."""
     try:
-        found = {"data.train_files": _joint_digest(file_digest(Path(file)) for file in config.data.train_files)}
+        digests = {"data.train_files": _joint_digest(file_digest(Path(file)) for file in config.data.train_files)}
         words = [tokenizer / name for name in TOKENIZER_FILES]
-        found["actor.tokenizer"] = _joint_digest(f"{file.name} {file_digest(file)}" for file in words if file.exists())
-        found |= {f"{role}.path": _model_digest(folder) for role, folder in models.items()}
+        digests["actor.tokenizer"] = _joint_digest(
+            f"{file.name} {file_digest(file)}" for file in words if file.exists()
+        )
+        digests |= {f"{role}.path": _model_digest(folder) for role, folder in models.items()}
         if config.reward.function:
-            found["reward.function"] = _function_digest(config.reward.function)
+            digests["reward.function"] = _function_digest(config.reward.function)
     except OSError as error:
         raise InputError(f"cannot read {error.filename}: {error.strerror}; make it readable") from None
-    return found
+    return digests
 
 
 def _model_digest(folder: Path) -> str:

@@ -63,8 +63,8 @@ def write_rank_file(folder: Path, rank: int, state: Mapping[str, Sequence[Fragme
     """One rank's fragments by role, on disk when this returns. Raises OSError."""
     tensors, header = {}, {}
     for role, fragments in state.items():
-        header[role] = [[one.name, one.step, list(one.tensors), one.place.to_list()] for one in fragments]
-        tensors |= {f"{role}.{kind}.{one.name}": value for one in fragments for kind, value in one.tensors.items()}
+        header[role] = [[part.name, part.step, list(part.tensors), part.place.to_list()] for part in fragments]
+        tensors |= {f"{role}.{kind}.{part.name}": value for part in fragments for kind, value in part.tensors.items()}
     file = folder / file_name(rank)
     save_tensors(tensors, file, {"fragments": json.dumps(header)})
     with open(file, "rb") as stream:

@@ -72,7 +72,7 @@ class CheckpointWriter:
         self._written.clear()
         self._all_written.clear()
         try:
-            copies = {role: [one.to_host() for one in fragments] for role, fragments in roles.items()}
+            copies = {role: [fragment.to_host() for fragment in fragments] for role, fragments in roles.items()}
         except BaseException:
             self._written.set()  # never, that is
             raise

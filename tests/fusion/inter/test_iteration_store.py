@@ -52,7 +52,7 @@ def test_an_iteration_leaves_no_key(store):
 
 
 def test_a_reporter_reports_everything_before_it_ends_and_keeps_the_count(store):
-    with StoreReporter(store, poll_seconds=0.001) as reporter:
+    with StoreReporter(store) as reporter:
         reporter.report(1)
         reporter.report(2, [b"a", b"b"])
         assert store.add_finished(4) >= 4  # somebody else's

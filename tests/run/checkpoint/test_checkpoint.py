@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_conversion import convert, open_checkpoint
+from run_check import dry_run
 from run_comparison import compare_exports, compare_runs
 from testkit.programs import KILLED, ended, killed_forked, killed_in
 from testkit.runs_table import job
@@ -21,7 +22,7 @@ from rlhfuse.run.checkpoint.checkpoint import Checkpoint, Manifest, RunState, ch
 from rlhfuse.run.checkpoint.compatibility import RunCompatibility, shape_of
 from rlhfuse.run.checkpoint.shard_files import FileFacts
 from rlhfuse.run.checkpoint.writer import rewind
-from rlhfuse.run.launch import dry_run, start_line, train
+from rlhfuse.run.launch import start_line, train
 from rlhfuse.run.preflight import check_inputs
 
 pytestmark = pytest.mark.timeout(1800)  # for the first one five trainings are started
