@@ -59,7 +59,7 @@ WAYS = {
     r"(\S+ )*bash scripts/quickstart\.sh|bash scripts/test\.sh": "installs and trains: CI's first two lines",
     r"\. \.venv/bin/activate|\. scripts/setup\.sh && setup|git ": "the environment that these tests run in",
     r"(\S+ )*pip |python3? -m venv ": "installs: tests/test_metadata.py",
-    r"(gpu_check|bash scripts/gpu_check\.sh)\b|.*measured:": "a GPU's: tests/tools/test_gpu_check.py",
+    r"(gpu_check|bash scripts/gpu_check\.sh)\b|.*measured:": "a GPU's: tests/tools/gpu_checks/test_gpu_check.py",
     r".*(llama3_|trainer\.device=cuda)": "a GPU's, with models that are not here: tests/planning/test_efficiency.py",
     r"sbatch ": "SLURM's: tests/base/test_cuda_environment.py runs the script's own lines",
     r"tensorboard |torchrun --numa-binding=node$": "not the project's program",

@@ -37,13 +37,13 @@ def main() -> int:
 
 
 def summary(comparisons: list[Comparison]) -> list[str]:
-    rows = [(one.what, str(one.entries), str(len(one.differences)), repr(one.largest)) for one in comparisons]
+    rows = [(c.what, str(c.entries), str(len(c.differences)), repr(c.largest)) for c in comparisons]
     return aligned([("compared", "entries", "different", "largest |a - b|"), *rows], left=(0,))
 
 
 def differences(comparison: Comparison, show: int) -> list[str]:
     count, shown = len(comparison.differences), comparison.differences[:show]
-    rows = [(one.where, one.a, one.b, "" if one.size is None else repr(one.size)) for one in shown]
+    rows = [(d.where, d.a, d.b, "" if d.size is None else repr(d.size)) for d in shown]
     return [f"{comparison.what}: first {len(shown)} of {count}", *aligned([("where", "a", "b", "|a - b|"), *rows])]
 
 

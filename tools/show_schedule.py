@@ -134,9 +134,9 @@ def programs_text(schedule: Schedule, given: str) -> str:
     backwards = any(pipeline.placement[0] > pipeline.placement[-1] for pipeline in schedule.problem.pipelines)
     ranks = rank_map(layouts, alternate=backwards)
     programs = lower(schedule, ranks)
-    found = verify(programs, schedule, ranks)
-    queues = "one queue per rank" if found.one_queue else "one queue per communicator"
-    return f"{programs.text()}\nverified: {found.transfers} transfers, {found.collectives} collectives, {queues}"
+    verified = verify(programs, schedule, ranks)
+    queues = "one queue per rank" if verified.one_queue else "one queue per communicator"
+    return f"{programs.text()}\nverified: {verified.transfers} transfers, {verified.collectives} collectives, {queues}"
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> str:

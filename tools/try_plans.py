@@ -84,7 +84,7 @@ def main() -> int:
         metrics = (out / str(number) / "metrics.jsonl").read_text().splitlines()
         tried.append(Tried(tuple(table["overrides"]), *by_phase(table["parts"], metrics[args.skip :])))
     show(tried)
-    write_json(out / "tried.json", {"tables": [{**vars(one), "seconds": one.seconds} for one in tried]})
+    write_json(out / "tried.json", {"tables": [{**vars(table), "seconds": table.seconds} for table in tried]})
     print(f"written: {out / 'tried.json'}")
     return 0
 
@@ -132,13 +132,13 @@ def by_phase(parts: Mapping[str, float], lines: Sequence[str]) -> tuple[dict[str
 
 def show(tried: Sequence[Tried]) -> None:
     """The tables in the order of the search; the fastest measured is marked."""
-    best = min(tried, key=lambda one: one.seconds[1])
+    best = min(tried, key=lambda table: table.seconds[1])
     lines = [("table", *PHASES, "iteration", "off by", "layouts")]
-    for number, one in enumerate(tried, start=1):
-        predicted, measured = one.seconds
-        phases = [f"{one.measured[phase]:.3g} ({one.predicted[phase]:.3g})" for phase in PHASES]
+    for number, table in enumerate(tried, start=1):
+        predicted, measured = table.seconds
+        phases = [f"{table.measured[phase]:.3g} ({table.predicted[phase]:.3g})" for phase in PHASES]
         ends = f"{measured:.3g} ({predicted:.3g})", f"{predicted / measured - 1:+.0%}"
-        lines.append((f"{number}{' fastest' if one is best else ''}", *phases, *ends, " ".join(one.overrides)))
+        lines.append((f"{number}{' fastest' if table is best else ''}", *phases, *ends, " ".join(table.overrides)))
     print("\n".join(["seconds of an iteration, measured (predicted)", *aligned(lines, left=(len(lines[0]) - 1,))]))
 
 

@@ -103,18 +103,18 @@ def read_schedule(raw: Any, where: str, expect: FusionProblem | None = None) -> 
     return schedule
 
 
-def check_same_layout(found: FusionProblem, expect: FusionProblem, where: str) -> None:
+def check_same_layout(given: FusionProblem, expect: FusionProblem, where: str) -> None:
     """Raise InputError naming the first difference that makes a schedule of one unusable for the other."""
-    if found.nodes != expect.nodes:
-        raise InputError(f"{where} is for {found.nodes} nodes, this run has {expect.nodes}; search a schedule for it")
-    names = {p.name for p in found.pipelines}, {p.name for p in expect.pipelines}
+    if given.nodes != expect.nodes:
+        raise InputError(f"{where} is for {given.nodes} nodes, this run has {expect.nodes}; search a schedule for it")
+    names = {p.name for p in given.pipelines}, {p.name for p in expect.pipelines}
     if names[0] != names[1]:
         raise InputError(
             f"{where} has pipelines {', '.join(sorted(names[0]))}, this run has {', '.join(sorted(names[1]))}; "
             "search a schedule for it"
         )
     for pipeline in expect.pipelines:
-        other = found.pipeline(pipeline.name)
+        other = given.pipeline(pipeline.name)
         for key in ("model", "placement", "microbatches", "split"):
             if getattr(other, key) != getattr(pipeline, key):
                 raise InputError(

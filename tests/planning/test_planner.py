@@ -1,4 +1,4 @@
-"""The plan: what it decides, that it saves and loads, and which files it refuses."""
+"""The plan: what it decides, that it saves and loads, and which schedules and thresholds it refuses."""
 
 import json
 from dataclasses import replace
@@ -13,15 +13,12 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
 from rlhfuse.base.readable_bytes import readable_bytes
-from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.machine import Host, memory_limit
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.decisions.decode_shapes import guess_bytes
 from rlhfuse.planning.planner import make_plan, parse_plan
-from rlhfuse.planning.reasons import Reasons
 from rlhfuse.planning.run_plan import PlanReport, RunPlan
-from rlhfuse.planning.settle import Facts, settle
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Kind
@@ -52,20 +49,6 @@ def test_a_plan_says_what_and_why():
     for words in (longest, "gap 0.00%", "parallel.lengths=FILE[:COLUMN]", "metrics.jsonl", "inference beyond it"):
         assert words in text
     assert max(len(line) for line in text.splitlines()) < 200
-
-
-def reasons_of(config, specs=SPECS) -> Reasons:
-    made = settle(config, Facts(specs, 4))
-    return Reasons(made)
-
-
-def test_small_models_at_the_rate_of_large_ones_are_named():
-    said = [reason for reason in shared_plan().report.reasons if ".optim.lr" in reason]
-    assert [reason.split()[0] for reason in said] == ["actor.optim.lr", "critic.optim.lr"]
-    set_ = run(actor__optim={"lr": 1e-4}, critic__optim={"name": "sgd"})
-    assert not any(".optim.lr" in reason for reason in planned(set_).report.reasons)
-    large = ModelSpec("llama", 32, 1024, 8, 8, 128, 4096, 512, 512)
-    assert list(reasons_of(run(), dict.fromkeys(SPECS, large)).learning_rates()) == []
 
 
 def test_lengths_give_a_threshold():
@@ -372,30 +355,6 @@ def test_bad_plans_are_refused():
     for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({"version": 3}, "run: ranks is missing")):
         with pytest.raises(InputError, match=message):
             PlanReport.from_dict(raw, "run")
-
-
-def files(**trainer):
-    config = run().with_(data={"val_files": ("held_out.jsonl",)}, trainer={"iterations": 5} | trainer)
-    return dict(reasons_of(config).output_files())
-
-
-def test_files_are_those_that_the_run_will_write():
-    saved = files(save_every=5, tensorboard=False, wandb="offline")
-    assert shared_plan().report.files == reasons_of(run()).output_files()
-    states = 12 * (SPECS["actor"].parameters() + SPECS["critic"].parameters(scalar_head=True))
-    assert saved["checkpoints/iteration-N/"].startswith("every 5 iterations, ") and "wandb/" in saved
-    assert readable_bytes(states) in saved["checkpoints/iteration-N/"]
-    assert "tensorboard/" not in saved and "export/critic/" in saved and "(no checkpoints)" not in saved
-    plain = files()
-    assert "(no checkpoints)" in plain and "held-out" not in plain["metrics.jsonl"] and "export/actor/" in plain
-    assert "export/actor/" not in files(export=False)
-    best = files(eval_every=2, eval_before_train=True, keep_best=True)
-    assert best["metrics.jsonl"].endswith("; held-out scores before the first and every 2")
-    assert best["checkpoints/iteration-N/"].startswith("where the held-out score is the best so far, ")
-    assert {"export/actor/", "export/best/actor/"} <= best.keys() and "(no checkpoints)" not in best
-    alone = files(iterations=0)
-    assert alone["metrics.jsonl"].endswith("; held-out scores before the first")
-    assert not any(name.startswith("export/") for name in alone)
 
 
 @pytest.mark.parametrize("hardware, reduce", [("cpu", "early"), ("h100", "joint")])

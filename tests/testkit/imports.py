@@ -1,11 +1,12 @@
 """What a Python file of this checkout reaches: its imports, and files that it names."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from rlhfuse.base.errors import InputError, run_program
@@ -19,6 +20,7 @@ SHARED = (
     *(f"tests/testkit/{name}.py" for name in ("plugin", "programs", "workers", "paths", "profiles")),
 )
 SOURCES = ("", "tests", "tools", "benchmarks", "examples/make", "docs/make")  # on the path of a test
+IMPORTED = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)
 STARTS = {"tool": "", "call_tool": "", "train": "train_ppo", "trained": "train_ppo"}  # which tool a call starts
 
 
@@ -41,9 +43,9 @@ def imports(file: Path, package: list[str]) -> list[str]:
 def reaching(changed: Iterable[str], tests: Iterable[str]) -> list[str]:
     """Those of `tests` that a change of the files can reach; paths are relative to the checkout.
 
-    A Python file reaches what it imports, the tools and programs that it names, and so on; any other file is reached by
-    a test that names it or its folder. A change of what all tests share reaches all, and so does code that is gone:
-    nobody can be followed to it.
+    A Python file reaches what it imports, in code that stands in it as text too, the tools and programs that it names,
+    and so on; any other file is reached by a test that names it or its folder. A change of what all tests share reaches
+    all, and so does code that is gone: nobody can be followed to it.
     """
     changed = {path for path in changed if _exists(path) or not path.startswith("tests/test_") and "/test_" not in path}
     code = {path for path in changed if path.endswith(".py")}
@@ -84,7 +86,10 @@ def _reached(path: str) -> frozenset[str]:
     file = ROOT / path
     programs = [text.removesuffix(".py").replace("/", ".") for text in _texts(path) if text.endswith(".py")]
     of_tests = path.startswith("tests/")
-    names = [*imports(file, list(Path(path).parts[:-1])), *programs, *(_started(path) if of_tests else ())]
+    names = [*imports(file, list(Path(path).parts[:-1])), *programs]
+    if of_tests:
+        code = (IMPORTED.findall(text) for text in _strings(path))
+        names += [*_started(path), *chain.from_iterable(code)]
     found = {module for name in names for module in _modules(name)}
     if of_tests:
         above = (str((folder / "conftest.py").relative_to(ROOT)) for folder in file.parents if ROOT in folder.parents)
@@ -122,9 +127,13 @@ def _exists(path: str) -> bool:
 @cache
 def _texts(path: str) -> frozenset[str]:
     """Short texts that stand in the file: they may name other files."""
+    return frozenset(text for text in _strings(path) if 0 < len(text) < 120 and " " not in text)
+
+
+@cache
+def _strings(path: str) -> frozenset[str]:
     nodes = ast.walk(ast.parse((ROOT / path).read_text()))
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return frozenset(text for text in texts if 0 < len(text) < 120 and " " not in text)
+    return frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def changed_files(since: str) -> list[str]:

@@ -127,8 +127,8 @@ class FusionProblem:
                     f"pipeline {pipeline.name!r}: placement names node {max(pipeline.placement)}, "
                     f"but nodes are 0..{self.nodes - 1}"
                 )
-        tasks = sum(one.stages * one.microbatches * (3 if one.split else 2) for one in self.pipelines)
-        held = {(amount, one.microbatches) for one in self.pipelines for amount in one.activation}
+        tasks = sum(p.stages * p.microbatches * (3 if p.split else 2) for p in self.pipelines)
+        held = {(amount, p.microbatches) for p in self.pipelines for amount in p.activation}
         amounts = sum(microbatches for _, microbatches in held)
         if tasks > MOST_TASKS or amounts > MOST_AMOUNTS:
             limits = f"at most {MOST_TASKS} tasks and {MOST_AMOUNTS} amounts of memory can be scheduled"

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from testkit.training_case import SAMPLES, Case, References, predicted_peaks, run_case, write_models
+from testkit.training_case import SAMPLES, Case, predicted_peaks, write_models
+from testkit.training_record import run_case
+from testkit.training_references import References
 from testkit.whole_model import ADAM
 
 from rlhfuse.schedule.ir.action import Kind

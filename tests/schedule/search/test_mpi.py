@@ -3,6 +3,8 @@
 import pytest
 from testkit.programs import MPIRUN
 
+from rlhfuse.schedule.search import mpi  # noqa: F401  # which the program below imports
+
 EXCHANGE = """
 import os
 import time

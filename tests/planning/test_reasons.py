@@ -1,0 +1,46 @@
+"""What a plan gives as its reasons: models that may be too small for their rates, files that the run writes."""
+
+from testkit.four_ranks import SPECS, planned, run, shared_plan
+
+from rlhfuse.base.readable_bytes import readable_bytes
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.planning.reasons import Reasons
+from rlhfuse.planning.settle import Facts, settle
+
+
+def reasons_of(config, specs=SPECS) -> Reasons:
+    made = settle(config, Facts(specs, 4))
+    return Reasons(made, made.config)
+
+
+def test_small_models_at_the_rate_of_large_ones_are_named():
+    said = [reason for reason in shared_plan().report.reasons if ".optim.lr" in reason]
+    assert [reason.split()[0] for reason in said] == ["actor.optim.lr", "critic.optim.lr"]
+    set_ = run(actor__optim={"lr": 1e-4}, critic__optim={"name": "sgd"})
+    assert not any(".optim.lr" in reason for reason in planned(set_).report.reasons)
+    large = ModelSpec("llama", 32, 1024, 8, 8, 128, 4096, 512, 512)
+    assert list(reasons_of(run(), dict.fromkeys(SPECS, large)).learning_rates()) == []
+
+
+def files(**trainer):
+    config = run().with_(data={"val_files": ("held_out.jsonl",)}, trainer={"iterations": 5} | trainer)
+    return dict(reasons_of(config).output_files())
+
+
+def test_files_are_those_that_the_run_will_write():
+    saved = files(save_every=5, tensorboard=False, wandb="offline")
+    assert shared_plan().report.files == reasons_of(run()).output_files()
+    states = 12 * (SPECS["actor"].parameters() + SPECS["critic"].parameters(scalar_head=True))
+    assert saved["checkpoints/iteration-N/"].startswith("every 5 iterations, ") and "wandb/" in saved
+    assert readable_bytes(states) in saved["checkpoints/iteration-N/"]
+    assert "tensorboard/" not in saved and "export/critic/" in saved and "(no checkpoints)" not in saved
+    plain = files()
+    assert "(no checkpoints)" in plain and "held-out" not in plain["metrics.jsonl"] and "export/actor/" in plain
+    assert "export/actor/" not in files(export=False)
+    best = files(eval_every=2, eval_before_train=True, keep_best=True)
+    assert best["metrics.jsonl"].endswith("; held-out scores before the first and every 2")
+    assert best["checkpoints/iteration-N/"].startswith("where the held-out score is the best so far, ")
+    assert {"export/actor/", "export/best/actor/"} <= best.keys() and "(no checkpoints)" not in best
+    alone = files(iterations=0)
+    assert alone["metrics.jsonl"].endswith("; held-out scores before the first")
+    assert not any(name.startswith("export/") for name in alone)
