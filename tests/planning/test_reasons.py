@@ -9,8 +9,7 @@ from rlhfuse.planning.settle import Facts, settle
 
 
 def reasons_of(config, specs=SPECS) -> Reasons:
-    made = settle(config, Facts(specs, 4))
-    return Reasons(made, made.config)
+    return Reasons(settle(config, Facts(specs, 4)))
 
 
 def test_small_models_at_the_rate_of_large_ones_are_named():
