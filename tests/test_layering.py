@@ -32,8 +32,9 @@ WITHIN = {
     "models": {"cpu": (), "layers": ("cpu",), "attention": ("cpu", "layers"), "logprobs": ()},
     "planning": {
         "training": (),
+        "memory": ("settled_run", "training"),
         "search": tuple(  # none of a plan
-            "draft efficiency graph_capture instance_cache memory_budget price rooflines settled_run training".split()
+            "draft efficiency graph_capture memory price rooflines settled_run training".split()
         ),
     },
     "run": {"checkpoint": ("run_directory",)},

@@ -46,7 +46,7 @@ from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
 from rlhfuse.planning.draft import DraftInputs, draft_plan
-from rlhfuse.planning.memory_budget import MemoryRefusal
+from rlhfuse.planning.memory.memory_budget import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.planning.search.search import TOP, Ranking

@@ -23,8 +23,8 @@ from rlhfuse.costs.machine import SharedCores
 from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import Task, training_layouts
-from rlhfuse.planning.instance_cache import InstanceCache
-from rlhfuse.planning.memory_budget import MemoryBudget, check_host_memory, memory_budget
+from rlhfuse.planning.memory.instance_cache import InstanceCache
+from rlhfuse.planning.memory.memory_budget import MemoryBudget, check_host_memory, memory_budget
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.rooflines import Rooflines
 from rlhfuse.planning.settled_run import SettledRun

@@ -12,7 +12,7 @@ from rlhfuse.costs.machine import ranks_on_machine
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
-from rlhfuse.planning.memory_plan import MemoryPlan
+from rlhfuse.planning.memory.memory_plan import MemoryPlan
 from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
 from rlhfuse.planning.reasons import Reasons, of_keeping, of_memory
 from rlhfuse.planning.run_plan import (

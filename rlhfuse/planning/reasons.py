@@ -14,9 +14,9 @@ from rlhfuse.config.spec import GPU, HardwareSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.planning.instance_cache import InstanceCache
-from rlhfuse.planning.memory_budget import KEEPING_PART, MemoryBudget
-from rlhfuse.planning.memory_plan import MemoryPlan
+from rlhfuse.planning.memory.instance_cache import InstanceCache
+from rlhfuse.planning.memory.memory_budget import KEEPING_PART, MemoryBudget
+from rlhfuse.planning.memory.memory_plan import MemoryPlan
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.simulator.instance_limits import InstanceLimits

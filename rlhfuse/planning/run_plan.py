@@ -20,7 +20,7 @@ from rlhfuse.decisions.layouts import Task
 from rlhfuse.decisions.migration import SampleMoveCost
 from rlhfuse.planning.efficiency import Efficiency
 from rlhfuse.planning.graph_capture import GraphCapture
-from rlhfuse.planning.memory_plan import MemoryPlan
+from rlhfuse.planning.memory.memory_plan import MemoryPlan
 from rlhfuse.planning.training.stage_cuts import StageBalance
 from rlhfuse.planning.training.training_orders import OrderPromise
 from rlhfuse.schedule.ir.ranks import FusedRanks

@@ -41,7 +41,7 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid, plain_grid, trained_grid
 from rlhfuse.parallel.offload import OffloadedWeights, WeightMemory
 from rlhfuse.parallel.optimizer import ModelOptimizer
-from rlhfuse.planning.instance_cache import InstanceCache
+from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.schedule.ir.ranks import FusedRanks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -6,7 +6,7 @@ import pytest
 from testkit.four_ranks import SPECS, drafted, run, shared_plan
 
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.planning.memory_budget import KEEPING_PART, GenerationMemory, MemoryBudget, PhaseMemory, RankMemory
+from rlhfuse.planning.memory.memory_budget import KEEPING_PART, GenerationMemory, MemoryBudget, PhaseMemory, RankMemory
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.reasons import of_keeping
 from rlhfuse.schedule.ir.evaluate import evaluate

@@ -15,7 +15,9 @@ SHAPES, SHAPE_SECONDS = 5, 0.03 + (8 * 9 + 6) * 60e-6
 
 
 def report(monkeypatch, kept: bool, made: RunConfig) -> PlanReport:
-    monkeypatch.setattr("rlhfuse.planning.memory_budget.MemoryBudget.keeps_generation", lambda self, activations: kept)
+    monkeypatch.setattr(
+        "rlhfuse.planning.memory.memory_budget.MemoryBudget.keeps_generation", lambda self, activations: kept
+    )
     return planned(made).report
 
 

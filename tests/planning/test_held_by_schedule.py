@@ -1,7 +1,7 @@
 """What a schedule holds with what passes: two models whose peaks do not meet, and more under way than usual."""
 
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.planning.memory_budget import GenerationMemory, MemoryBudget
+from rlhfuse.planning.memory.memory_budget import GenerationMemory, MemoryBudget
 from rlhfuse.planning.training.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline

@@ -16,7 +16,7 @@ from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning import draft as drafts
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.efficiency import optimizer_step_seconds
-from rlhfuse.planning.memory_budget import TRAINED
+from rlhfuse.planning.memory.memory_budget import TRAINED
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound

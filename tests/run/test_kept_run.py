@@ -20,7 +20,7 @@ def generation_that(keeps: bool, graphs: bool):
     """
     from rlhfuse.gen.engine import Engine, EngineOptions
     from rlhfuse.gen.gpu.forward import DeviceForward
-    from rlhfuse.planning.memory_budget import MemoryBudget
+    from rlhfuse.planning.memory.memory_budget import MemoryBudget
     from rlhfuse.run import trainer
 
     caches, weights, recorder, seen = [], [], Repeater(), {}

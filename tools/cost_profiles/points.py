@@ -12,7 +12,7 @@ from rlhfuse.config.auto_layouts import layout_rows
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.planning.instance_cache import InstanceCache
+from rlhfuse.planning.memory.instance_cache import InstanceCache
 
 SMALLEST_CONTEXT = 64
 SMALLEST_TOKENS = 64

@@ -15,8 +15,8 @@ from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.decisions.packing import split_samples
 from rlhfuse.planning.draft import instance_limits
-from rlhfuse.planning.instance_cache import InstanceCache
-from rlhfuse.planning.memory_budget import GenerationMemory
+from rlhfuse.planning.memory.instance_cache import InstanceCache
+from rlhfuse.planning.memory.memory_budget import GenerationMemory
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.simulation import Simulation
 

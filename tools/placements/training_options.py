@@ -21,7 +21,7 @@ from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import TASK_ROLES, TRAINED, divisors
-from rlhfuse.planning.memory_budget import RESTING, OptimizerOffload, input_bytes
+from rlhfuse.planning.memory.memory_budget import RESTING, OptimizerOffload, input_bytes
 from rlhfuse.planning.search.floors import work_bound
 from rlhfuse.planning.training.stage_cuts import with_cut
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, longest_microbatch, training_problem

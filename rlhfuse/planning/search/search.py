@@ -22,7 +22,7 @@ from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.costs.machine import memory_limit
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.graph_capture import graph_capture
-from rlhfuse.planning.memory_budget import KEEPING_PART, MemoryRefusal, PhaseMemory
+from rlhfuse.planning.memory.memory_budget import KEEPING_PART, MemoryRefusal, PhaseMemory
 from rlhfuse.planning.price import (
     GenerationPrice,
     Price,

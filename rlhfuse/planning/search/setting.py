@@ -19,7 +19,7 @@ from rlhfuse.costs.profile_files import run_costs
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.planning.draft import DraftInputs, PlanDraft, draft_plan, instance_limits
-from rlhfuse.planning.instance_cache import CACHE_PARTS, SPARE_BLOCKS, InstanceCache
+from rlhfuse.planning.memory.instance_cache import CACHE_PARTS, SPARE_BLOCKS, InstanceCache
 from rlhfuse.planning.rooflines import Rooflines
 from rlhfuse.planning.search.space import Given, TrainingRow
 from rlhfuse.planning.search.table import Table

@@ -23,7 +23,7 @@ from testkit.sim_helpers import linear_cost
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.readable_bytes import readable_bytes
-from rlhfuse.planning.memory_budget import MemoryRefusal
+from rlhfuse.planning.memory.memory_budget import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.search import search
 from rlhfuse.planning.search.search import TOP, Found, Ranking

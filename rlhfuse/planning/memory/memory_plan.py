@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfuse.base.readable_bytes import readable_bytes
-from rlhfuse.planning.memory_budget import DEVICE_PARTS, MemoryBudget, OptimizerOffload, PhaseMemory
+from rlhfuse.planning.memory.memory_budget import DEVICE_PARTS, MemoryBudget, OptimizerOffload, PhaseMemory
 
 
 @dataclass(frozen=True)
