@@ -1,7 +1,7 @@
 """What the values of a configuration must keep together: combinations that do not contradict each other.
 
 Every refusal is an InputError that names the key, its value and what would do. What needs models, files or the number
-of ranks is checked where those are read (planning/, run/, decisions/layouts.py).
+of ranks is checked where those are read (planning/, run/, decisions/layout_rules.py).
 """
 
 from __future__ import annotations

@@ -88,11 +88,11 @@ def test_it_goes_where_the_optimizer_has_to():
 
 def test_a_plan_keeps_a_small_model_on_gpus_and_none_on_cpus():
     cpu, gpu = shared_plan().report, shared_plan(**GPU).report
-    assert not cpu.keeps_generation and cpu.memory[-1].kv == 0
-    assert gpu.keeps_generation and [p.kv for p in gpu.memory] == [0] + 4 * [gpu.memory[2].kv]
+    assert not cpu.memory.keeps_generation and cpu.memory.phases[-1].kv == 0
+    assert gpu.memory.keeps_generation and [p.kv for p in gpu.memory.phases] == [0] + 4 * [gpu.memory.phases[2].kv]
     assert "kept: the weights and cache of generation" in gpu.render()
     graphless = shared_plan(**GPU, rollout__cuda_graphs=False).report
-    assert graphless.keeps_generation and "graphs are recorded" not in graphless.render()
+    assert graphless.memory.keeps_generation and "graphs are recorded" not in graphless.render()
 
 
 def test_where_there_is_no_room_nothing_else_changes():

@@ -27,7 +27,7 @@ def searched(run, **more):
 def test_generation_with_inference_is_held_against_the_serial_run_of_its_lengths(run):
     forecaster = Forecaster(run)
     gain = gen_infer_gain(run, [forecaster.forecast(4)], "")
-    limits, before = PlanReport.from_dict(run.plan).limits, lengths_of(3)
+    limits, before = PlanReport.from_dict(run.plan).generation.limits, lengths_of(3)
     limits = replace(limits, bs_max=largest_flat_batch(costs_of(), before.median_context, limits.max_sequences))
     serial = simulate_gen_infer(lengths_of(4), RANKS, costs_of(), limits, 0)
     assert gain.measured == pytest.approx(run.rows[4]["fusion/gen_infer_seconds"])
