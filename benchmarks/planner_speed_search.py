@@ -18,7 +18,7 @@ from rlhfuse.planning.settle import Facts, settle_but_layouts
 def main() -> None:
     config = load_config(sys.argv[1])
     run = settle_but_layouts(config, Facts(read_specs(config), int(sys.argv[2])))
-    found = Ranking(Setting.of(run)).found(TOP)
+    found = Ranking(Setting.of(run)).fastest(TOP)
     rows = [[row.table.text, row.seconds, dict(row.price.parts)] for row in found.rows]
     texts = str(found).splitlines()
     tables = found.training_rows * found.generation_rows

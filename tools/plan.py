@@ -158,10 +158,10 @@ def search(args: argparse.Namespace, config: RunConfig, facts: Facts) -> int:
         answer = answer_of(Ranking(Setting.of(run)), args.top or TOP, bool(args.thorough))
     except MemoryRefusal as refusal:
         raise without_a_plan(args, run, refusal) from None
-    best = answer.found.best
+    best = answer.fastest.best
     if args.best:
         whole = with_table(config, best.table)
-        write_text(args.best, f"# {str(answer.found).splitlines()[0]}\n{dump_config(whole)}")
+        write_text(args.best, f"# {str(answer.fastest).splitlines()[0]}\n{dump_config(whole)}")
     if args.draw:
         write_bytes(args.draw, draw_memory_curve(answer.priced, answer.curve))
     found = what_if(run) if args.what_if else ()

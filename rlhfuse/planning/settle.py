@@ -91,7 +91,7 @@ def settle_but_layouts(config: RunConfig, facts: Facts) -> SettledRun:
 
 def _searched(run: SettledRun, lines: tuple[str, ...]) -> SettledRun:
     setting = Setting.of(run)
-    search = Ranking(setting).found(TOP)
+    search = Ranking(setting).fastest(TOP)
     made = with_table(run.config, search.best.table)
     chosen = f"layouts of the search: {decided(run.config, made)}: {str(search).splitlines()[0]}"
     return _ready(run.with_config(made), *lines, chosen, *setting.notes)

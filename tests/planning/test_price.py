@@ -46,7 +46,7 @@ def winner(seed: int) -> tuple[Row, PlanDraft] | None:
     case = random_case(seed)
     case = replace(case, config=case.config.with_(fusion={"search_seconds": 0.1}))
     try:
-        best = Ranking(case.setting).found(TOP).best
+        best = Ranking(case.setting).fastest(TOP).best
     except InputError:
         return None
     return best, case.setting.draft(best.table)

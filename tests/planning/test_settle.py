@@ -63,7 +63,7 @@ def test_everything_auto_becomes_a_table_that_can_be_planned():
     assert is_settled(found.config)
     draft = draft_plan(found)
     assert draft.memory.fullest([0.0] * draft.training.problem.nodes)
-    table = Ranking(SearchCase(made, SPECS, 4, None).setting).found(1).best.table
+    table = Ranking(SearchCase(made, SPECS, 4, None).setting).fastest(1).best.table
     parallel = found.config.parallel
     assert (parallel.generation, parallel.actor_train) == (str(table.generation), str(table.actor_train))
     assert {getattr(parallel, row) for row in SCORERS} == {str(table.inference)}

@@ -19,7 +19,7 @@ from text_table import aligned
 
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.planning.price import CAPTURE, GENERATION, MOVES, OFFLOAD, SCHEDULES, STEPS
-from rlhfuse.planning.search.search import TOP, Found, Ranking, Row
+from rlhfuse.planning.search.search import TOP, FastestTables, Ranking, Row
 from rlhfuse.planning.training.training_problem import equal_microbatch
 
 VERSION = 1
@@ -36,10 +36,10 @@ LEFT = range(HEAD.index("phase"), len(HEAD))  # columns that begin at the left
 
 @dataclass(frozen=True)
 class SearchAnswer:
-    """What was found; `lengths`: a line on those that it was searched for. `priced`: all rows that were, wishes'
+    """The fastest tables; `lengths`: a line on those that it was searched for. `priced`: all rows that were, wishes'
     among them; `swings`: of the best `TABLES`, if they were asked for."""
 
-    found: Found
+    fastest: FastestTables
     lengths: str
     wishes: tuple[Wish, ...]
     priced: tuple[Row, ...]
@@ -51,25 +51,25 @@ class SearchAnswer:
         return memory_curve(self.priced)
 
     def render(self) -> str:
-        lines = [*header(self.found), self.lengths, *proof(self.found), *best_tables(self.found.rows)]
+        lines = [*header(self.fastest), self.lengths, *proof(self.fastest), *best_tables(self.fastest.rows)]
         lines += [*wishes_table(self.wishes), curve_line(self.curve)]
         return "\n".join((*lines, *swing_lines(self.swings), "sure of it?", *(f"  {doubt}" for doubt in self.doubts)))
 
     def to_dict(self) -> dict[str, Any]:
         """search.json; tools/try_plans.py reads world_size and, of each of the tables, overrides and parts."""
-        found = self.found
+        fastest = self.fastest
         return {
             "version": VERSION,
-            "world_size": found.world_size,
-            "hardware": found.hardware,
+            "world_size": fastest.world_size,
+            "hardware": fastest.hardware,
             "lengths": self.lengths,
-            "training_rows": found.training_rows,
-            "generation_rows": found.generation_rows,
-            "tables": [row_to_dict(row) for row in found.rows],
-            "refused": dict(found.refused),
-            "bound": None if found.bound == inf else found.bound,
-            "priced": found.priced,
-            "drafted": found.drafted,
+            "training_rows": fastest.training_rows,
+            "generation_rows": fastest.generation_rows,
+            "tables": [row_to_dict(row) for row in fastest.rows],
+            "refused": dict(fastest.refused),
+            "bound": None if fastest.bound == inf else fastest.bound,
+            "priced": fastest.priced,
+            "drafted": fastest.drafted,
             "wishes": [{**wish.to_dict(), "table": wish.row and row_to_dict(wish.row)} for wish in self.wishes],
             "memory": [{"needed_bytes": row.needed_bytes, "seconds": row.seconds} for row in self.curve],
             "sensitivity": [asdict(swing) for swing in self.swings],
@@ -80,14 +80,14 @@ class SearchAnswer:
 def answer_of(ranking: Ranking, top: int = TOP, thorough: bool = False) -> SearchAnswer:
     """`thorough`: with what takes searches of its own, and with wrong constants. Raises InputError where nothing
     fits."""
-    found, setting = ranking.found(top), ranking.setting
-    wishes, swings = cheap_wishes(ranking, found.best), ()
+    fastest, setting = ranking.fastest(top), ranking.setting
+    wishes, swings = cheap_wishes(ranking, fastest.best), ()
     if thorough:
-        wishes = (*dear_wishes(setting, found.best), *wishes)
+        wishes = (*dear_wishes(setting, fastest.best), *wishes)
         again = tuple(row for row, _ in islice(ranking.ranked(), TABLES))
         swings = tuple(sensitivity(setting, again))
     rows = (*ranking.priced, *(wish.row for wish in wishes if wish.row))
-    return SearchAnswer(found, setting.inputs.lengths.told, wishes, rows, swings, doubts_of(ranking, found))
+    return SearchAnswer(fastest, setting.inputs.lengths.told, wishes, rows, swings, doubts_of(ranking, fastest))
 
 
 def overrides(row: Row) -> list[str]:
@@ -107,19 +107,20 @@ def row_to_dict(row: Row) -> dict[str, Any]:
     }
 
 
-def header(found: Found) -> tuple[str, ...]:
-    tables = f"{found.training_rows:,} training tables x {found.generation_rows} of generation and inference"
-    return (f"searched {tables} on {found.world_size} {found.hardware}",)
+def header(fastest: FastestTables) -> tuple[str, ...]:
+    tables = f"{fastest.training_rows:,} training tables x {fastest.generation_rows} of generation and inference"
+    return (f"searched {tables} on {fastest.world_size} {fastest.hardware}",)
 
 
-def proof(found: Found) -> tuple[str, ...]:
+def proof(fastest: FastestTables) -> tuple[str, ...]:
     """What was refused, what was looked at how closely, and why no other table can be among the best."""
-    counts = ", ".join(f"{count:,} {rule}" for rule, count in found.refused.items())
-    looked = f"  priced exactly: {found.priced}; memory checked: {found.drafted}"
-    if found.bound == inf:
+    counts = ", ".join(f"{count:,} {rule}" for rule, count in fastest.refused.items())
+    looked = f"  priced exactly: {fastest.priced}; memory checked: {fastest.drafted}"
+    if fastest.bound == inf:
         return f"  refused: {counts or 'none'}", f"{looked}; no other table fits"
-    others = f"all others have a bound of {found.bound:.4g} s or more: no table of this space is predicted to be faster"
-    return f"  refused: {counts or 'none'}", f"{looked}; {others}"
+    others = f"all others have a bound of {fastest.bound:.4g} s or more"
+    counted = f"  refused: {counts or 'none'}"
+    return counted, f"{looked}; {others}: no table of this space is predicted to be faster"
 
 
 def best_tables(rows: Sequence[Row]) -> list[str]:
@@ -160,17 +161,17 @@ def swing_lines(swings: Sequence[Swing]) -> list[str]:
     ]
 
 
-def doubts_of(ranking: Ranking, found: Found) -> tuple[str, ...]:
+def doubts_of(ranking: Ranking, fastest: FastestTables) -> tuple[str, ...]:
     """How near the second is, what of the costs was measured, and how to measure the best tables."""
-    if len(found.rows) > 1:
-        following = f"best and second differ by {found.rows[1].seconds / found.best.seconds - 1:.1%}"
+    if len(fastest.rows) > 1:
+        following = f"best and second differ by {fastest.rows[1].seconds / fastest.best.seconds - 1:.1%}"
     else:
-        following = "no other table fits" if found.bound == inf else f"all others take {found.bound:.4g} s or more"
-    top = min(3, len(found.rows))
+        following = "no other table fits" if fastest.bound == inf else f"all others take {fastest.bound:.4g} s or more"
+    top = min(3, len(fastest.rows))
     tried = f"to measure the best {top}: --search --json > search.json, then tools/try_plans.py --search search.json"
     return (
         following,
-        f"{_measured(ranking)}{_beyond(ranking, found.best)}",
+        f"{_measured(ranking)}{_beyond(ranking, fastest.best)}",
         *ranking.setting.notes,
         f"{tried} --top {top}",
     )

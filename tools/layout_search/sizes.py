@@ -71,7 +71,7 @@ def _searched(config: RunConfig, facts: Facts) -> Size:
     world_size, samples = facts.world_size, config.samples_per_iteration
     try:
         ranking = Ranking(Setting.of(settle_but_layouts(config, facts)))
-        return Size(world_size, samples, ranking.found(1).best)
+        return Size(world_size, samples, ranking.fastest(1).best)
     except InputError as error:
         return Size(world_size, samples, None, str(error))
 

@@ -61,7 +61,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Found:
+class FastestTables:
     """The best rows, first the fastest; no other table has a price below `bound` seconds.
 
     `refused`: tables that cannot run, by rule, of those that were looked at; `drafted`: whose memory was checked;
@@ -119,14 +119,14 @@ class Ranking:
         self._rows: dict[tuple[int, int], Row] = {}
         self._lacking: list[tuple[float, str, Table, str]] = []
 
-    def found(self, top: int) -> Found:
+    def fastest(self, top: int) -> FastestTables:
         """Raises InputError where nothing fits."""
         ranked = self.ranked()
         rows = tuple(row for row, _ in islice(ranked, top))
         if not rows:
             raise self._nothing_fits()
         following = next(ranked, None)
-        return Found(
+        return FastestTables(
             self.setting.world_size,
             self.setting.inputs.hardware.name,
             len(self.space.training),

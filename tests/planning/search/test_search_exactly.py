@@ -26,15 +26,15 @@ from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.planning.memory.memory_budget import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.search import search
-from rlhfuse.planning.search.search import TOP, Found, Ranking
+from rlhfuse.planning.search.search import TOP, FastestTables, Ranking
 from rlhfuse.schedule.rules.builders import min_memory
 
 SPEC = spec_of(4, 512, 8, 4)
 SPECS = dict.fromkeys(("actor", "critic", "reference", "reward"), SPEC)
 
 
-def found_of(case: SearchCase, top: int = 5) -> Found:
-    return Ranking(case.setting).found(top)
+def found_of(case: SearchCase, top: int = 5) -> FastestTables:
+    return Ranking(case.setting).fastest(top)
 
 
 def check_exact(case: SearchCase, top: int = 5) -> int:
@@ -84,7 +84,7 @@ def test_ties_are_broken_by_the_text(monkeypatch):
     for floor in ("_by_work", "_by_room", "_training_floor", "_generation_floor", "_with"):
         monkeypatch.setattr(Ranking, floor, lambda self, *given: 0.0)
     monkeypatch.setattr(search, "price", lambda *given: made)
-    found = Ranking(case.setting).found(TOP)
+    found = Ranking(case.setting).fastest(TOP)
     texts = sorted(table.text for table in tables_of(ranking.space))
     assert [row.table.text for row in found.rows] == texts[:5] and found.bound == made.seconds
 
@@ -199,7 +199,7 @@ def test_all_ranks_of_any_hash_seed_find_the_same(programs):
     launched = [{}, {"RANK": "0", "LOCAL_RANK": "0", **ranks}, {"RANK": "3", "LOCAL_RANK": "3", **ranks}]
     said = [programs.python("-c", SEARCHES, PYTHONHASHSEED=str(seed), **one) for seed, one in enumerate(launched, 1)]
     assert len({one.stdout for one in said}) == 1 and said[0].returncode == 0, said[0].stderr
-    assert said[0].stdout.count("Found(") == 2 and "layouts of the search" in said[0].stdout
+    assert said[0].stdout.count("FastestTables(") == 2 and "layouts of the search" in said[0].stdout
 
 
 def test_a_cost_for_one_table_alone_is_refused(tmp_path):

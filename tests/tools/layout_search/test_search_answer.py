@@ -36,10 +36,10 @@ def answer(ranking):
 
 
 def test_the_table_has_a_line_for_each_of_the_best(answer):
-    head, *lines = best_tables(answer.found.rows)
+    head, *lines = best_tables(answer.fastest.rows)
     columns = head.split()
     assert len(lines) == 4
-    for number, (line, row) in enumerate(zip(lines, answer.found.rows), start=1):
+    for number, (line, row) in enumerate(zip(lines, answer.fastest.rows), start=1):
         cells = line.split()
         assert cells[0] == str(number) and float(cells[1]) == pytest.approx(row.seconds, rel=1e-3)
         parts = [float(cells[1 + at]) for at in range(1, 1 + len(PHASES))]
@@ -49,35 +49,35 @@ def test_the_table_has_a_line_for_each_of_the_best(answer):
 
 
 def test_no_part_of_a_price_is_left_out_of_the_columns(answer):
-    for row in answer.found.rows:
+    for row in answer.fastest.rows:
         assert sum(by_phase(row.price.parts).values()) == pytest.approx(row.seconds)
-    assert sorted(name for names in PHASES.values() for name in names) == sorted(answer.found.best.price.parts)
+    assert sorted(name for names in PHASES.values() for name in names) == sorted(answer.fastest.best.price.parts)
 
 
 def test_the_proof_says_the_bound_or_that_nothing_else_fits(answer):
-    refused, looked = proof(answer.found)
-    assert all(f"{count:,} {rule}" in refused for rule, count in answer.found.refused.items())
-    assert f"a bound of {answer.found.bound:.4g} s or more: no table of this space is predicted" in looked
-    alone = replace(answer.found, bound=inf, refused={})
+    refused, looked = proof(answer.fastest)
+    assert all(f"{count:,} {rule}" in refused for rule, count in answer.fastest.refused.items())
+    assert f"a bound of {answer.fastest.bound:.4g} s or more: no table of this space is predicted" in looked
+    alone = replace(answer.fastest, bound=inf, refused={})
     looked = f"  priced exactly: {alone.priced}; memory checked: {alone.drafted}; no other table fits"
     assert proof(alone) == ("  refused: none", looked)
 
 
 def test_json_says_the_same_without_rounding(answer):
     raw = json.loads(json.dumps(answer.to_dict(), allow_nan=False))
-    assert raw["version"] == 1 and raw["world_size"] == 4 and raw["bound"] == answer.found.bound
-    for table, row in zip(raw["tables"], answer.found.rows, strict=True):
+    assert raw["version"] == 1 and raw["world_size"] == 4 and raw["bound"] == answer.fastest.bound
+    for table, row in zip(raw["tables"], answer.fastest.rows, strict=True):
         assert table_of(table["overrides"]) == row.table and table["overrides"][0] == "parallel=auto"
         assert table["seconds"] == row.seconds and table["parts"] == dict(row.price.parts)
         assert table["needed_bytes"] == row.needed_bytes <= table["limit_bytes"]
     for wish, made in zip(raw["wishes"], answer.wishes, strict=True):
         assert wish["wanted"] == made.wanted and wish["cost"] == made.cost
         assert made.row and wish["table"]["seconds"] == made.row.seconds
-    assert json.loads(json.dumps(replace(answer, found=replace(answer.found, bound=inf)).to_dict()))["bound"] is None
+    assert json.loads(json.dumps(replace(answer, fastest=replace(answer.fastest, bound=inf)).to_dict()))["bound"] is None
 
 
 def test_wishes_are_told_with_what_they_cost_and_why(answer):
-    best, last = answer.found.rows[0], answer.found.rows[-1]
+    best, last = answer.fastest.rows[0], answer.fastest.rows[-1]
     wish = Wish("another", best, last)
     lines = wishes_table([wish, Wish("too much", best, None), Wish("the same", best, best)])
     assert lines[0].split("  ")[0] == "if you insist on"
@@ -104,12 +104,12 @@ def test_constants_under_which_another_table_wins_are_named():
 
 
 def test_where_nothing_was_measured_it_is_said_with_the_degrees(ranking, answer):
-    following, measured, tried = doubts_of(ranking, answer.found)
-    share = answer.found.rows[1].seconds / answer.found.rows[0].seconds - 1
+    following, measured, tried = doubts_of(ranking, answer.fastest)
+    share = answer.fastest.rows[1].seconds / answer.fastest.rows[0].seconds - 1
     assert following == f"best and second differ by {share:.1%}"
     assert "nothing was measured" in measured and "tools/profile_costs.py --tensor 1,2,4 " in measured
     assert "--top 3" in tried
-    one = replace(answer.found, rows=answer.found.rows[:1])
+    one = replace(answer.fastest, rows=answer.fastest.rows[:1])
     assert doubts_of(ranking, one)[0].startswith("all others take ")
     assert doubts_of(ranking, replace(one, bound=inf))[0] == "no other table fits"
 
@@ -131,18 +131,18 @@ def measured(made: Setting, *degrees: int, largest: float = 1e6) -> Ranking:
 
 def test_tables_whose_degrees_were_not_measured_are_counted(profiled):
     partly, wholly = measured(profiled, 1, 2), measured(profiled, 1, 2, 4)
-    told = doubts_of(partly, partly.found(2))[1]
+    told = doubts_of(partly, partly.fastest(2))[1]
     count = partly.refused["not measured"]
     assert (
         told == f"fusion.profile=profile.json has tensor degrees 1, 2: {count:,} tables with 4 left out" and count > 0
     )
-    told = doubts_of(wholly, wholly.found(2))[1]
+    told = doubts_of(wholly, wholly.fastest(2))[1]
     assert told == "fusion.profile=profile.json has every tensor degree of these tables: 1, 2, 4"
 
 
 def test_what_is_larger_than_anything_measured_is_named(profiled):
     made, ranking = profiled, measured(profiled, 1, 2, 4, largest=10.0)
-    found = ranking.found(2)
+    found = ranking.fastest(2)
     draft = made.draft(found.best.table)
     longest = draft.generation.limits.longest
     told = doubts_of(ranking, found)[1].partition("; beyond what was measured the best table has ")[2].split(", ")

@@ -28,7 +28,7 @@ def test_a_constant_that_is_wrong_is_told_with_what_would_have_been_better(keys)
         value = getattr(made.inputs.hardware, swing.constant) * swing.factor
         there = with_constant(made, swing.constant, value)
         assert getattr(there.inputs.hardware, swing.constant) == value
-        best = Ranking(there).found(1).best.seconds
+        best = Ranking(there).fastest(1).best.seconds
         assert best == seconds_of(there, rows[swing.winner - 1].table)
         assert swing.behind == seconds_of(there, rows[0].table) / best - 1 >= 0
     assert all((swing.behind > 0) == (swing.winner > 1) for swing in swings)

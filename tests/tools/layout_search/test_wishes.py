@@ -36,7 +36,7 @@ def value(name: str, row: Row):
 def test_another_value_of_each_decision_is_the_first_of_all_tables_that_has_one(name):
     made, rows = known(**SETTINGS[name])
     ranking = Ranking(made)
-    best = ranking.found(1).best
+    best = ranking.fastest(1).best
     assert best == rows[0]
     wishes = {wish.wanted.split("=")[0].split(" ")[0]: wish for wish in one_changes(ranking, best)}
     space = ranking.space
@@ -55,7 +55,7 @@ def test_another_value_of_each_decision_is_the_first_of_all_tables_that_has_one(
 def test_a_wish_that_no_table_can_grant_says_so():
     tight = limited(setting(4, LARGE_SPECS, **GPUS), 22.5)
     ranking = Ranking(tight)
-    best = ranking.found(1).best
+    best = ranking.fastest(1).best
     refused = [wish for wish in one_changes(ranking, best) if wish.row is None]
     assert refused and all(" other than " in wish.wanted for wish in refused)
     assert all(wish.cost is None and wish.because is None for wish in refused)
@@ -90,7 +90,7 @@ def test_by_rule_is_the_table_that_is_laid_out_by_hand(world_size, most=4):
     keys = dict(fusion__actor_microbatches=1, trainer__recompute="none", parallel__inference=f"d{world_size // 4}t4p1")
     made, rows = known(world_size, rollout__prompts_per_iteration=32, **{**GPUS, **keys})
     ranking = Ranking(made)
-    best = ranking.found(1).best
+    best = ranking.fastest(1).best
     wish = by_rule(ranking, best)
     assert wish is not None and wish.row is not None and wish.wanted == "by rule (most tensor ranks, pp 4)"
     assert wish.row == next(row for row in rows if is_ruled(row, most, 4))
@@ -106,8 +106,8 @@ def test_by_rule_takes_the_shallowest_pipelines_that_fit():
 
 def test_there_is_no_rule_for_so_few_ranks():
     ranking = Ranking(setting(2))
-    assert by_rule(ranking, ranking.found(1).best) is None
-    assert not any("by rule" in wish.wanted for wish in cheap_wishes(ranking, ranking.found(1).best))
+    assert by_rule(ranking, ranking.fastest(1).best) is None
+    assert not any("by rule" in wish.wanted for wish in cheap_wishes(ranking, ranking.fastest(1).best))
 
 
 GIVEN = dict(world_size=4, parallel__generation="d2t2p1", fusion__actor_microbatches=1, **GPUS)
