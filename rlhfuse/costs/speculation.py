@@ -26,6 +26,7 @@ HOPELESS_STEPS = 2  # without a guess that was right, after which no seconds nee
 LEAST_GAIN = 1.03  # times as fast, below which guesses are off: tables that grow cost a little more, now and then
 PLAIN_EVERY = 16  # steps with guesses, among which one is run without
 SHORTEST_WAIT, LONGEST_WAIT = 128, 1024  # steps before guesses that are off are tried again; each is twice the last
+SOONER = 4  # times, where none was right: what is drawn later may repeat itself
 AGREE_EVERY = 8  # steps
 
 
@@ -137,7 +138,7 @@ class StepSpeeds:
 
     def turn(self, off: bool) -> None:
         if off and not self.off:
-            self.again = self.asked + self.wait
+            self.again = self.asked + (self.wait // SOONER if self.hopeless else self.wait)
             self.wait = min(2 * self.wait, LONGEST_WAIT)
         self.off = off
 

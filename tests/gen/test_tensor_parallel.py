@@ -44,7 +44,7 @@ def run_degree(rank: int, shape: str, degree: int):
         weights["embedding.word_embeddings.weight"] *= 0.2
     group = group if degree > 1 else None
     sizes = dict(block_tokens=8, tp_group=group)
-    roomy = engine_of(spec, weights, num_blocks=64, max_sequences=40, max_batched_tokens=256, **sizes)
+    roomy = engine_of(spec, weights, num_blocks=64, max_sequences=40, max_batched_tokens=256, draft_rows=16, **sizes)
     tight = engine_of(spec, weights, num_blocks=12, max_sequences=3, max_batched_tokens=11, **sizes)
     forced = greedy_everywhere(roomy)
     params = SamplingParams(max_tokens=8, seed=4, ignore_eos=True)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.loggers import WandbLogger
 from rlhfuse.monitor.samples import SampleText
 
@@ -55,8 +54,3 @@ def test_offline_run_holds_every_number_and_resumes_under_its_id(tmp_path):
     assert not any("digest" in row or "actor/lr" in row for row in rows)
     assert len(ids) == 1, "one run, whatever the number of starts"
     assert any(name.startswith("samples") for name in rows[1])
-
-
-def test_unknown_mode_is_refused(tmp_path):
-    with pytest.raises(InputError, match="sometimes"):
-        WandbLogger(tmp_path, "rlhfuse", "sometimes", {})

@@ -11,7 +11,7 @@ from rlhfuse.run.preflight import check_inputs
 compile_for_drafts()
 with event.install_recorder("numba:compile") as compiled:
     draft = check_inputs(load_config("examples/quickstart.yaml"), 4).draft
-    assert layout_moves(draft.tasks, draft.ranks, draft.specs, 4, draft.hardware)
+    assert layout_moves(draft.tasks, draft.ranks, draft.specs, 4, draft.inputs.hardware)
     assert partition([3, 2, 1], 2) == [[0], [1, 2]]
 print(*(data.data["dispatcher"].py_func.__name__ for _, data in compiled.buffer))
 """

@@ -81,7 +81,7 @@ def test_ties_are_broken_by_the_text(monkeypatch):
     case = SearchCase(auto_config(trainer__hardware="h100", **keys), SPECS, 4, None)
     ranking = Ranking(case.setting)
     made = replace(next(ranking.ranked())[0].price, schedules=0.0)
-    for floor in ("_by_work", "_by_room", "_training_floor", "_generation_floor", "_with"):
+    for floor in ("_by_work", "_by_split", "_by_order", "_by_room", "_training_floor", "_generation_floor", "_with"):
         monkeypatch.setattr(Ranking, floor, lambda self, *given: 0.0)
     monkeypatch.setattr(search, "price", lambda *given: made)
     found = Ranking(case.setting).fastest(TOP)
