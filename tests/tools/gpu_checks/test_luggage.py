@@ -44,14 +44,7 @@ def test_wheels_unpack_offline_into_a_folder_of_their_own(programs, tmp_path, mo
 
 def test_the_luggage_holds_what_the_program_imports_beside_what_images_have():
     known = "torch numpy numba llvmlite transformers tokenizers safetensors pyarrow matplotlib jinja2 yaml rich triton"
-    known = {
-        *known.split(),
-        "huggingface_hub",
-        "tensorboard",
-        "rlhfuse",
-        "train_ppo",
-        "pydantic_core",
-    }  # the last comes with pydantic
+    known = {*known.split(), "huggingface_hub", "tensorboard", "pydantic_core", "rlhfuse", "train_ppo"}
     known |= {"gpu_checks", "cost_profiles", "run_comparison", "text_table"}  # of tools
     optional = {"mpi4py", "flash_attn", "flashinfer", "transformer_engine", "vaderSentiment", "wandb"}
     carried = {"megatron", "omegaconf", "pydantic", "pebble", "scipy"}
