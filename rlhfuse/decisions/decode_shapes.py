@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from rlhfuse.base.power_of_two import power_of_two
+
 SHORTEST_TOKENS = 256  # narrower tables are widened to this: attention over so little costs nothing
 ROW_STEP = 16
 MOST_QUERIES = 8  # of one sequence in a step
@@ -19,19 +21,19 @@ DRAFT_ITERATIONS = 6  # before the running one, that are guessed from
 def rounded_rows(sequences: int, most: int) -> int:
     """Rows of a step of so many sequences; beyond `most` only if they are."""
     short = sequences <= ROW_STEP // 2
-    rows = _power_of_two(sequences) if short else -(-sequences // ROW_STEP) * ROW_STEP
+    rows = power_of_two(sequences) if short else -(-sequences // ROW_STEP) * ROW_STEP
     return max(sequences, min(rows, most))
 
 
 def rounded_width(blocks: int, most: int, block_tokens: int) -> int:
     """Columns of tables of at most so many blocks; beyond `most` only if they are."""
-    width = _power_of_two(max(blocks, -(-SHORTEST_TOKENS // block_tokens)))
+    width = power_of_two(max(blocks, -(-SHORTEST_TOKENS // block_tokens)))
     return max(blocks, min(width, most))
 
 
 def rounded_queries(queries: int) -> int:
     """Rows of each sequence in a step in which one has so many: its token and guesses of the next."""
-    return _power_of_two(queries)
+    return power_of_two(queries)
 
 
 def queries_within(rows: int, sequences: int, most: int) -> int:
@@ -55,7 +57,3 @@ def shapes_of_generation(sequences: int, tokens: range, context: int, block_toke
     rows = {rounded_rows(count, most_sequences) for count in range(1, min(sequences, most_sequences) + 1)}
     blocks = range(-(-tokens.start // block_tokens), -(-tokens.stop // block_tokens) + 1)
     return len(rows) + len({rounded_width(count, most_blocks, block_tokens) for count in blocks}) - 1
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlhfuse.base.power_of_two import power_of_two
 from rlhfuse.gen.gpu.draws import DrawInputs
-from rlhfuse.models.layers.decode_layer_triton import power_of_two
 
 # Formulas are those of models/cpu/elementwise.py in the same order, so no launch may fuse multiply and add.
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlhfuse.base.power_of_two import power_of_two
+
 
 @triton.jit
 def _add_norm_kernel(
@@ -127,8 +129,3 @@ def place_heads(
             NORM=norms is not None, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=warps,
         )  # fmt: skip
     return q
-
-
-def power_of_two(least: int) -> int:
-    """The least power of two from `least` on."""
-    return 1 << (least - 1).bit_length()

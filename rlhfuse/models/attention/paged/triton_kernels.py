@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhfuse.models.layers.decode_layer_triton import power_of_two
+from rlhfuse.base.power_of_two import power_of_two
 
 DECODE_SPLIT = 128  # a part of a context that is worth a program of its own, in tokens
 LONGEST_SPLIT = 2048  # so that one long context among short ones doesn't hold up the others
