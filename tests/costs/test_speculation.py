@@ -127,6 +127,14 @@ def test_guesses_that_cost_more_than_they_give_are_turned_off_and_tried_again():
         assert rows.take_news() == ""
 
 
+def test_what_begins_to_repeat_itself_is_guessed_soon():
+    """Where none was right they are tried again four times as soon as where they did not pay."""
+    for accepted, fewest, most in ((0, 140, 200), (2, 60, 90)):
+        rows = GuessRows(ROWS, lambda sequences, guesses: 1.0)
+        assert run_steps(rows, 8, 12, 1.5, accepted)[1] < 6
+        assert fewest < run_steps(rows, 8, 200, 1.1, 8)[1] < most, accepted
+
+
 def test_what_is_looked_for_in_vain_is_turned_off():
     """Every third search finds something that pays for itself, but not for the others."""
     rows, spent, searches = GuessRows(ROWS, lambda sequences, guesses: 1.0), 0.0, 0
@@ -150,15 +158,20 @@ def test_each_number_of_samples_is_measured_by_itself_and_what_pays_later_comes_
     assert run_steps(rows, 12, 2000, 1.1, 12)[1] > 1500
 
 
-def test_ranks_that_measure_differently_do_the_same():
-    """The first rank's decision is everybody's; the others' seconds count for nothing."""
+@pytest.mark.parametrize("accepted", [0, 1, 8])
+def test_ranks_that_measure_differently_do_the_same(accepted):
+    """The first rank's decision is everybody's, and all wait for it at the same steps: no rank's clock has a say."""
     told: list[int] = []
-    first = GuessRows(ROWS, lambda sequences, guesses: 1.0, lambda off: told.append(off) or off)
-    other = GuessRows(ROWS, lambda sequences, guesses: 1.0, lambda off: told[-1])
-    for number in range(500):
+    waited: tuple[list[int], list[int]] = [], []
+    first = GuessRows(
+        ROWS, lambda sequences, guesses: 1.0, lambda off: told.append(off) or waited[0].append(step) or off
+    )
+    other = GuessRows(ROWS, lambda sequences, guesses: 1.0, lambda off: waited[1].append(step) or told[-1])
+    for step in range(500):
         asked = first.rows(4), other.rows(4)
         assert asked[0] == asked[1]
+        searched = bool(asked[0])
         for rank, rows in enumerate((first, other)):
-            seconds = (1.0 + rank * (number % 7)) * (1.5 if asked[0] else 1.0)
-            rows.observe(DecodeObservation(4, 400, seconds, bool(asked[0]), 0), bool(asked[0]))
-    assert any(told) and len(told) < 500 / 7
+            seconds = (1.0 + rank * (step % 7)) * (1.5 if searched else 1.0)
+            rows.observe(DecodeObservation(4, 400, seconds, searched, accepted * searched), searched)
+    assert any(told) == (accepted < 8) and waited[0] == waited[1] and len(told) < 500 / 7

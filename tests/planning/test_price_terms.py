@@ -182,6 +182,8 @@ def test_threads_of_a_rank_take_cores_of_others(monkeypatch):
     cores = machine.SharedCores(8.0, 4, 4)
     assert cores.waiting == 2 and cores.in_turns(core).flops == 4 * core.flops
     assert cores.together(core).flops == 2 * core.flops
+    assert cores.rates(core, "training") == cores.in_turns(core) != cores.together(core)
+    assert cores.rates(core, "generation") == cores.rates(core, "moves") == cores.together(core)
     assert cores.together(core).node_link_bandwidth == core.node_link_bandwidth
     assert machine.SharedCores(8.0, 4, 2).waiting == 1
 

@@ -121,6 +121,18 @@ def test_it_gives_up_where_guesses_are_wrong_and_tries_again_later():
     assert 20 < asked < 200
 
 
+def test_a_search_in_vain_is_told_and_so_is_a_pause():
+    guesser, table = guesser_of(50), RunningTable(4)
+    seq = sequence(1, [9], [1, 2])
+    table.add(seq)
+    told = []
+    for _ in range(5):
+        guesser.rows(1)
+        assert guesser.propose([seq], table, 15, 15) == [], "nothing has been seen twice"
+        told.append(guesser.searched)
+    assert told == [True, False, True, False, False]
+
+
 def test_limits_of_a_sample_and_of_the_step_are_kept():
     guesser = guesser_of(50)
     near = sequence(1, [9], [1, 2, 3] * 20)
