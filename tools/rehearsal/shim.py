@@ -23,15 +23,22 @@ SOURCE = Path(__file__).with_name("shim.cpp")
 TORCH = "2.13"  # the minor version whose private names device.py and tensors.py use
 
 
-def refuse_unless_possible() -> None:
-    """Raise InputError where this machine cannot rehearse: another torch, or no compiler."""
+def obstacle() -> str:
+    """Why this machine cannot rehearse, with what would do: another torch, or no compiler; '' if it can."""
     version = importlib.metadata.version("torch")
     if not version.startswith(f"{TORCH}."):
-        raise InputError(
-            f"a rehearsal is written for torch {TORCH}, and this is {version}; install torch {TORCH} (CPU)"
-        )
+        return f"a rehearsal is written for torch {TORCH}, and this is {version}; install torch {TORCH} (CPU)"
+    if (_torch() / "lib" / "libtorch_cuda.so").exists():
+        return f"a rehearsal takes the place of torch's CUDA half, which {version} has; install its build for CPUs"
     if not _library().exists() and shutil.which("g++") is None:
-        raise InputError("a rehearsal needs g++, once, to compile tools/rehearsal/shim.cpp; install it")
+        return "a rehearsal needs g++, once, to compile tools/rehearsal/shim.cpp; install it"
+    return ""
+
+
+def refuse_unless_possible() -> None:
+    """Raise InputError where this machine cannot rehearse."""
+    if why := obstacle():
+        raise InputError(why)
 
 
 def load_shim() -> None:

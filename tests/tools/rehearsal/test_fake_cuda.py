@@ -1,11 +1,11 @@
 """Fake CUDA tensors: what holds memory, what is known of integers, and which faults raise as they do on CUDA."""
 
 import json
-import shutil
 
 import pytest
+from rehearsal.shim import obstacle
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the shim is compiled by g++")
+pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
 
 END = "from rlhfuse.base.errors import leave\nleave(0)"  # as a process with a gloo group must
 BEGIN = """

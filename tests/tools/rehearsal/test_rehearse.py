@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import pytest
+from rehearsal import shim
 from rehearsal.stages import WHOLE, distinct_ranks, planned_bytes, rehearsal_draft, rehearse
 from testkit.llama3 import SHARED, SIZES
 from testkit.paths import ROOT
@@ -16,7 +17,7 @@ from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.search.search import SearchSettings, search
 from tools import rehearse as tool
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the shim is compiled by g++")
+pytestmark = pytest.mark.skipif(bool(shim.obstacle()), reason=shim.obstacle())
 SLICE = SHARED | SIZES["8B"] | dict(num_hidden_layers=8)
 SMALL = SHARED | dict(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512)
 RUN = """
@@ -148,6 +149,14 @@ def test_layouts_that_are_auto_are_rehearsed_as_every_rank_chooses_them(run_yaml
 def test_bad_input_is_one_line(run_yaml, arguments, complaint):
     done = call_tool("rehearse", "--config", run_yaml, *arguments)
     assert done.returncode == 2 and complaint in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_torch_with_cuda_is_refused_in_a_line(run_yaml, tmp_path, monkeypatch):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    monkeypatch.setattr(shim, "_torch", lambda: tmp_path)
+    done = call_tool("rehearse", "--config", run_yaml, "--world-size", 16)
+    assert done.returncode == 2 and "install its build for CPUs" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_without_a_compiler_one_line_says_so(programs, run_yaml, tmp_path):
