@@ -1,4 +1,4 @@
-"""Cuts: complete, balanced, never empty, the same everywhere; and refused with the arithmetic."""
+"""Cuts: complete, balanced, sorted, never empty; dealt evenly; and refused with the arithmetic."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.decisions.balance import microbatch_sums, partition, split_microbatches, split_minibatches
+from rlhfuse.decisions.balance import deal, split_microbatches, split_minibatches
 
 
 def sums(weights, parts):
@@ -17,41 +17,74 @@ def sums(weights, parts):
 
 
 @examples(150)
-@given(weights=st.lists(st.integers(0, 1000), max_size=40), parts=st.integers(1, 9))
-def test_partition_is_complete_and_fills_every_part(weights, parts):
-    lists = partition(weights, parts)
-    assert len(lists) == parts
-    assert sorted(itertools.chain(*lists)) == list(range(len(weights)))
-    assert all(part == sorted(part) for part in lists)
-    assert lists == partition(weights, parts)
-    if len(weights) >= parts:
-        assert all(lists)
-    # differencing never ends more uneven than its heaviest weight
-    assert max(sums(weights, lists)) - min(sums(weights, lists)) <= max(weights, default=0)
+@given(lengths=st.lists(st.integers(0, 1000), min_size=1, max_size=40), parts=st.integers(1, 9))
+def test_microbatches_are_complete_filled_and_sorted(lengths, parts):
+    if len(lengths) < parts:
+        with pytest.raises(InputError, match=f"{len(lengths)} samples cannot fill {parts} micro-batches"):
+            split_microbatches(lengths, parts)
+        return
+    made = split_microbatches(lengths, parts)
+    assert len(made) == parts and all(made)
+    assert sorted(itertools.chain(*made)) == list(range(len(lengths)))
+    assert all(part == sorted(part) for part in made)
+    weights = sums(lengths, made)
+    assert weights == sorted(weights, reverse=True)
+    assert weights[0] - weights[-1] <= max(lengths)
 
 
 @examples(40)
-@given(weights=st.lists(st.integers(1, 50), min_size=2, max_size=8), parts=st.integers(2, 3))
-def test_partition_is_near_the_optimum(weights, parts):
-    """Differencing stays within 4/3 of the best maximum that brute force finds (far nearer in practice)."""
+@given(lengths=st.lists(st.integers(1, 50), min_size=3, max_size=8), parts=st.integers(2, 3))
+def test_the_heaviest_is_near_the_optimum(lengths, parts):
+    """Longest first stays within 4/3 - 1/(3 parts) of the best maximum (Graham 1969), which brute force finds."""
     best = min(
-        max(sum(w for w, p in zip(weights, choice) if p == part) for part in range(parts))
-        for choice in itertools.product(range(parts), repeat=len(weights))
+        max(sum(w for w, p in zip(lengths, choice) if p == part) for part in range(parts))
+        for choice in itertools.product(range(parts), repeat=len(lengths))
     )
-    assert max(sums(weights, partition(weights, parts))) <= 4 / 3 * best
+    assert sums(lengths, split_microbatches(lengths, parts))[0] <= (4 / 3 - 1 / (3 * parts)) * best
 
 
-def test_partition_known_case():
-    """The textbook case: 8 7 6 5 4 differences to 2 over two parts (the best is 0)."""
-    assert sorted(sums([8, 7, 6, 5, 4], partition([8, 7, 6, 5, 4], 2))) == [14, 16]
+@examples(60)
+@given(
+    longest=st.integers(1, 30),
+    budget=st.integers(1, 4),
+    data=st.data(),
+    count=st.integers(1, 30),
+    parts=st.integers(1, 9),
+)
+def test_as_many_parts_as_full_samples_need_are_enough_for_any(longest, budget, data, count, parts):
+    """What `BatchArithmetic` takes as the most micro-batches: `budget` of the longest samples in each."""
+    count = min(count, budget * parts)
+    if count < parts:
+        return
+    lengths = data.draw(st.lists(st.integers(1, longest), min_size=count, max_size=count))
+    assert sums(lengths, split_microbatches(lengths, parts))[0] <= budget * longest
 
 
-def test_partition_balances_a_long_tail_better_than_taking_turns():
-    weights = [2000, 900, 500, 300] + [100 + i for i in range(60)]
-    lists = partition(weights, 4)
-    in_turns = [list(range(part, 64, 4)) for part in range(4)]
-    assert max(sums(weights, lists)) <= 1.02 * sum(weights) / 4
-    assert max(sums(weights, in_turns)) - min(sums(weights, in_turns)) > 1000
+def test_a_known_case():
+    """8 7 6 5 4 over two: 8 + 5 + 4 and 7 + 6 (the best is 15 and 15)."""
+    assert split_microbatches([8, 7, 6, 5, 4], 2) == [[0, 3, 4], [1, 2]]
+
+
+def test_samples_of_one_length_are_dealt_evenly():
+    assert sorted(map(len, split_microbatches([5] * 10, 4))) == [2, 2, 3, 3]
+    assert split_microbatches([0] * 4, 4) == [[0], [1], [2], [3]]
+
+
+@examples(60)
+@given(weights=st.lists(st.integers(0, 100), min_size=1, max_size=8), pipelines=st.integers(1, 5))
+def test_every_pipeline_is_dealt_as_many_and_nearly_as_much(weights, pipelines):
+    parts = sorted((weight for weight in weights for _ in range(pipelines)), reverse=True)
+    parts = [part + len(parts) - place for place, part in enumerate(parts)]  # no two are alike
+    dealt = [deal(parts, pipelines, k) for k in range(pipelines)]
+    assert sorted(itertools.chain(*dealt), reverse=True) == parts
+    assert {len(own) for own in dealt} == {len(weights)}
+    assert all(own == sorted(own, reverse=True) for own in dealt)
+    assert max(map(sum, dealt)) - min(map(sum, dealt)) <= parts[0] - parts[-1]
+
+
+def test_parts_are_dealt_back_and_forth():
+    assert [deal("abcdef", 3, pipeline) for pipeline in range(3)] == [["a", "f"], ["b", "e"], ["c", "d"]]
+    assert deal("abcdef", 1, 0) == list("abcdef")
 
 
 @examples(50)
@@ -75,21 +108,15 @@ def test_every_seed_iteration_and_epoch_has_an_order_of_its_own():
     assert all(sorted(itertools.chain(*cut)) == list(range(64)) for cut in cuts)
 
 
-@pytest.mark.parametrize("spread, parts", [*itertools.product([0.0, 0.3, 1.2], [1, 16, 96, 512])])
-def test_sums_of_a_large_minibatch_are_those_of_its_lists(spread, parts):
-    drawn = np.random.default_rng(7).lognormal(6, spread, 512).astype(int)
-    lengths = np.minimum(drawn, 4096)
-    tokens = lengths.tolist()
-    assert microbatch_sums(lengths, parts).tolist() == sums(tokens, split_microbatches(tokens, parts))
+def test_a_large_minibatch_is_cut_evenly():
+    drawn = np.random.default_rng(7).lognormal(6, 1.2, 4096).astype(int)
+    lengths = np.minimum(drawn, 4096).tolist()
+    for parts in (1, 16, 96, 512):
+        weights = sums(lengths, split_microbatches(lengths, parts))
+        assert weights[0] <= max(max(lengths), 1.02 * sum(lengths) / parts)
 
 
-def test_no_cut_takes_too_few_samples_or_weights_below_zero():
-    assert [len(part) for part in split_microbatches([5, 5, 5, 5], 4)] == [1, 1, 1, 1]
-    refused = ([5, 5, 5], 4, "3 samples cannot fill 4"), ([1, -1], 1, "weights >= 0"), ([1], 0, "parts")
-    for weights, parts, words in (*refused, ([float("nan")], 1, "weights >= 0")):
-        for cut in (split_microbatches, lambda weights, parts: microbatch_sums(np.array(weights), parts)):
-            with pytest.raises(InputError, match=words):
-                cut(weights, parts)
-    for weights, parts, _ in refused[1:]:
+def test_no_cut_takes_lengths_below_zero():
+    for lengths, parts in (([1, -1], 1), ([1], 0), ([float("nan")], 1)):
         with pytest.raises(InputError, match="weights >= 0"):
-            partition(weights, parts)
+            split_microbatches(lengths, parts)

@@ -4,7 +4,6 @@ CODE = """
 from numba.core import event
 from rlhfuse.config.load import load_config
 from rlhfuse.costs.layout_moves import layout_moves
-from rlhfuse.decisions.balance import partition
 from rlhfuse.planning.draft_kernels import compile_for_drafts
 from rlhfuse.run.preflight import check_inputs
 
@@ -12,7 +11,6 @@ compile_for_drafts()
 with event.install_recorder("numba:compile") as compiled:
     draft = check_inputs(load_config("examples/quickstart.yaml"), 4).draft
     assert layout_moves(draft.tasks, draft.ranks, draft.specs, 4, draft.inputs.hardware)
-    assert partition([3, 2, 1], 2) == [[0], [1, 2]]
 print(*(data.data["dispatcher"].py_func.__name__ for _, data in compiled.buffer))
 """
 
@@ -22,4 +20,4 @@ def test_nothing_is_left_to_compile(programs, tmp_path):
     done = programs.python("-c", CODE, NUMBA_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "\n"
-    assert "compiled 6 kernels" in done.stderr
+    assert "compiled 5 kernels" in done.stderr

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.decisions.balance import deal
 from rlhfuse.schedule.program.lowering import lower
 from testkit.stages import load
 from testkit.training_case import Case, scalar_head
@@ -55,8 +56,9 @@ def train_rank(rank: int, case: Case) -> RankRecord:
         record.peak_live = max(record.peak_live, result.report.peak_live)
         for action, loss in result.report.losses.items():
             name = case.planned.problem.pipeline(action.pipeline).model
-            first = models[name].grid.position(rank)[0] * case.counts[name]
-            record.losses[name, number, first + action.microbatch] = loss
+            grid = models[name].grid
+            dealt = deal(range(grid.layout.dp * case.counts[name]), grid.layout.dp, grid.position(rank)[0])
+            record.losses[name, number, dealt[action.microbatch]] = loss
             hashes[name].update(f"{action} {loss.hex()}".encode())
         for name, sums in result.stats.items():
             of_name = [loss for key, loss in record.losses.items() if key[:2] == (name, number)]

@@ -1,7 +1,7 @@
 """One mini-batch through all models that train: the cut, the program, one optimizer step each (paper section 5).
 
 The mini-batch is dealt to K x M micro-batches once, the same for every model, computed identically on every rank;
-pipeline k of a model takes parts k*M to (k+1)*M, and cuts them as it runs. Losses are sums divided by the mini-batch's
+the pipelines of a model take them in turn, and cut them as they run. Losses are sums divided by the mini-batch's
 response tokens, a number known to every rank beforehand, so that data-parallel reduction is a sum.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhfuse.base.errors import InputError, NotFiniteError
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.balance import split_microbatches
+from rlhfuse.decisions.balance import deal, split_microbatches
 from rlhfuse.fusion.intra.dry_run import dry_run
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.microbatches import Microbatch, Microbatches
@@ -123,7 +123,7 @@ class TrainingStep:
         for name, role in self._roles.items():
             model = self._models[role]
             pipeline, _, tp_rank = model.grid.position(self._rank)
-            own = parts[pipeline * microbatches[role] : (pipeline + 1) * microbatches[role]]
+            own = deal(parts, model.grid.layout.dp, pipeline)
             shards = next(iter(model.stages.values())).stage.shards
             cuts = Microbatches(batch, own, self._device, shards, self._outboxes[name])
             loss = losses.of(model, cuts, counts=tp_rank == 0)

@@ -6,13 +6,14 @@ mini-batch costs what equal micro-batches of somewhat more than the mean tokens 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from rlhfuse.costs.cost_model import MicrobatchTokens
-from rlhfuse.decisions.balance import microbatch_sums, split_minibatches
+from rlhfuse.decisions.balance import deal, split_microbatches, split_minibatches
 from rlhfuse.simulator.lengths import SampleLengths
 
 DRAWS = 5  # batches drawn from lengths and averaged
@@ -64,10 +65,15 @@ class DrawnBatches:
         if key not in self._by_pipeline:
             parts = pipelines * microbatches
             if parts not in self._by_parts:
-                self._by_parts[parts] = np.array([microbatch_sums(tokens, parts) for tokens in self._minibatch_tokens])
-            sums = self._by_parts[parts].reshape(-1, pipelines, microbatches)
+                self._by_parts[parts] = [self._cut(tokens, parts) for tokens in self._minibatch_tokens]
+            dealt = [[deal(sums, pipelines, k) for k in range(pipelines)] for sums in self._by_parts[parts]]
+            sums = np.array(dealt, np.float64)
             self._by_pipeline[key] = sums.sum(axis=2), sums.max(axis=2)
         return self._by_pipeline[key]
+
+    @staticmethod
+    def _cut(tokens: Sequence[int], parts: int) -> list[int]:
+        return [sum(tokens[sample] for sample in part) for part in split_microbatches(tokens, parts)]
 
     @cached_property
     def _sums(self) -> np.ndarray:
@@ -76,12 +82,15 @@ class DrawnBatches:
         return np.array(sums, np.float64)
 
     @cached_property
-    def _minibatch_tokens(self) -> tuple[np.ndarray, ...]:
+    def _minibatch_tokens(self) -> tuple[list[int], ...]:
         """Tokens of each sample of each mini-batch, batch by batch."""
         made = []
         for batch in self.batches:
             tokens = np.asarray(batch.prompt, np.int64) + np.asarray(batch.output, np.int64)
-            made += [tokens[part] for part in split_minibatches(len(batch), self.minibatches, self.seed, iteration=0)]
+            made += [
+                tokens[part].tolist()
+                for part in split_minibatches(len(batch), self.minibatches, self.seed, iteration=0)
+            ]
         return tuple(made)
 
     @cached_property
@@ -89,7 +98,7 @@ class DrawnBatches:
         return {}
 
     @cached_property
-    def _by_parts(self) -> dict[int, np.ndarray]:
+    def _by_parts(self) -> dict[int, list[list[int]]]:
         return {}
 
     @cached_property
