@@ -55,7 +55,12 @@ from rlhfuse.planning.settle import Facts, settle, settle_but_layouts, with_tabl
 from rlhfuse.planning.settled_run import SettledRun
 
 SEARCH_OPTIONS = ("top", "best", "draw", "thorough", "world_sizes")
-SEARCHED = ("parallel=auto", "fusion.actor_microbatches=auto", "trainer.recompute=auto")
+SEARCHED = (
+    "parallel=auto",
+    "fusion.microbatch_tokens=auto",
+    "fusion.actor_microbatches=auto",
+    "trainer.recompute=auto",
+)
 
 
 def main() -> int:
@@ -73,7 +78,7 @@ def main() -> int:
     except MemoryRefusal as refusal:
         raise without_a_plan(args, settle_but_layouts(config, facts), refusal) from None
     if args.problem:
-        write_json(args.problem, plan.schedule.problem.to_dict())
+        write_json(args.problem, plan.likeliest.problem.to_dict())
     for note in filter(None, (*run.lines, *notes, run.without_effect)):
         print(note, file=sys.stderr)
     found = what_if(settle_but_layouts(config, facts)) if args.what_if else ()

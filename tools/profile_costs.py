@@ -31,12 +31,12 @@ from cost_profiles.points import check_world, with_tensor
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.auto_layouts import refuse_auto, searched_keys
+from rlhfuse.config.auto_layouts import MICROBATCH_TOKENS, completed, refuse_auto, searched_keys
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.parallel.first_error import prints_error
-from rlhfuse.planning.settle import Facts, settle
+from rlhfuse.planning.settle import Facts, settle_but_layouts
 
 
 def main() -> int:
@@ -76,13 +76,14 @@ def measure(config: RunConfig, out: Path, limit_seconds: float, degrees: tuple[i
     if searched := bool(degrees and searched_keys(config)):  # layouts are not known, nor needed
         known = config.with_(parallel={"sequence_parallel": False}, trainer={"recompute": "none"})
         config = with_tensor(known, specs, degrees[0], world)
-    refuse_auto(config, "costs are measured at tensor degrees that are known; name them, such as --tensor 1,2,4")
+    open_ = [key for key in searched_keys(config) if key != MICROBATCH_TOKENS]
+    refuse_auto(open_, "costs are measured at tensor degrees that are known; name them, such as --tensor 1,2,4")
     size = ParallelLayout.parse(config.parallel.actor_train).size
     found = preflight.this_host(config.trainer), preflight.device_of(config.trainer)
-    run = settle(config, Facts(specs, size, *found, preflight.longest_prompt(config, specs)))
+    run = settle_but_layouts(config, Facts(specs, size, *found, preflight.longest_prompt(config, specs)))
     if not searched:
-        run.rules.table()
-    config = run.config
+        run.rules.given_rows()
+    config = completed(run.config)
     configs = [with_tensor(config, specs, degree, world) for degree in degrees] or [config]
     for one in configs:
         check_world(one, world)

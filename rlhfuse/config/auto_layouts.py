@@ -6,11 +6,14 @@ refuse them here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import ParallelConfig, RunConfig
 from rlhfuse.config.values import AUTO
 
+MICROBATCH_TOKENS = "fusion.microbatch_tokens"
 SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 
 
@@ -27,19 +30,15 @@ def auto_layouts(config: RunConfig) -> tuple[str, ...]:
 
 
 def searched_keys(config: RunConfig) -> tuple[str, ...]:
-    """Dotted keys that a search has to decide; none where layouts are given and trainer.recompute is.
-
-    Micro-batches that are auto are searched with layouts. Beside recomputation alone they are not: it leaves bits as
-    they are, they do not.
-    """
-    layouts = auto_layouts(config)
-    batches = ("fusion.actor_microbatches",) if layouts and config.fusion.actor_microbatches == AUTO else ()
-    return (*layouts, *batches, *(("trainer.recompute",) if config.trainer.recompute == AUTO else ()))
+    """Dotted keys that a search has to decide; none where layouts, micro-batches and trainer.recompute are given."""
+    fusion = config.fusion
+    cut = (MICROBATCH_TOKENS,) if fusion.actor_microbatches == fusion.microbatch_tokens == AUTO else ()
+    return (*auto_layouts(config), *cut, *(("trainer.recompute",) if config.trainer.recompute == AUTO else ()))
 
 
-def refuse_auto(config: RunConfig, why: str) -> None:
-    """Raise InputError where a search has something to decide, for a program that makes none."""
-    if keys := searched_keys(config):
+def refuse_auto(keys: Sequence[str], why: str) -> None:
+    """Raise InputError where a search would have `keys` to decide, for a program that makes none."""
+    if keys:
         fix = "or give values, such as those in the config.yaml of a run"
         raise InputError(f"{keys[0]}=auto: {why}; {fix}")
 

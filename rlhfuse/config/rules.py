@@ -17,7 +17,17 @@ from rlhfuse.config.values import AUTO
 
 def check_config(config: RunConfig) -> None:
     """Raise InputError for the first rule that `config`, its defaults filled, does not keep."""
-    for broken in (_algorithm, _learning_rates, _models, _ends, _threshold, _waits, _trainer, _evaluation):
+    for broken in (
+        _algorithm,
+        _microbatches,
+        _learning_rates,
+        _models,
+        _ends,
+        _threshold,
+        _waits,
+        _trainer,
+        _evaluation,
+    ):
         for message in broken(config):
             raise InputError(message)
 
@@ -51,6 +61,13 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
     if overlong > (longest := config.rollout.max_response_tokens):
         told = f"algorithm.overlong_tokens={overlong} > rollout.max_response_tokens={longest}"
         yield f"{told}; the penalty begins so many tokens before the end"
+
+
+def _microbatches(config: RunConfig) -> Iterator[str]:
+    tokens, count = config.fusion.microbatch_tokens, config.fusion.actor_microbatches
+    if AUTO not in (tokens, count):
+        both = f"fusion.microbatch_tokens={tokens} and fusion.actor_microbatches={count}"
+        yield f"{both}: a mini-batch is cut by tokens or into a number of parts; set one of them to auto"
 
 
 def _learning_rates(config: RunConfig) -> Iterator[str]:

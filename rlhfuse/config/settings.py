@@ -287,10 +287,14 @@ class FusionConfig(Settings):
     )
     schedule: PathText = key("", "schedule.json made by tools/search_schedule.py; empty = search at start")
     search_seconds: Wait = key(5.0, "time of the search at start")
-    actor_microbatches: PositiveOrAuto = key(
+    microbatch_tokens: PositiveOrAuto = key(
         AUTO,
-        "per actor pipeline and mini-batch (M1); auto: 4, or what layouts and samples allow; where a layout is auto, "
-        "chosen with it",
+        "most tokens of a micro-batch, at least those of the longest sample: a mini-batch has as few as hold it "
+        "(docs/explanation/intra_stage.md); auto: the fastest of a few, chosen with layouts that are auto, or as in "
+        "the checkpoint that is resumed",
+    )
+    actor_microbatches: PositiveOrAuto = key(
+        AUTO, "in place of microbatch_tokens: so many per actor pipeline and mini-batch (M1), of nearly equal tokens"
     )
     bucket_mib: Positive = key(
         64, "most memory of a rank, beside caches, that weights, keys and values on their way take, in MiB"
@@ -301,6 +305,11 @@ class FusionConfig(Settings):
         "(docs/explanation/costs.md); empty = analytic costs",
     )
     threshold_file: PathText = key("", "threshold.json made by tools/calibrate_threshold.py")
+
+    @property
+    def by_rule(self) -> bool:
+        """Whether training follows a rule's order, which no search finds."""
+        return self.intra_stage != "search"
 
     @property
     def alternates(self) -> bool:

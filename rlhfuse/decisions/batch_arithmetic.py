@@ -1,7 +1,7 @@
 """The batch of an iteration: from prompts to micro-batches, and numbers for what the configuration leaves to it.
 
 Mini-batches change what is computed: they follow from the batch, as long as every pipeline gets a sample of each.
-Micro-batches change the order of sums alone, so it is they that fit themselves to the layout.
+Micro-batches change the order of sums alone: how a mini-batch is cut into them follows the layouts (microbatch_cut.py).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.auto_layouts import auto_layouts
-from rlhfuse.config.settings import AlgorithmConfig, RolloutConfig, RunConfig
+from rlhfuse.config.settings import AlgorithmConfig, FusionConfig, RolloutConfig, RunConfig
 from rlhfuse.config.values import AUTO
+from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 
-MOST = 4  # of each
+MOST = 4  # mini-batches
 LEAST_SAMPLES = 4  # of a mini-batch: an optimizer step on fewer follows single samples
 
 
@@ -31,21 +31,31 @@ class BatchArithmetic:
     minibatches: int
     samples_per_minibatch: int
     actor_pipelines: int
-    actor_microbatches: int  # per pipeline (M1)
     critic_pipelines: int  # 0 without a critic
-    critic_microbatches: int  # per pipeline (M2)
+    cut: MicrobatchCut
+    by_tokens: bool
     epochs: int = 1  # passes over the samples
 
     @staticmethod
     def of(
         rollout: RolloutConfig,
         algorithm: AlgorithmConfig,
+        fusion: FusionConfig,
         layouts: Mapping[str, ParallelLayout],
-        actor_microbatches: int,
+        longest: int,
     ) -> BatchArithmetic:
-        """The batch over layouts by task, generation's and those of training, that `LayoutRules` accept."""
+        """The batch over layouts by task, generation's and those of training, that `LayoutRules` accept.
+
+        `longest`: tokens of a sample, at most. Raises InputError where no micro-batches of so many tokens are possible.
+        """
         samples, instances = rollout.prompts_per_iteration * rollout.samples_per_prompt, layouts["generation"].dp
-        actor, critic = layouts["actor_train"].dp, layouts["critic_train"].dp if "critic_train" in layouts else 0
+        actor, critic = layouts["actor_train"], layouts.get("critic_train")
+        sizes = actor.dp, samples // algorithm.minibatches, longest
+        if fusion.actor_microbatches != AUTO:
+            cut = MicrobatchCut.by_samples(fusion.actor_microbatches, *sizes)
+        else:
+            how = multiple_of(actor, critic, fusion.by_rule), _least(actor, critic)
+            cut = MicrobatchCut.by_tokens(int(fusion.microbatch_tokens), *sizes, *how)
         return BatchArithmetic(
             prompts=rollout.prompts_per_iteration,
             samples_per_prompt=rollout.samples_per_prompt,
@@ -54,32 +64,27 @@ class BatchArithmetic:
             samples_per_instance=-(-samples // instances),
             minibatches=algorithm.minibatches,
             samples_per_minibatch=samples // algorithm.minibatches,
-            actor_pipelines=actor,
-            actor_microbatches=actor_microbatches,
-            critic_pipelines=critic,
-            critic_microbatches=actor * actor_microbatches // critic if critic else 0,
+            actor_pipelines=actor.dp,
+            critic_pipelines=critic.dp if critic else 0,
+            cut=cut,
+            by_tokens=fusion.actor_microbatches == AUTO,
             epochs=algorithm.epochs,
         )
 
     @property
-    def microbatches(self) -> int:
-        """Micro-batches of one mini-batch over all pipelines; as many for both models."""
-        return self.actor_pipelines * self.actor_microbatches
+    def most_microbatches(self) -> int:
+        """Of one mini-batch over all pipelines; as many for all models."""
+        return self.actor_pipelines * self.cut.rungs[-1]
 
     @property
     def optimizer_steps(self) -> int:
         """Per iteration."""
         return self.minibatches * self.epochs
 
-    @property
-    def samples_per_microbatch(self) -> float:
-        return self.samples_per_minibatch / self.microbatches
-
-    @property
-    def microbatches_of(self) -> dict[str, int]:
-        """Micro-batches per pipeline of each model that trains."""
-        critic = {"critic": self.critic_microbatches} if self.critic_pipelines else {}
-        return {"actor": self.actor_microbatches, **critic}
+    def microbatches_of(self, rung: int) -> dict[str, int]:
+        """Micro-batches per pipeline of each model that trains, where the actor's have `rung`."""
+        critic = {"critic": self.actor_pipelines * rung // self.critic_pipelines} if self.critic_pipelines else {}
+        return {"actor": rung, **critic}
 
     def lines(self) -> list[str]:
         """The equations as text for people."""
@@ -91,31 +96,47 @@ class BatchArithmetic:
             "per optimizer step",
         ]
         pipelines = {"actor": self.actor_pipelines, "critic": self.critic_pipelines}
-        for model, microbatches in self.microbatches_of.items():
-            parts = f"({pipelines[model]} {model} pipelines x {microbatches} micro-batches)"
-            each = f"{self.samples_per_microbatch:.4g} samples per micro-batch"
-            lines.append(f"{self.samples_per_minibatch} samples / {parts} = {each}")
+        for model in self.microbatches_of(1):
+            counts = [str(self.microbatches_of(rung)[model]) for rung in self.cut.rungs]
+            parts = f"{self.samples_per_minibatch} samples / ({pipelines[model]} {model} pipelines x"
+            if self.by_tokens:
+                lines.append(f"{parts} {' or '.join(counts)} micro-batches), the first with {self._most} each")
+            else:
+                each = self.samples_per_minibatch / self.most_microbatches
+                lines.append(f"{parts} {counts[0]} micro-batches) = {each:.4g} samples per micro-batch")
         steps = f"{self.minibatches} mini-batches x {self.epochs} epochs = {self.optimizer_steps} optimizer steps"
         return [*lines, steps] if self.epochs > 1 else lines
 
+    @property
+    def _most(self) -> str:
+        return f"at most {self.cut.tokens:,.0f} tokens"
+
+
+def multiple_of(actor: ParallelLayout, critic: ParallelLayout | None, by_rule: bool) -> int:
+    """What M1 must be a multiple of, so that K1*M1 = K2*M2; `by_rule`: in an order that takes virtual stages in turn,
+    for which the micro-batches of each pipeline divide over its stages."""
+    layouts = [actor, critic] if critic else [actor]
+    turns = by_rule and all(layout.chunks > 1 for layout in layouts)
+    parts = [layout.dp * (layout.pp if turns else 1) for layout in layouts]
+    return math.lcm(*(part // math.gcd(actor.dp, part) for part in parts))
+
+
+def _least(actor: ParallelLayout, critic: ParallelLayout | None) -> int:
+    """As many as fill every model's pipelines once."""
+    return max(-(-layout.dp * layout.pp // actor.dp) for layout in (actor, critic) if layout)
+
 
 def resolve_batch(config: RunConfig) -> RunConfig:
-    """`config` with both numbers. Given ones stay; what cannot be is for `LayoutRules` to refuse.
-
-    Beside layouts that are auto, micro-batches stay so. Mini-batches do not, lest a search change what is computed.
-    """
+    """`config` with its number of mini-batches. A given one stays; what cannot be is for `LayoutRules` to refuse."""
     samples = config.samples_per_iteration
     minibatches, microbatches = config.algorithm.minibatches, config.fusion.actor_microbatches
+    if minibatches != AUTO:
+        return config
     actor, critic = (_pipelines(getattr(config.parallel, f"{role}_train")) for role in ("actor", "critic"))
     step = critic // math.gcd(actor, critic) if config.algorithm.has_critic else 1  # of M1, for K1*M1 = K2*M2
-    if minibatches == AUTO:
-        least = max(LEAST_SAMPLES, actor * step) if microbatches == AUTO else actor * microbatches
-        counts = (count for count in range(MOST, 1, -1) if samples % count == 0 and samples // count >= least)
-        minibatches = next(counts, 1)
-    if microbatches == AUTO and not auto_layouts(config):
-        most = min(MOST, samples // minibatches // actor)
-        microbatches = max(step, most // step * step)
-    return config.with_(algorithm={"minibatches": minibatches}, fusion={"actor_microbatches": microbatches})
+    least = max(LEAST_SAMPLES, actor * step) if microbatches == AUTO else actor * microbatches
+    counts = (count for count in range(MOST, 1, -1) if samples % count == 0 and samples // count >= least)
+    return config.with_(algorithm={"minibatches": next(counts, 1)})
 
 
 def _pipelines(layout: str) -> int:

@@ -12,13 +12,14 @@ from itertools import product
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.auto_layouts import SCORERS, auto_layouts, refuse_auto
+from rlhfuse.config.auto_layouts import SCORERS, auto_layouts, refuse_auto, searched_keys
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
+from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import Task, given_tasks, training_layouts
-from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
+from rlhfuse.schedule.ir.ranks import fused_shape
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,17 @@ class LayoutRules:
 
         Raises InputError with the equation that fails.
         """
-        refuse_auto(self.config, "no layouts are searched here: tools/plan.py chooses some")
+        refuse_auto(searched_keys(self.config), "no layouts are searched here: tools/plan.py chooses some")
         tasks = self.given_rows()
-        self._check_batch(fused_shape(training_layouts(tasks)))
+        self._check_batch(tasks)
         self._check_cache()
         return tasks
+
+    def batch(self, tasks: tuple[Task, ...]) -> BatchArithmetic:
+        """The batch with this task table. Raises InputError as `BatchArithmetic.of`."""
+        layouts, config = {task.name: task.layout for task in tasks}, self.config
+        longest = sum(config.longest_sample)
+        return BatchArithmetic.of(config.rollout, config.algorithm, config.fusion, layouts, longest)
 
     def given_rows(self) -> tuple[Task, ...]:
         """The rows that are not auto, held against world, models and each other. Raises InputError that names a row."""
@@ -116,7 +123,7 @@ class LayoutRules:
         if wrong := [token for token in stop if token >= vocab]:
             raise InputError(f"rollout.stop_token_ids={list(stop)}: {wrong[0]} is not an id in [0, {vocab})")
 
-    def _check_batch(self, fused: FusedShape) -> None:
+    def _check_batch(self, tasks: tuple[Task, ...]) -> None:
         config = self.config
         samples, minibatches = config.samples_per_iteration, config.algorithm.minibatches
         prompts, copies = config.rollout.prompts_per_iteration, config.rollout.samples_per_prompt
@@ -125,7 +132,11 @@ class LayoutRules:
                 f"algorithm.minibatches={minibatches}: prompts({prompts}) * copies({copies}) = {samples} samples; "
                 f"{samples} % {minibatches} = {samples % minibatches}, must be 0"
             )
-        k1, m1 = fused.shares[0].pipelines, config.fusion.actor_microbatches
+        if (m1 := config.fusion.actor_microbatches) == AUTO:
+            self.batch(tasks)  # refuses tokens that cannot be
+            return
+        fused = fused_shape(training_layouts(tasks))
+        k1 = fused.shares[0].pipelines
         needed = fused.replicas * k1 * m1
         if samples // minibatches < needed:
             least = fused.shares[-1].pipelines // math.gcd(k1, fused.shares[-1].pipelines)

@@ -7,9 +7,9 @@ samples; as cap what a rank has beside them. Paper section 6, parallel strategy 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
@@ -31,7 +31,7 @@ from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.planning.training.split_choice import SplitChoice, choose_split
 from rlhfuse.planning.training.stage_cuts import with_cuts
-from rlhfuse.planning.training.training_orders import given_schedule
+from rlhfuse.planning.training.training_orders import given_schedules
 from rlhfuse.planning.training.training_problem import longest_microbatch, training_problem
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem
@@ -88,12 +88,28 @@ class GenerationDraft:
 
 @dataclass(frozen=True)
 class TrainingDraft:
-    """Training of a mini-batch: the problem of its schedule, which backwards are in two parts, and the schedule with
-    where it is from, unless it is to be searched."""
+    """Training of mini-batches, by their micro-batches per actor pipeline (M1): what part of them has so many, and the
+    problem of their schedule. Which backwards are in two parts; schedules that are not to be searched, and where these
+    are from."""
 
-    problem: FusionProblem
+    shares: Mapping[int, float]
+    problems: Mapping[int, FusionProblem]
     split: SplitChoice
-    given: tuple[Schedule, str] | None
+    given: tuple[Mapping[int, Schedule], str] | None
+
+    @property
+    def likeliest(self) -> int:
+        """M1 of the most mini-batches."""
+        return likeliest(self.shares)
+
+    @property
+    def problem(self) -> FusionProblem:
+        """That of the most mini-batches."""
+        return self.problems[self.likeliest]
+
+
+def likeliest(shares: Mapping[int, float]) -> int:
+    return max(shares, key=lambda rung: (shares[rung], rung))
 
 
 @dataclass(frozen=True)
@@ -133,7 +149,18 @@ class PlanDraft:
 
     @property
     def longest_microbatch(self) -> MicrobatchTokens:
-        return longest_microbatch(self.run.config.longest_sample, self.batch.samples_per_microbatch)
+        return longest_microbatch(self.run.config.longest_sample, self.batch)
+
+    def stated(self, rung: int, split: frozenset[str]) -> FusionProblem:
+        """The problem of a mini-batch by M1 and the models whose backwards are split."""
+        state = _statement(self.run, self.inputs, self.batch, self.analytic, self.costs, self.memory)
+        return state(rung, split)
+
+    @cached_property
+    def problems(self) -> Mapping[int, FusionProblem]:
+        """Of all mini-batches that there may be, drawn or not, by M1."""
+        known, split = self.training.problems, self.training.split.models
+        return {rung: known.get(rung) or self.stated(rung, split) for rung in self.batch.cut.rungs}
 
 
 def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: DraftInputs | None = None) -> PlanDraft:
@@ -142,8 +169,7 @@ def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: Dr
     `lengths`: in place of those of the configuration; `inputs`: of them, where several drafts share them.
     """
     config, tasks = run.config, run.rules.table()
-    rows = {task.name: task.layout for task in tasks}
-    batch = BatchArithmetic.of(config.rollout, config.algorithm, rows, config.fusion.actor_microbatches)
+    batch = run.rules.batch(tasks)
     inputs = inputs or DraftInputs.of(run, lengths)
     rooflines = Rooflines.of(run, inputs.hardware, inputs.cores)
     analytic, costs = rooflines.costs(tasks), inputs.measured
@@ -151,25 +177,42 @@ def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: Dr
         costs = rooflines.job_cost(analytic, run.world_size, inputs.lengths.samples)
     else:
         costs = run_costs(costs, config.trainer, tasks, run.specs, config.fusion.profile)
-    longest = longest_microbatch(config.longest_sample, batch.samples_per_microbatch)
+    longest = longest_microbatch(config.longest_sample, batch)
     tasks = with_cuts(config.parallel.stage_layers, tasks, analytic, costs, longest)
     analytic = rooflines.costs(tasks)
     ranks = rank_map(training_layouts(tasks), config.fusion.alternates)
     cache, limits, memory = _sizes(run, inputs, batch, ranks, analytic, costs)
 
-    def stated(split: frozenset[str]) -> FusionProblem:
-        made = training_problem(analytic, batch, inputs.drawn, longest, costs, config.fusion.alternates, split)
+    state, shares = _statement(run, inputs, batch, analytic, costs, memory), inputs.drawn.rungs(batch.cut)
+    trained = [costs.training_cost(task.role, analytic[task.name]) for task in tasks if task.training]
+    stated = partial(state, likeliest(shares))
+    split = choose_split(config.fusion, config.trainer.transformer_impl, trained, stated)
+    problems = {rung: state(rung, split.models) for rung in shares}
+    given = given_schedules(config.fusion, problems, ranks.shape)
+    least = min_memory(problems[likeliest(shares)])
+    peaks = tuple(map(max, zip(*(evaluate(one).node_peak_memory for one in given[0].values())))) if given else least
+    memory.check(peaks, least, given[1] if given else "")
+    generation = GenerationDraft(cache, limits, _threshold_file(config.fusion.threshold_file, batch))
+    training = TrainingDraft(shares, problems, split, given)
+    return PlanDraft(run, inputs, tasks, batch, ranks, analytic, costs, memory, generation, training)
+
+
+def _statement(
+    run: SettledRun,
+    inputs: DraftInputs,
+    batch: BatchArithmetic,
+    analytic: Mapping[str, AnalyticCost],
+    costs: CostModel,
+    memory: MemoryBudget,
+) -> Callable[[int, frozenset[str]], FusionProblem]:
+    """States the problem of a mini-batch by M1 and the models whose backwards are split."""
+    longest, alternates = longest_microbatch(run.config.longest_sample, batch), run.config.fusion.alternates
+
+    def state(rung: int, split: frozenset[str]) -> FusionProblem:
+        made = training_problem(analytic, batch, rung, inputs.drawn, longest, costs, alternates, split)
         return replace(made, memory_cap=memory.limit, static_memory=memory.training_bytes)
 
-    trained = [costs.training_cost(task.role, analytic[task.name]) for task in tasks if task.training]
-    split = choose_split(config.fusion, config.trainer.transformer_impl, trained, stated)
-    problem = stated(split.models) if split.models else split.whole
-    given = given_schedule(config.fusion, problem, ranks.shape)
-    least = min_memory(problem)
-    memory.check(evaluate(given[0]).node_peak_memory if given else least, least, given[1] if given else "")
-    generation = GenerationDraft(cache, limits, _threshold_file(config.fusion.threshold_file, batch))
-    training = TrainingDraft(problem, split, given)
-    return PlanDraft(run, inputs, tasks, batch, ranks, analytic, costs, memory, generation, training)
+    return state
 
 
 def _sizes(

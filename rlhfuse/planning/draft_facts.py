@@ -29,7 +29,7 @@ def draft_facts(draft: PlanDraft) -> dict[str, str]:
         **{f"the shape of the {role}": _digest(repr(spec)) for role, spec in draft.specs.items()},
         "past lengths": _digest(repr(draft.inputs.lengths.samples)),
         "costs": _digest(repr((limits, hardware))),
-        "the training problem": _digest(json.dumps(draft.training.problem.to_dict())),
+        "the training problems": _digest(json.dumps([problem.to_dict() for problem in draft.problems.values()])),
     }
 
 

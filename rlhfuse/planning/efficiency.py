@@ -160,10 +160,11 @@ def _busy_seconds(draft: PlanDraft) -> float:
     """
     drawn, longest, ticks = replace(draft.inputs.drawn, even=True), draft.longest_microbatch, 0.0
     alternates, split = draft.run.config.fusion.alternates, draft.training.split.models
-    problem = training_problem(draft.analytic, draft.batch, drawn, longest, draft.costs, alternates, split)
-    for pipeline in problem.pipelines:
-        ticks += pipeline.microbatches * pipeline_work(pipeline) / draft.ranks.merge(pipeline.name)
-    return ticks * TICK_SECONDS / problem.nodes
+    for rung, share in draft.training.shares.items():
+        work = draft.analytic, draft.batch, rung, drawn, longest, draft.costs, alternates, split
+        for pipeline in training_problem(*work).pipelines:
+            ticks += share * pipeline.microbatches * pipeline_work(pipeline) / draft.ranks.merge(pipeline.name)
+    return ticks * TICK_SECONDS / draft.ranks.shape.nodes
 
 
 def _stage_seconds(draft: PlanDraft, analytic: Mapping[str, AnalyticCost]) -> float:

@@ -7,6 +7,7 @@ all others parse it onto their own draft. The programs that run are lowered once
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from rlhfuse.costs.machine import ranks_on_machine
 from rlhfuse.planning.draft import PlanDraft
@@ -17,59 +18,55 @@ from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_m
 from rlhfuse.planning.reasons import Reasons, of_keeping, of_memory
 from rlhfuse.planning.run_plan import (
     GenerationPlan,
+    MinibatchSeconds,
     PlannedRanks,
     PlanReport,
     RunPlan,
     ScheduleSummary,
     ThresholdPlan,
 )
+from rlhfuse.planning.training.schedule_family import schedule_family
 from rlhfuse.planning.training.stage_cuts import stage_balances
 from rlhfuse.planning.training.training_orders import other_promises
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
-from rlhfuse.schedule.bounds.bounds import latency_bound
-from rlhfuse.schedule.ir.evaluate import evaluate, idle_share
+from rlhfuse.schedule.bounds.bounds import latency_bound, quick_bound
+from rlhfuse.schedule.ir.evaluate import Timeline, evaluate, idle_share
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import serial_makespan
-from rlhfuse.schedule.search.search import SearchSettings, search
 from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 
 
 def make_plan(draft: PlanDraft) -> RunPlan:
-    """Decide what is left to decide. Raises ScheduleError where the schedule could hang or passes the memory cap."""
-    schedule, source = draft.training.given or _search(draft)
-    return _run_plan(draft, schedule, _report(draft, schedule, source))
+    """Decide what is left to decide. Raises ScheduleError where a schedule could hang or passes the memory cap."""
+    config, training = draft.run.config, draft.training
+    family = config.fusion, config.trainer.seed, draft.problems, training.shares, draft.ranks.shape
+    schedules, source = schedule_family(*family)
+    return _run_plan(draft, schedules, _report(draft, schedules, source))
 
 
 def parse_plan(draft: PlanDraft, text: str) -> RunPlan:
-    """A plan that another rank made and sent with `RunPlan.to_text`; its schedule is verified here too."""
+    """A plan that another rank made and sent with `RunPlan.to_text`; its schedules are verified here too."""
     raw = json.loads(text)
-    schedule = Schedule.parse(draft.training.problem, raw["schedule"])
-    return _run_plan(draft, schedule, PlanReport.from_dict(raw["report"]))
+    texts = {int(rung): lines for rung, lines in raw["schedules"].items()}
+    schedules = {rung: Schedule.parse(problem, texts[rung]) for rung, problem in draft.problems.items()}
+    return _run_plan(draft, schedules, PlanReport.from_dict(raw["report"]))
 
 
-def _run_plan(draft: PlanDraft, schedule: Schedule, report: PlanReport) -> RunPlan:
-    reduce = draft.inputs.hardware.device.reduction
-    programs = lower(schedule, draft.ranks, tied=draft.run.tied, reduce=reduce)
-    verify(programs, schedule, draft.ranks, tied=draft.run.tied, one_queue=reduce == "joint")
-    return RunPlan(report, schedule, draft.ranks, programs, draft.costs, draft.costs_name)
+def _run_plan(draft: PlanDraft, schedules: Mapping[int, Schedule], report: PlanReport) -> RunPlan:
+    reduce, tied, programs = draft.inputs.hardware.device.reduction, draft.run.tied, {}
+    for rung, schedule in sorted(schedules.items()):
+        programs[rung] = lower(schedule, draft.ranks, tied=tied, reduce=reduce)
+        verify(programs[rung], schedule, draft.ranks, tied=tied, one_queue=reduce == "joint")
+    return RunPlan(report, schedules, draft.ranks, programs, draft.costs, draft.costs_name)
 
 
-def _search(draft: PlanDraft) -> tuple[Schedule, str]:
-    """A fused schedule under the draft's memory cap, and how it was found."""
-    config = draft.run.config
-    settings = SearchSettings(time_limit=config.fusion.search_seconds, seed=config.trainer.seed, objective="memory")
-    schedule, report = search(draft.training.problem, settings)
-    proved = "proved optimal" if report.optimal else "not proved optimal"
-    return schedule, f"annealed {report.seconds:.1f} s, {report.moves} moves, latency {proved}"
-
-
-def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
+def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) -> PlanReport:
     batch, inputs, limits = draft.batch, draft.inputs, draft.generation.limits
     reasons = Reasons(draft.run)
-    summary, peaks = _summary(draft, schedule, source), draft.memory.held_by(schedule)
+    summary, peaks = _summary(draft, schedules, source), draft.memory.held_by(*schedules.values())
     memory = MemoryPlan.of(draft.memory, peaks, ranks_on_machine(inputs.hardware, draft.world_size))
     capture = graph_capture(draft, memory.keeps_generation)
     generation = price_generation(draft)
@@ -78,14 +75,15 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     threshold = ThresholdPlan(generation.threshold_samples, generation.threshold, told)
     moves = weight_moves(draft)
     steps = optimizer_step_seconds(draft.analytic)
+    serial = {one.microbatches: one.serial_makespan_seconds for one in summary.by_microbatches}
     moving, offload = sum(move.seconds for move in moves), draft.memory.offload
     seen = offload.seen_seconds(moving, summary.makespan_seconds) if offload else 0.0
     predicted = IterationSeconds(
         moving + seen,
         generation.serial,
         generation.fused,
-        batch.optimizer_steps * (minibatch_seconds(draft, summary.serial_makespan_seconds) + steps),
-        batch.optimizer_steps * (minibatch_seconds(draft, summary.makespan_seconds) + steps),
+        batch.optimizer_steps * (minibatch_seconds(draft, serial.__getitem__) + steps),
+        batch.optimizer_steps * (minibatch_seconds(draft, summary.seconds_of) + steps),
         generation.generation_serial,
         generation.generation_fused,
         capture.seconds if capture and capture.each_iteration else 0.0,
@@ -120,18 +118,34 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     )
 
 
-def _summary(draft: PlanDraft, schedule: Schedule, source: str) -> ScheduleSummary:
-    timeline, serial = evaluate(schedule), serial_makespan(draft.training.split.whole)
-    fusion, seed = draft.run.config.fusion, draft.run.config.trainer.seed
+def _summary(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) -> ScheduleSummary:
+    training, config = draft.training, draft.run.config
+    timelines = {rung: evaluate(schedule) for rung, schedule in schedules.items()}
+    every = tuple(_seconds(draft, rung, timelines[rung]) for rung in sorted(schedules))
+
+    def mean(name: str) -> float:
+        return sum(one.share * getattr(one, name) for one in every)
+
+    idle = idle_share(timelines[training.likeliest], serial_makespan(training.split.whole))
+    split, shape = training.split, draft.ranks.shape
     return ScheduleSummary(
         source=source,
-        nodes=schedule.problem.nodes,
-        makespan_seconds=float(timeline.makespan) * TICK_SECONDS,
-        lower_bound_seconds=float(latency_bound(schedule.problem)) * TICK_SECONDS,
-        serial_makespan_seconds=float(serial) * TICK_SECONDS,
-        serial_idle=idle_share(timeline, serial),
-        peak_activation_bytes=float(timeline.peak_memory),
-        alternates=fusion.alternates,
+        nodes=shape.nodes,
+        makespan_seconds=mean("makespan_seconds"),
+        lower_bound_seconds=mean("lower_bound_seconds"),
+        serial_makespan_seconds=mean("serial_makespan_seconds"),
+        serial_idle=idle,
+        peak_activation_bytes=max(float(timeline.peak_memory) for timeline in timelines.values()),
+        alternates=config.fusion.alternates,
         stages=stage_balances(draft.tasks, draft.analytic, draft.costs, draft.longest_microbatch),
-        others=other_promises(fusion, seed, schedule.problem, draft.training.split, draft.ranks.shape),
+        others=other_promises(config.fusion, config.trainer.seed, training.problem, split, shape),
+        by_microbatches=every,
     )
+
+
+def _seconds(draft: PlanDraft, rung: int, timeline: Timeline) -> MinibatchSeconds:
+    """Of mini-batches with so many micro-batches; those that none is drawn with are bounded in a moment."""
+    share, problem = draft.training.shares.get(rung, 0.0), draft.problems[rung]
+    bound, serial = (latency_bound if share else quick_bound)(problem), draft.stated(rung, frozenset())
+    ticks = timeline.makespan, bound, serial_makespan(serial)
+    return MinibatchSeconds(rung, share, *(float(one) * TICK_SECONDS for one in ticks))

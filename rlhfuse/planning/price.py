@@ -6,7 +6,7 @@ reaches it, and no two ranks of a job would find the same within a time limit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from rlhfuse.costs.layout_moves import LayoutMove, layout_moves
@@ -79,7 +79,7 @@ class Price:
 
 def price(draft: PlanDraft, generation: GenerationPrice, moves: float) -> Price:
     """`generation`: of `price_generation`; `moves`: of all weights. Raises InputError where no schedule fits."""
-    return with_schedules(draft, generation, moves, minibatch_seconds(draft, schedule_seconds(draft)))
+    return with_schedules(draft, generation, moves, schedule_seconds(draft))
 
 
 def with_schedules(draft: PlanDraft, generation: GenerationPrice, moves: float, minibatch: float) -> Price:
@@ -92,15 +92,24 @@ def with_schedules(draft: PlanDraft, generation: GenerationPrice, moves: float, 
 
 
 def schedule_seconds(draft: PlanDraft) -> float:
-    """The makespan of a schedule that is given, else the proved bound of the one that will be searched."""
-    training = draft.training
-    ticks = evaluate(training.given[0]).makespan if training.given else latency_bound(training.problem)
-    return float(ticks) * TICK_SECONDS
+    """Of a mini-batch, by the makespans of schedules that are given, else the proved bounds of those that will be
+    searched: each mini-batch by the one of its own number of micro-batches."""
+    given = draft.training.given[0] if draft.training.given else {}
+
+    def seconds(rung: int) -> float:
+        made = evaluate(given[rung]).makespan if rung in given else latency_bound(draft.training.problems[rung])
+        return float(made) * TICK_SECONDS
+
+    return minibatch_seconds(draft, seconds)
 
 
-def minibatch_seconds(draft: PlanDraft, makespan: float) -> float:
-    """With a schedule of so many seconds, where ranks share cores."""
-    return max(makespan, float(draft.inputs.cores.least_time(draft.training.problem, draft.ranks.shape)) * TICK_SECONDS)
+def minibatch_seconds(draft: PlanDraft, schedule_seconds: Callable[[int], float]) -> float:
+    """Mean over the mini-batches, where ranks share cores, with schedules of so many seconds by M1."""
+    shape, total = draft.ranks.shape, 0.0
+    for rung, share in draft.training.shares.items():
+        least = float(draft.inputs.cores.least_time(draft.training.problems[rung], shape)) * TICK_SECONDS
+        total += share * max(schedule_seconds(rung), least)
+    return total
 
 
 def weight_moves(draft: PlanDraft) -> tuple[LayoutMove, ...]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from rlhfuse.base.readable_bytes import readable_bytes
-from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import GPU, HardwareSpec
@@ -46,11 +45,6 @@ class Reasons:
         if asked.algorithm.minibatches == AUTO:
             parts = f"{batch.samples} samples evenly, into {batch.samples_per_minibatch} each"
             yield f"algorithm.minibatches = {batch.minibatches} (4 where possible): they cut {parts}"
-        if asked.fusion.actor_microbatches == AUTO and not auto_layouts(asked):  # else they were searched with those
-            pipelines = f"{batch.actor_pipelines} actor pipelines"
-            pipelines += f" and {batch.critic_pipelines} critic pipelines" if batch.critic_pipelines else ""
-            filled = f"{batch.samples_per_minibatch} samples fill them on {pipelines}"
-            yield f"fusion.actor_microbatches = {batch.actor_microbatches} (4 where possible): {filled}"
         if cache.left:
             cause = "what memory leaves in generation; not every sample of an instance finds room at full length"
             yield f"rollout.kv_blocks_per_instance = {cache.left}: {cause}"

@@ -30,13 +30,29 @@ from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 from rlhfuse.simulator.threshold import Threshold
 
-VERSION = 3
+VERSION = 4
 WORTH_SEARCHING = 0.01  # gap of a schedule above which people should know how to search on
 
 
 @dataclass(frozen=True)
+class MinibatchSeconds:
+    """A mini-batch of so many micro-batches per actor pipeline (M1): what part of all are such, by the lengths of the
+    plan, and seconds of its schedule, of a bound, and of all models one after the other."""
+
+    microbatches: int
+    share: float
+    makespan_seconds: float
+    lower_bound_seconds: float
+    serial_makespan_seconds: float
+
+    def __str__(self) -> str:
+        seconds = f"{self.makespan_seconds:.4g} s, lower bound {self.lower_bound_seconds:.4g} s"
+        return f"{self.microbatches} micro-batches: {self.share:.0%} of mini-batches, {seconds}"
+
+
+@dataclass(frozen=True)
 class ScheduleSummary:
-    """One mini-batch's training schedule; seconds are predictions, activations are bytes on the fullest rank."""
+    """Training schedules of mini-batches; seconds are predicted means, activations are bytes on the fullest rank."""
 
     source: str
     nodes: int
@@ -48,19 +64,31 @@ class ScheduleSummary:
     alternates: bool = True  # every second model's pipelines run in the other direction
     others: tuple[OrderPromise, ...] = ()  # of orders that the run does not train in
     stages: tuple[StageBalance, ...] = ()  # of the models that train in a pipeline
+    by_microbatches: tuple[MinibatchSeconds, ...] = ()  # all that there may be
 
     @property
     def gap(self) -> float:
         """Makespan above the bound as a part of the bound."""
         return self.makespan_seconds / self.lower_bound_seconds - 1
 
+    @property
+    def likeliest(self) -> MinibatchSeconds:
+        """The most mini-batches; other orders are compared with theirs."""
+        return max(self.by_microbatches, key=lambda one: (one.share, one.microbatches))
+
+    def seconds_of(self, microbatches: int) -> float:
+        """Predicted for a mini-batch of so many micro-batches per actor pipeline."""
+        return next(one.makespan_seconds for one in self.by_microbatches if one.microbatches == microbatches)
+
     def lines(self) -> tuple[str, ...]:
+        drawn = [str(one) for one in self.by_microbatches if one.share] if len(self.by_microbatches) > 1 else []
         longer = (
             "to search longer, also under MPI: tools/plan.py --problem, tools/search_schedule.py, then fusion.schedule"
         )
         return (
             f"{self.makespan_seconds:.4g} s, lower bound {self.lower_bound_seconds:.4g} s: gap {self.gap:.2%}; all "
             f"models one after the other, each 1F1B, idle {self.serial_idle:.0%}: {self.serial_makespan_seconds:.4g} s",
+            *drawn,
             f"activations up to {readable_bytes(self.peak_activation_bytes)} on the fullest rank",
             self.source,
             *((longer,) if self.gap > WORTH_SEARCHING else ()),
@@ -70,7 +98,10 @@ class ScheduleSummary:
     def _other_line(self, other: OrderPromise) -> str:
         if other.makespan_seconds is None or other.peak_activation_bytes is None:
             return f"{other.setting}: not here: {other.why_not}"
-        times, held = other.makespan_seconds / self.makespan_seconds, readable_bytes(other.peak_activation_bytes)
+        times, held = (
+            other.makespan_seconds / self.likeliest.makespan_seconds,
+            readable_bytes(other.peak_activation_bytes),
+        )
         most = "at most " if other.searched else ""
         return f"{other.setting}: {most}{other.makespan_seconds:.4g} s (x{times:.3g}), activations up to {held}"
 
@@ -158,15 +189,22 @@ class PlanReport:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A report with what it is about; `costs`, called `costs_name`, hold until the run has measured its own."""
+    """A report with what it is about: schedules, and programs lowered from them, by micro-batches per actor pipeline.
+    `costs`, called `costs_name`, hold until the run has measured its own."""
 
     report: PlanReport
-    schedule: Schedule
+    schedules: Mapping[int, Schedule]
     ranks: FusedRanks
-    programs: Programs
+    programs: Mapping[int, Programs]
     costs: CostModel
     costs_name: str
 
+    @property
+    def likeliest(self) -> Schedule:
+        """That of the most mini-batches."""
+        return self.schedules[self.report.schedule.likeliest.microbatches]
+
     def to_text(self) -> str:
         """The text that one rank sends the others, for `planner.parse_plan`; the rest follows from their drafts."""
-        return json.dumps({"report": self.report.to_dict(), "schedule": self.schedule.text()})
+        schedules = {rung: schedule.text() for rung, schedule in self.schedules.items()}
+        return json.dumps({"report": self.report.to_dict(), "schedules": schedules})

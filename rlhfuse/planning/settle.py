@@ -25,6 +25,8 @@ from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.schedule.io import load_schedule
 
+RECOMPUTE = "trainer.recompute"
+
 
 @dataclass(frozen=True)
 class StoredLayouts:
@@ -62,7 +64,7 @@ def settle(config: RunConfig, facts: Facts) -> SettledRun:
     if not searched_keys(run.config):
         return _ready(run.with_config(completed(run.config)))
     anew: tuple[str, ...] = ()
-    if facts.stored and auto_layouts(run.config):
+    if facts.stored and any(key != RECOMPUTE for key in searched_keys(run.config)):
         try:
             return _as_stored(run, facts.stored)
         except InputError as error:
@@ -86,7 +88,7 @@ def settle_but_layouts(config: RunConfig, facts: Facts) -> SettledRun:
     run.rules.given_rows()
     if made.fusion.schedule:
         load_schedule(made.fusion.schedule)  # every table reads it: here a file that cannot be read says so once
-    return run.with_config(resolve_batch(with_one_inference(made)))
+    return run.with_config(with_one_inference(made)) if auto_layouts(made) else run
 
 
 def _searched(run: SettledRun, lines: tuple[str, ...]) -> SettledRun:
@@ -114,13 +116,14 @@ def _as_stored(run: SettledRun, stored: StoredLayouts) -> SettledRun:
     groups: dict[str, dict[str, object]] = {"parallel": {}, "fusion": {}}
     for key in searched_keys(config):
         group, _, name = key.partition(".")
-        if group == "trainer":  # recomputation changes no number
+        if key == RECOMPUTE:  # it changes no number
+            continue
+        if group == "fusion":
+            groups["fusion"] = _stored_cut(stored)
             continue
         if (text := stored.layouts.get(name, stored.layouts.get(key))) is None:
             raise InputError(f"it does not say {key}")
         groups[group][name] = text == "True" if name == "sequence_parallel" else text
-    if microbatches := groups["fusion"].get("actor_microbatches"):
-        groups["fusion"]["actor_microbatches"] = int(str(microbatches))
     rows = [f"{role}_inference" for role in config.scorers()]
     inference = groups["parallel"].get(rows[0] if rows else "generation", config.parallel.inference)
     groups["parallel"]["inference"] = inference
@@ -130,3 +133,11 @@ def _as_stored(run: SettledRun, stored: StoredLayouts) -> SettledRun:
     if made.trainer.recompute != AUTO:
         return _ready(run.with_config(made), line)
     return _searched(run.with_config(made), (line,))
+
+
+def _stored_cut(stored: StoredLayouts) -> dict[str, object]:
+    """Micro-batches of the run that saved the checkpoint: most tokens, or a number. Raises InputError for neither."""
+    for name in ("microbatch_tokens", "actor_microbatches"):
+        if (text := stored.layouts.get(f"fusion.{name}", AUTO)) != AUTO:
+            return {name: int(text)}
+    raise InputError("it does not say fusion.microbatch_tokens")

@@ -121,7 +121,8 @@ class IterationRecorder:
         for key in ("reshard", "adv", "train"):  # by one rank's clock, so that the parts add up to the iteration
             metrics[f"timing_s/{key}"] = ranks[0].seconds[key]
         metrics["perf/microbatch_tokens"] = max(max(result.parts_tokens) for result in done.minibatches)
-        metrics["fusion/makespan_predicted_seconds"] = len(done.minibatches) * self._plan.schedule.makespan_seconds
+        rungs = [self._plan.batch.cut.rung_of(result.parts_tokens) for result in done.minibatches]
+        metrics["fusion/makespan_predicted_seconds"] = sum(map(self._plan.schedule.seconds_of, rungs))
         metrics["fusion/makespan_measured_seconds"] = max(stats.program_seconds for stats in ranks)
         return metrics | memory_metrics(ranks)
 

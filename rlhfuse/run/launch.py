@@ -196,7 +196,7 @@ def agree_on_plan(inputs: RunInputs, run_dir: Path, rank: int, device: Device) -
             print(f"device: {device.torch_device} ({device.backend}), {prompts_line(inputs)}")
             print(sharing_line(inputs.config), end="")
             print("".join(f"{note}\n" for note in inputs.notes), end="")
-            whole = f"{plan.report.render()}\n{plan.schedule.text()}"
+            whole = f"{plan.report.render()}\n{plan.likeliest.text()}"
             print(resumed_plan(plan, run_dir) if inputs.resume else whole, flush=True)
             text = plan.to_text()
     text = from_rank_0(text)
@@ -214,5 +214,6 @@ def resumed_plan(plan: RunPlan, run_dir: Path) -> str:
 def write_start(run_dir: Path, config: RunConfig, plan: RunPlan) -> None:
     """Write config.yaml, schedule.json and plan.json. Raises InputError naming the file that cannot be written."""
     write_text(run_dir / "config.yaml", dump_config(config))
-    save_schedule(run_dir / "schedule.json", plan.schedule, {"source": plan.report.schedule.source})
+    others = [schedule for schedule in plan.schedules.values() if schedule is not plan.likeliest]
+    save_schedule(run_dir / "schedule.json", plan.likeliest, {"source": plan.report.schedule.source}, others)
     write_json(run_dir / "plan.json", plan.report.to_dict())

@@ -73,7 +73,8 @@ class Trainer:
         self.training = TrainingStep(
             rank,
             plan.ranks,
-            plan.schedule,
+            plan.report.batch.cut,
+            plan.schedules,
             plan.programs,
             self.models.trained,
             self.models.channels,
@@ -226,12 +227,12 @@ class Trainer:
         self.device.empty_cache()
         self.models.load_optimizers()
         lr = {str(role): self.learning_rate(role, iteration) for role in self.models.trained}
-        results, microbatches = [], self.plan.report.batch.microbatches_of
+        results: list[MinibatchResult] = []
         seed, count = self.config.trainer.seed, algorithm.minibatches
         for epoch in range(algorithm.epochs):
             for indices in split_minibatches(len(batch), count, seed, iteration, epoch):
                 self.progress(f"iteration {iteration}: training mini-batch {len(results)}")
-                results.append(self.training.run(batch.select(indices), microbatches, lr, algorithm))
+                results.append(self.training.run(batch.select(indices), lr, algorithm))
         if self.plan.report.memory.offload:
             self.models.offload_optimizers(free=False)
         return results

@@ -8,7 +8,7 @@ computed again from the orders. Written beside and renamed, so that half a file 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +23,13 @@ from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
 
 
-def schedule_dict(schedule: Schedule, search: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The JSON form. `search` says how the schedule was found. Raises ScheduleError on a deadlock."""
+def schedule_dict(
+    schedule: Schedule, search: Mapping[str, Any] | None = None, family: Sequence[Schedule] = ()
+) -> dict[str, Any]:
+    """The JSON form. `search` says how the schedule was found, `family` has those of other numbers of micro-batches.
+
+    Raises ScheduleError on a deadlock.
+    """
     problem, timeline = schedule.problem, evaluate(schedule)
     bound = latency_bound(problem)
     memory = memory_bound(problem, timeline.makespan)
@@ -44,6 +49,7 @@ def schedule_dict(schedule: Schedule, search: Mapping[str, Any] | None = None) -
         "memory_optimal": reaches(timeline.peak_memory, memory),
         "serial_peak_memory": serial_peak_memory(problem),
         "search": dict(search or {}),
+        **({"others": dict(map(_other, family))} if family else {}),
         "tasks": [
             [
                 {
@@ -61,14 +67,36 @@ def schedule_dict(schedule: Schedule, search: Mapping[str, Any] | None = None) -
     }
 
 
+def _other(schedule: Schedule) -> tuple[str, list[str]]:
+    return str(schedule.problem.pipelines[0].microbatches), schedule.text().splitlines()
+
+
 def _gap(value: Number, bound: Number) -> Number:
     """How far `value` lies above `bound`, as a share of the bound; 0 where both are 0."""
     return tidy(value / bound - 1) if not reaches(value, bound) else 0
 
 
-def save_schedule(path: str | Path, schedule: Schedule, search: Mapping[str, Any] | None = None) -> None:
+def save_schedule(
+    path: str | Path, schedule: Schedule, search: Mapping[str, Any] | None = None, family: Sequence[Schedule] = ()
+) -> None:
     """Write schedule.json, replacing what is there in one step. Raises InputError where that cannot be written."""
-    write_text(path, render_json(schedule_dict(schedule, search)))
+    write_text(path, render_json(schedule_dict(schedule, search, family)))
+
+
+def load_family(path: str | Path) -> dict[int, Schedule]:
+    """All schedules of a file by the micro-batches of their first pipeline, ascending, in the times of its problem.
+
+    Raises InputError as `load_schedule`.
+    """
+    raw = read_json(path)
+    schedule = read_schedule(raw, str(path))
+    made = {schedule.problem.pipelines[0].microbatches: schedule}
+    for count, lines in parse_json(_ScheduleJson, raw, str(path)).others.items():
+        try:
+            made[count] = Schedule.parse(schedule.problem.with_microbatches(count), "\n".join(lines))
+        except InputError as error:
+            raise ScheduleError(f"{path}: others: {count}: {error}", getattr(error, "grid", "")) from None
+    return dict(sorted(made.items()))
 
 
 def load_schedule(path: str | Path, expect: FusionProblem | None = None) -> Schedule:
@@ -139,6 +167,7 @@ class _ScheduleJson(JsonModel, extra="ignore"):
     version: Literal[1]
     problem: Any
     tasks: list[list[_TaskJson]]
+    others: dict[int, list[str]] = {}
 
 
 def render_json(raw: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -12,7 +13,9 @@ from rlhfuse.config.auto_layouts import layout_rows
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.config.values import AUTO
 from rlhfuse.planning.memory.instance_cache import InstanceCache
+from rlhfuse.planning.search.space import LONGEST_TIMES
 
 SMALLEST_CONTEXT = 64
 SMALLEST_TOKENS = 64
@@ -55,9 +58,6 @@ def points_of(config: RunConfig) -> Points:
     rollout, instances = config.rollout, ParallelLayout.parse(config.parallel.generation).dp
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     batch = min(rollout.max_sequences_per_instance, config.samples_per_iteration)
-    pipelines = ParallelLayout.parse(config.parallel.actor_train).dp
-    microbatches = config.algorithm.minibatches * pipelines * config.fusion.actor_microbatches
-    samples = max(1, config.samples_per_iteration // microbatches)
     most = max(rollout.max_batched_tokens, SMALLEST_TOKENS)
     return Points(
         longest=longest,
@@ -66,8 +66,19 @@ def points_of(config: RunConfig) -> Points:
         contexts=powers_of_two(SMALLEST_CONTEXT, longest),
         tokens=powers_of_two(SMALLEST_TOKENS, most),
         sequences=tuple(s for s in (1, 8, MOST_SEQUENCES) if s <= most),
-        training_tokens=powers_of_two(SMALLEST_TOKENS, max(2 * SMALLEST_TOKENS, samples * longest)),
+        training_tokens=powers_of_two(SMALLEST_TOKENS, max(2 * SMALLEST_TOKENS, _microbatch_tokens(config, longest))),
     )
+
+
+def _microbatch_tokens(config: RunConfig, longest: int) -> int:
+    """Most tokens of a micro-batch; where that is open, of all that it is chosen from but a whole mini-batch."""
+    fusion, pipelines = config.fusion, ParallelLayout.parse(config.parallel.actor_train).dp
+    if fusion.microbatch_tokens != AUTO:
+        return int(fusion.microbatch_tokens)
+    samples = config.samples_per_iteration // config.algorithm.minibatches // pipelines
+    if fusion.actor_microbatches != AUTO:
+        return max(1, samples // fusion.actor_microbatches) * longest
+    return math.ceil(min(max(1, samples), max(LONGEST_TIMES)) * longest)
 
 
 def tensor_degrees(config: RunConfig) -> dict[str, int]:

@@ -204,7 +204,8 @@ def _beyond(ranking: Ranking, best: Row) -> str:
     limits, shares = draft.generation.limits, draft.ranks.shape.shares
     sequences = min(limits.max_sequences, draft.batch.samples_per_instance)
     pack = min(sequences * limits.longest, max(limits.score_tokens, limits.longest))
-    training = {share.model: equal_microbatch(draft.inputs.drawn, draft.batch, share).tokens for share in shares}
+    rung = draft.training.likeliest
+    training = {share.model: equal_microbatch(draft.inputs.drawn, draft.batch, rung, share).tokens for share in shares}
     outside = draft.costs.beyond(sequences, limits.longest, pack, training)
     return f"; beyond what was measured the best table has {', '.join(outside)}" if outside else ""
 
@@ -229,7 +230,7 @@ def _cells(number: int, row: Row) -> tuple[str, ...]:
         gigabytes(row.needed_bytes),
         row.fullest.phase,
         *map(str, layouts),
-        str(table.microbatches),
+        str(table.microbatch_tokens or ""),
         table.recompute,
         str(table.sequence_parallel).lower(),
     )

@@ -22,7 +22,7 @@ DECISIONS: Mapping[str, Callable[[TrainingRow, GenerationRow], Any]] = {
     "inference": lambda training, decoding: decoding.inference,
     "actor_train": lambda training, decoding: training.actor,
     "critic_train": lambda training, decoding: training.critic,
-    "actor_microbatches": lambda training, decoding: training.microbatches,
+    "microbatch_tokens": lambda training, decoding: training.microbatch_tokens,
     "recompute": lambda training, decoding: training.recompute,
     "sequence_parallel": lambda training, decoding: training.sequence_parallel,
 }
@@ -146,8 +146,7 @@ def _decoding_degrees(row: GenerationRow) -> tuple[int, int]:
 
 
 def _value(name: str, row: Row) -> Any:
-    table = row.table
-    return table.microbatches if name == "actor_microbatches" else getattr(table, name)
+    return getattr(row.table, name)
 
 
 def _word(value: Any) -> str:

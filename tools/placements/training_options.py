@@ -14,15 +14,18 @@ from operator import add
 from placements.problem import Option
 from placements.run_work import RunWork
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.config.values import AUTO
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.decisions.layouts import TASK_ROLES, TRAINED, divisors
+from rlhfuse.decisions.layouts import TASK_ROLES
 from rlhfuse.planning.memory.memory_budget import RESTING, OptimizerOffload, input_bytes
 from rlhfuse.planning.search.floors import work_bound
+from rlhfuse.planning.search.space import token_budgets
 from rlhfuse.planning.training.stage_cuts import with_cut
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, longest_microbatch, training_problem
 from rlhfuse.schedule.ir.problem import FusionProblem
@@ -40,21 +43,29 @@ def training_options(work: RunWork, task: str, ranks: int, hardware: HardwareSpe
 
 
 def _layout_options(work: RunWork, task: str, uncut: AnalyticCost, room: float) -> Iterator[Option]:
-    """One layout with each number of micro-batches, for which its layers are cut as a run would."""
+    """One layout with each budget of a micro-batch, for which its layers are cut as a run would."""
     config, role, layout = work.config, dict(TASK_ROLES)[task], uncut.layout
     offloading, on_gpu = config.trainer.offload_optimizer, uncut.hardware.device.own_memory
     known: dict[ParallelLayout, AnalyticCost] = {}  # by cut: what a cost has computed it keeps
-    for microbatches in divisors(config.samples_per_iteration // int(config.algorithm.minibatches) // layout.dp):
-        layouts: dict[str, ParallelLayout] = dict.fromkeys(("generation", *TRAINED), layout)
-        batch = BatchArithmetic.of(config.rollout, config.algorithm, layouts, microbatches)
-        longest = longest_microbatch(config.longest_sample, batch.samples_per_microbatch)
+    samples, tokens = config.samples_per_iteration // int(config.algorithm.minibatches), sum(config.longest_sample)
+    for budget in token_budgets(tokens, samples, layout.dp):
+        layouts: dict[str, ParallelLayout] = {"generation": layout, "actor_train": layout}
+        fusion = config.fusion.with_(microbatch_tokens=budget, actor_microbatches=AUTO)
+        try:
+            batch = BatchArithmetic.of(config.rollout, config.algorithm, fusion, layouts, tokens)
+        except InputError:  # no samples for all pipelines
+            continue
+        longest = longest_microbatch(config.longest_sample, batch)
         cut = with_cut(config.parallel.stage_layers, uncut, uncut, longest)
         cost = known.setdefault(cut, replace(uncut, layout=cut))
-        problem = training_problem({task: cost}, batch, work.inputs.drawn, longest, JobCost(cost, ()))
-        least = work.inputs.cores.least_time(problem, fused_shape({role: cut}))
-        step = max(work_bound(problem), float(least)) * TICK_SECONDS
+        step, problem = 0.0, None
+        for rung, share in work.inputs.drawn.rungs(batch.cut).items():
+            problem = training_problem({task: cost}, batch, rung, work.inputs.drawn, longest, JobCost(cost, ()))
+            least = work.inputs.cores.least_time(problem, fused_shape({role: cut}))
+            step += share * max(work_bound(problem), float(least)) * TICK_SECONDS
+        assert problem is not None, "a batch is drawn"
         seconds = batch.optimizer_steps * (step + cost.optimizer_step_seconds())
-        note = f"M{microbatches}" + (", recompute" if cost.recompute else "")
+        note = f"T{budget}" + (", recompute" if cost.recompute else "")
         note += ", sequence parallel" if cost.sequence_parallel and len(work.sharding) > 1 else ""
         places = _fullest_places(cost)
         optimizer = [cost.memory.optimizer_bytes(place) for place in places]

@@ -53,7 +53,7 @@ def planned_bytes(draft: PlanDraft, plan: RunPlan, rank: int) -> dict[str, int]:
     A checkpoint is saved when training is over, and resumed before anything else is there.
     """
     budget = draft.memory.with_generation_kept() if plan.report.memory.keeps_generation else draft.memory
-    phases = budget.of(places_of(draft, rank)).phases(draft.memory.held_by(plan.schedule))
+    phases = budget.of(places_of(draft, rank)).phases(draft.memory.held_by(*plan.schedules.values()))
     trained, begun = phases[-1], draft.memory.of(places_of(draft, rank)).static[-1]
     others = {"checkpoint": trained.device - trained.activations, "resume": begun.weights + begun.optimizer}
     return {phase.phase: phase.device for phase in phases} | others | {"host": phases[-1].host}

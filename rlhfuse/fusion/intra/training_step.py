@@ -1,6 +1,6 @@
 """One mini-batch through all models that train: the cut, the program, one optimizer step each (paper section 5).
 
-The mini-batch is dealt to K x M micro-batches once, the same for every model, computed identically on every rank;
+The mini-batch is cut into K x M micro-batches once, the same for every model, computed identically on every rank;
 the pipelines of a model take them in turn, and cut them as they run. Losses are sums divided by the mini-batch's
 response tokens, a number known to every rank beforehand, so that data-parallel reduction is a sum.
 """
@@ -18,7 +18,8 @@ from torch import Tensor
 from rlhfuse.base.errors import InputError, NotFiniteError
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.balance import deal, split_microbatches
+from rlhfuse.decisions.balance import deal
+from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.fusion.intra.dry_run import dry_run
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.microbatches import Microbatch, Microbatches
@@ -65,17 +66,19 @@ class MinibatchResult:
 
 
 class TrainingStep:
-    """Trains `models` on this rank by its program.
+    """Trains `models` on this rank by the program of each mini-batch's number of micro-batches (M1).
 
-    Raises ScheduleError unless it was lowered from `schedule` for `ranks`, InputError for a model or stage not here.
+    Raises ScheduleError unless `programs` were lowered from `schedules` for `ranks`, InputError for a model or stage
+    not here.
     """
 
     def __init__(
         self,
         rank: int,
         ranks: FusedRanks,
-        schedule: Schedule,
-        programs: Programs,
+        cut: MicrobatchCut,
+        schedules: Mapping[int, Schedule],
+        programs: Mapping[int, Programs],
         models: Mapping[str, TrainedModel],
         channels: Channels,
         temperature: float,
@@ -84,9 +87,10 @@ class TrainingStep:
         needed = [share.model for share in ranks.shape.shares]
         if missing := [name for name in needed if name not in models]:
             raise InputError(f"the program trains {', '.join(needed)}, but {', '.join(missing)} is not built; build it")
-        programs.refuse_unless_for(schedule, ranks)
-        self._rank = rank
-        self._problem = schedule.problem
+        for rung in cut.rungs:
+            programs[rung].refuse_unless_for(schedules[rung], ranks)
+        self._rank, self._cut = rank, cut
+        self._problem = schedules[cut.rungs[0]].problem
         self._models = models
         self._temperature = temperature
         self._device = channels.device
@@ -95,7 +99,7 @@ class TrainingStep:
             pipeline: PipelineParts(models[role].stages, models[role].optimizer, models[role].dtype)
             for pipeline, role in self._roles.items()
         }
-        self._executor = ProgramExecutor(programs[rank], parts, channels, progress)
+        self._executors = {rung: ProgramExecutor(programs[rung][rank], parts, channels, progress) for rung in cut.rungs}
         self._progress = progress
         self._outboxes = {pipeline: Outbox() for pipeline in parts}
         self.dry_run_first = self._device.type == "cuda"  # nothing on a CPU is made at first use that others wait for
@@ -103,11 +107,10 @@ class TrainingStep:
     def run(
         self,
         batch: RolloutBatch,
-        microbatches: Mapping[str, int],
         lr: Mapping[str, float | None],
         algorithm: AlgorithmConfig,
     ) -> MinibatchResult:
-        """Train on one mini-batch in host memory; `microbatches` per pipeline and `lr` are by role.
+        """Train on one mini-batch in host memory; `lr` is by role.
 
         A model whose `lr` is None is held still: it computes, and its step is left out.
 
@@ -115,8 +118,8 @@ class TrainingStep:
         FloatingPointError, the same on all ranks, when a loss or gradient is not finite: the model named did not step.
         """
         lengths = batch.lengths.tolist()
-        some = next(iter(self._models))
-        parts = split_microbatches(lengths, self._models[some].grid.layout.dp * microbatches[some])
+        parts = self._cut.split(lengths)
+        executor = self._executors[self._cut.rung_of(parts)]
         tokens = tuple(sum(lengths[i] for i in part) for part in parts)
         losses = Losses(batch.response_tokens, algorithm, self._temperature)
         work = {}
@@ -132,10 +135,10 @@ class TrainingStep:
             model.optimizer.zero_grad()
         if self.dry_run_first:
             self._progress("training: a dry run of every stage")
-            dry_run([(self._executor.pipelines[name], work[name]) for name in work], self._device)
+            dry_run([(executor.pipelines[name], work[name]) for name in work], self._device)
             losses.stats.clear()
             self.dry_run_first = False
-        report = self._executor.run(work)
+        report = executor.run(work)
         if not report.finite:
             self._raise_fault(report)
         steps = {role: report.steps[name] for name, role in self._roles.items()}

@@ -39,7 +39,8 @@ REMEDIES = {
     "moves": "use more tensor ranks for parallel.generation and parallel.inference",
     "generation": "lower rollout.kv_blocks_per_instance or use more tensor ranks for parallel.generation",
     "inference": "lower rollout.max_batched_tokens or use more tensor ranks for parallel.inference",
-    "training": "raise fusion.actor_microbatches, set trainer.recompute=full or use more stages or tensor ranks",
+    "training": "lower fusion.microbatch_tokens or raise fusion.actor_microbatches, set trainer.recompute=full or use "
+    "more stages or tensor ranks",
 }
 
 
@@ -154,9 +155,10 @@ class MemoryBudget:
         """Bytes of a rank that no phase names: its process or CUDA context, and communicators."""
         return self.hardware.process_bytes + self.communicators
 
-    def held_by(self, schedule: Schedule) -> tuple[float, ...]:
-        """Activations of a schedule by node, so that with what passes at most they are training's peak."""
-        return self.passing.held_by(schedule) if self.passing else tuple(evaluate(schedule).node_peak_memory)
+    def held_by(self, *schedules: Schedule) -> tuple[float, ...]:
+        """Activations of any of the schedules by node, so that with what passes at most they are training's peak."""
+        held = (self.passing.held_by(one) if self.passing else evaluate(one).node_peak_memory for one in schedules)
+        return tuple(map(max, zip(*held)))
 
     def with_generation_kept(self) -> MemoryBudget:
         """Where the actor's copy and the cache never leave the device."""
@@ -322,7 +324,7 @@ def input_bytes(batch: BatchArithmetic, longest: tuple[int, int], hardware: Hard
     if not hardware.device.own_memory:
         return 0
     sample = TOKEN_BYTES * sum(longest) + RESPONSE_BYTES * longest[1]
-    return int(batch.samples_per_minibatch * (sample + SMALL_BYTES / batch.samples_per_microbatch))
+    return int(batch.samples_per_minibatch * sample + batch.most_microbatches * SMALL_BYTES)
 
 
 class _Needs:
@@ -352,7 +354,7 @@ class _Needs:
         self.generation = GenerationMemory.of(generation, rollout, kv_capacity_bytes)
         self._buckets = min(run.config.fusion.bucket_mib << 20, max(self.generation.weights, self._critic))
         self._scoring = max((model.scoring_bytes(batched) for model in scorers), default=0)
-        self.microbatch_tokens = batch.samples_per_microbatch * sum(longest)
+        self.microbatch_tokens = batch.cut.tokens
         self._inputs = input_bytes(batch, longest, hardware)
         self._gathering = max(model.gathering_bytes(self.microbatch_tokens) for model in self._trained)
         self._rotations = generation.rotation_bytes(generation.spec.context)

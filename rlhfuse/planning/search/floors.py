@@ -23,13 +23,21 @@ from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import TrainingRow
 from rlhfuse.planning.training.stage_cuts import with_cut
-from rlhfuse.planning.training.training_problem import TICK_SECONDS, equal_microbatch, stage_costs, transfer_ticks
+from rlhfuse.planning.training.training_problem import (
+    TICK_SECONDS,
+    equal_microbatch,
+    longest_microbatch,
+    stage_costs,
+    transfer_ticks,
+)
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, StageCosts, fused_problem
+from rlhfuse.schedule.ir.ranks import ModelShare
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
 NO_TIME = 1e-12  # ticks of a part of a problem's backward, which must take some
 Bound = Callable[[FusionProblem], Number]  # ticks that no schedule beats
+Problems = tuple[tuple[float, FusionProblem], ...]  # of a table's mini-batches: shares of them, and what is to schedule
 
 
 class TrainingFloors:
@@ -44,22 +52,30 @@ class TrainingFloors:
 
         Raises InputError where a profile has not measured a tensor degree of the row.
         """
-        batch, ticks = self.setting.batch(row), 0.0
-        for share in row.shape.shares:
-            micro = equal_microbatch(self.setting.inputs.drawn, batch, share)
-            key = "work", share.model, share.layout.tp, share.layout.stages, row.recompute, row.sequence_parallel, micro
-            if key not in self._known:
-                cost = self._cost(row, Role(share.model))
-                seconds = self.setting.training_cost(share.model, cost).stage_seconds(micro)
-                forward, backward = seconds.layer
-                if seconds.split:
-                    parts = backward, sum(seconds.split)
-                    backward = min(parts[split] for split in self.setting.may_split(share.model))
-                whole = cost.spec.layers * (forward + backward) + sum(map(sum, seconds.ends))
-                self._known[key] = whole / TICK_SECONDS
-            rounding = 1.5 * share.layout.stages  # half a tick for each of a stage's times, of which three are the most
-            ticks += batch.microbatches_of[share.model] * (self._known[key] - rounding) / share.depth
-        return batch.optimizer_steps * (max(0.0, ticks) * TICK_SECONDS + self._least_steps(row))
+        ticks = 0.0
+        for rung, part in self._shares(row).items():
+            for share in row.shape.shares:
+                work = self._work(row, rung, share) - 1.5 * share.layout.stages  # half a tick for each of three times
+                ticks += part * row.batch.microbatches_of(rung)[share.model] * work / share.depth
+        return row.batch.optimizer_steps * (max(0.0, ticks) * TICK_SECONDS + self._least_steps(row))
+
+    def _shares(self, row: TrainingRow) -> Mapping[int, float]:
+        return self.setting.inputs.drawn.rungs(row.batch.cut)
+
+    def _work(self, row: TrainingRow, rung: int, share: ModelShare) -> float:
+        """Ticks of a micro-batch over all stages of a model."""
+        micro = equal_microbatch(self.setting.inputs.drawn, row.batch, rung, share)
+        key = "work", share.model, share.layout.tp, share.layout.stages, row.recompute, row.sequence_parallel, micro
+        if key not in self._known:
+            cost = self._cost(row, Role(share.model))
+            seconds = self.setting.training_cost(share.model, cost).stage_seconds(micro)
+            forward, backward = seconds.layer
+            if seconds.split:
+                parts = backward, sum(seconds.split)
+                backward = min(parts[split] for split in self.setting.may_split(share.model))
+            whole = cost.spec.layers * (forward + backward) + sum(map(sum, seconds.ends))
+            self._known[key] = whole / TICK_SECONDS
+        return self._known[key]
 
     def rough_bytes(self, row: TrainingRow) -> tuple[float, float]:
         """What a mean rank holds while it trains, activations apart, and the weights alone, which it always holds."""
@@ -74,22 +90,26 @@ class TrainingFloors:
             held += parameters * (cost.element_bytes + 4 + (8 + main) / layout.dp)
         return held, weights
 
-    def problem(self, row: TrainingRow) -> FusionProblem:
-        """The scheduling problem of the row, without a cap; where a draft chooses which backwards are split one that
-        is no longer than any of those."""
-        return self._problem(row, {share.model: self.setting.may_split(share.model) for share in row.shape.shares})
+    def problems(self, row: TrainingRow) -> Problems:
+        """The scheduling problems of the row's mini-batches, without a cap; where a draft chooses which backwards are
+        split ones that are no longer than any of those."""
+        return self._problems(row, {share.model: self.setting.may_split(share.model) for share in row.shape.shares})
 
-    def problems(self, row: TrainingRow) -> Iterator[FusionProblem]:
+    def choices(self, row: TrainingRow) -> Iterator[Problems]:
         """All that a draft of the row chooses from."""
         models = [share.model for share in row.shape.shares]
         for splits in product(*map(self.setting.may_split, models)):
-            yield self._problem(row, {model: (split,) for model, split in zip(models, splits)})
+            yield self._problems(row, {model: (split,) for model, split in zip(models, splits)})
 
-    def _problem(self, row: TrainingRow, splits: Mapping[str, tuple[bool, ...]]) -> FusionProblem:
-        batch, stages, transfer = self.setting.batch(row), {}, 0
+    def _problems(self, row: TrainingRow, splits: Mapping[str, tuple[bool, ...]]) -> Problems:
+        return tuple((share, self._problem(row, rung, splits)) for rung, share in self._shares(row).items())
+
+    def _problem(self, row: TrainingRow, rung: int, splits: Mapping[str, tuple[bool, ...]]) -> FusionProblem:
+        stages, transfer = {}, 0
+        longest = longest_microbatch(self.setting.config.longest_sample, row.batch)
         for share in row.shape.shares:
             cost = self._cut(row, share.layout, Role(share.model))
-            micro, longest = equal_microbatch(self.setting.inputs.drawn, batch, share), self.setting.longest(batch)
+            micro = equal_microbatch(self.setting.inputs.drawn, row.batch, rung, share)
             cut, split = (cost.layout.tp, cost.layout.pp, cost.layout.chunks, cost.layout.cut), splits[share.model]
             key = "stages", share.model, cut, row.recompute, row.sequence_parallel, micro, longest, split
             if key not in self._known:
@@ -101,13 +121,15 @@ class TrainingFloors:
             stages[share.model] = self._known[key]
             transfer = max(transfer, transfer_ticks(cost, micro))
         layouts = {share.model: share.layout for share in row.shape.shares}
-        problem = fused_problem(layouts, row.microbatches, stages, alternate=self.setting.config.fusion.alternates)
+        problem = fused_problem(layouts, rung, stages, alternate=self.setting.config.fusion.alternates)
         return replace(problem, transfer=transfer)
 
-    def seconds(self, row: TrainingRow, problem: FusionProblem, bound: Bound) -> float:
+    def seconds(self, row: TrainingRow, problems: Problems, bound: Bound) -> float:
         """Seconds of an iteration: a bound of its schedules, and the steps."""
-        ticks = max(float(bound(problem)), self.setting.inputs.cores.least_time(problem, row.shape))
-        return self.setting.batch(row).optimizer_steps * (ticks * TICK_SECONDS + self._steps(row))
+        least, ticks = self.setting.inputs.cores.least_time, 0.0
+        for share, problem in problems:
+            ticks += share * max(float(bound(problem)), float(least(problem, row.shape)))
+        return row.batch.optimizer_steps * (ticks * TICK_SECONDS + self._steps(row))
 
     def cut_layouts(self, row: TrainingRow) -> dict[Role, ParallelLayout]:
         """Layouts of the models that train, with the layers of each stage."""
@@ -140,7 +162,7 @@ class TrainingFloors:
 
     def _cut(self, row: TrainingRow, layout: ParallelLayout, role: Role) -> AnalyticCost:
         """Its stages have the layers that the run's have."""
-        cost, longest = self._cost(row, role), self.setting.longest(self.setting.batch(row))
+        cost, longest = self._cost(row, role), longest_microbatch(self.setting.config.longest_sample, row.batch)
         stages = layout.tp, layout.pp, layout.chunks, layout.cut
         key = "cut", role, stages, row.recompute, row.sequence_parallel, longest
         if key not in self._known:

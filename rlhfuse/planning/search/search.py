@@ -196,10 +196,10 @@ class Ranking:
     def _by_work(self, t: int, g: int) -> float | None:
         if t not in self._works:
             row = self.space.training[t]
-            problem, held = self._floors.problem(row), self._floors.rough_bytes(row)[0]
-            self._held[t] = held + fmean(min_memory(problem))
+            problems, held = self._floors.problems(row), self._floors.rough_bytes(row)[0]
+            self._held[t] = held + fmean(min_memory(problems[0][1]))
             self._works[t] = (
-                self._floors.seconds(row, problem, work_bound) if self._held[t] <= self.training_limit else None
+                self._floors.seconds(row, problems, work_bound) if self._held[t] <= self.training_limit else None
             )
         generation, needs = self._generation_floors[g], self._generation_bytes[g]
         assert generation is not None and needs is not None, "only rows with floors are paired"
@@ -239,7 +239,7 @@ class Ranking:
         if (t, bound) not in self._bounded:
             row, work = self.space.training[t], self._works[t]
             assert work is not None, "its work was priced"
-            least = min(self._floors.seconds(row, problem, bound) for problem in self._floors.problems(row))
+            least = min(self._floors.seconds(row, problems, bound) for problems in self._floors.choices(row))
             self._works[t] = max(least, work)
             self._bounded.add((t, bound))
 

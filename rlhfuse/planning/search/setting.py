@@ -12,11 +12,10 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
+from rlhfuse.costs.cost_model import CostModel, TrainingCost
 from rlhfuse.costs.layout_moves import layout_moves
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profile_files import run_costs
-from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.planning.draft import DraftInputs, PlanDraft, draft_plan, instance_limits
 from rlhfuse.planning.memory.instance_cache import CACHE_PARTS, SPARE_BLOCKS, InstanceCache
@@ -25,7 +24,6 @@ from rlhfuse.planning.search.space import Given, TrainingRow
 from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.split_choice import given_split, obstacle
-from rlhfuse.planning.training.training_problem import longest_microbatch
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
@@ -108,14 +106,6 @@ class Setting:
         if whole and self.split is None:
             config = config.with_(fusion={"split_backward": "false"})
         return draft_plan(self.run.with_config(config), inputs=self.inputs)
-
-    def batch(self, row: TrainingRow) -> BatchArithmetic:
-        """Its instances are of no meaning."""
-        layouts = {"generation": row.actor} | {f"{role}_train": layout for role, layout in row.layouts.items()}
-        return BatchArithmetic.of(self.config.rollout, self.config.algorithm, layouts, row.microbatches)
-
-    def longest(self, batch: BatchArithmetic) -> MicrobatchTokens:
-        return longest_microbatch(self.config.longest_sample, batch.samples_per_microbatch)
 
     def training_costs(self, row: TrainingRow) -> dict[str, AnalyticCost]:
         """By task, whole layers cut evenly."""

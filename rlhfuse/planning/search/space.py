@@ -6,6 +6,7 @@ models that train have as many virtual stages. What a configuration says is held
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,24 +18,28 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
-from rlhfuse.decisions.layouts import divisors, fits_model, possible_layouts
+from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.layouts import fits_model, possible_layouts
 from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
 
 CHUNKS = (1, 2)  # virtual stages of a rank
+LONGEST_TIMES = (1, 1.5, 2, 3, 4)  # tokens of a micro-batch that are tried, over those of the longest sample
 
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """The part of a table that training is about; `shape`: of its fused group."""
+    """The part of a table that training is about; `shape`: of its fused group. `microbatch_tokens`: None where a number
+    of micro-batches is given."""
 
     actor: ParallelLayout
     critic: ParallelLayout | None
-    microbatches: int
+    microbatch_tokens: int | None
     recompute: str
     sequence_parallel: bool
     shape: FusedShape
+    batch: BatchArithmetic
 
     @property
     def layouts(self) -> dict[Role, ParallelLayout]:
@@ -49,13 +54,15 @@ class GenerationRow:
 
 @dataclass(frozen=True)
 class Given:
-    """What a configuration leaves open is None; `inference` holds for all models that score."""
+    """What a configuration leaves open is None; `inference` holds for all models that score. Of micro-batches a number
+    or the most tokens may be given."""
 
     generation: ParallelLayout | None = None
     inference: ParallelLayout | None = None
     actor_train: ParallelLayout | None = None
     critic_train: ParallelLayout | None = None
     microbatches: int | None = None
+    microbatch_tokens: int | None = None
     recompute: str | None = None
     sequence_parallel: bool | None = None
 
@@ -65,8 +72,14 @@ class Given:
         for row in ("generation", "inference", "actor_train", "critic_train"):
             text = getattr(parallel, row)
             values[row] = None if text == AUTO else ParallelLayout.parse(text)
-        settings = config.fusion.actor_microbatches, config.trainer.recompute, parallel.sequence_parallel
-        return Given(**values, **dict(zip(("microbatches", "recompute", "sequence_parallel"), map(_known, settings))))
+        fusion = config.fusion
+        return Given(
+            **values,
+            microbatches=_known(fusion.actor_microbatches),
+            microbatch_tokens=_known(fusion.microbatch_tokens),
+            recompute=_known(config.trainer.recompute),
+            sequence_parallel=_known(parallel.sequence_parallel),
+        )
 
 
 def _known(value: Any) -> Any:
@@ -93,8 +106,9 @@ class Space:
         for rows, names in ((training, ("actor_train", "critic_train")), (generation, ("generation", "inference"))):
             if not rows:
                 fixed = [f"parallel.{name}={getattr(given, name)}" for name in names if getattr(given, name)]
-                if rows is training and given.microbatches:
-                    fixed.append(f"fusion.actor_microbatches={given.microbatches}")
+                if rows is training:
+                    cut = {"actor_microbatches": given.microbatches, "microbatch_tokens": given.microbatch_tokens}
+                    fixed += [f"fusion.{key}={value}" for key, value in cut.items() if value]
                 told = f"{' and '.join(fixed)}: " if fixed else ""
                 raise InputError(
                     f"{told}no layouts of {' and '.join(names)} fit {run.world_size} ranks and these models; use "
@@ -105,7 +119,7 @@ class Space:
     def table(self, training: int, generation: int) -> Table:
         row, decoding = self.training[training], self.generation[generation]
         layouts = decoding.generation, decoding.inference, row.actor, row.critic
-        return Table(*layouts, row.microbatches, row.recompute, row.sequence_parallel)
+        return Table(*layouts, row.microbatch_tokens, row.recompute, row.sequence_parallel)
 
 
 def _training_rows(run: SettledRun, devices: int, given: Given, refused: Counter[str]) -> Iterator[TrainingRow]:
@@ -130,14 +144,44 @@ def _training_rows(run: SettledRun, devices: int, given: Given, refused: Counter
         actor, critic = layouts[0], layouts[1] if len(layouts) > 1 else None
         sharding = [given.sequence_parallel] if given.sequence_parallel is not None else [False, True]
         sharding = [sharded for sharded in sharding if not sharded or shape.node_ranks > 1]
-        k1, k2 = shape.shares[0].pipelines, shape.shares[-1].pipelines
-        counts = [given.microbatches] if given.microbatches else divisors(samples // actor.dp)
-        for count in counts:
-            if k1 * count % k2:
-                refused["K1*M1 != K2*M2"] += 1
-            elif actor.dp * count <= samples:
+        budgets: list[int | None] = [None if given.microbatches else given.microbatch_tokens]
+        if budgets == [None] and not given.microbatches:
+            budgets = [*token_budgets(sum(config.longest_sample), samples, actor.dp)]
+        for tokens in budgets:
+            if (batch := _batch(config, tokens, actor, critic, refused)) is not None:
                 for recompute, sharded in product(recomputes, sharding):
-                    yield TrainingRow(actor, critic, count, recompute, sharded, shape)
+                    yield TrainingRow(actor, critic, tokens, recompute, sharded, shape, batch)
+
+
+def token_budgets(longest: int, samples: int, pipelines: int) -> list[int]:
+    """Most tokens of a micro-batch that are tried for a mini-batch of so many samples: a few from the longest sample
+    up, and all that a pipeline has."""
+    every = -(-samples // pipelines) * longest
+    return sorted({min(math.ceil(times * longest), every) for times in LONGEST_TIMES} | {every})
+
+
+def _batch(
+    config: RunConfig,
+    tokens: int | None,
+    actor: ParallelLayout,
+    critic: ParallelLayout | None,
+    refused: Counter[str],
+) -> BatchArithmetic | None:
+    """The batch of a row; its instances are of no meaning. None: no run could have it."""
+    layouts = {"generation": actor, "actor_train": actor, **({"critic_train": critic} if critic else {})}
+    fusion, samples = config.fusion, config.samples_per_iteration // config.algorithm.minibatches
+    if tokens:
+        fusion = fusion.with_(microbatch_tokens=tokens)
+    elif critic and actor.dp * fusion.actor_microbatches % critic.dp:
+        refused["K1*M1 != K2*M2"] += 1
+        return None
+    elif actor.dp * fusion.actor_microbatches > samples:
+        return None
+    try:
+        return BatchArithmetic.of(config.rollout, config.algorithm, fusion, layouts, sum(config.longest_sample))
+    except InputError:
+        refused["micro-batches of so many tokens"] += 1
+        return None
 
 
 def _generation_rows(run: SettledRun, devices: int, given: Given) -> Iterator[GenerationRow]:
@@ -157,7 +201,7 @@ def _generation_rows(run: SettledRun, devices: int, given: Given) -> Iterator[Ge
 
 
 def _training_text(row: TrainingRow) -> str:
-    return f"{row.actor} {row.critic} {row.microbatches:06d} {row.recompute} {row.sequence_parallel}"
+    return f"{row.actor} {row.critic} {row.microbatch_tokens or 0:09d} {row.recompute} {row.sequence_parallel}"
 
 
 def _generation_text(row: GenerationRow) -> str:

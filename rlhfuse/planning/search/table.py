@@ -7,24 +7,26 @@ from functools import cached_property
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.values import AUTO
 
 
 @dataclass(frozen=True)
 class Table:
-    """`microbatches`: of an actor pipeline (M1). Without a critic `critic_train` is None."""
+    """`microbatch_tokens` is None where the configuration gives a number of micro-batches, `critic_train` where there
+    is no critic."""
 
     generation: ParallelLayout
     inference: ParallelLayout
     actor_train: ParallelLayout
     critic_train: ParallelLayout | None
-    microbatches: int
+    microbatch_tokens: int | None
     recompute: str
     sequence_parallel: bool
 
     @cached_property
     def text(self) -> str:
         """Ties between tables are broken by it: the order of training rows, then of generation rows."""
-        training = f"{self.actor_train} {self.critic_train} {self.microbatches:06d} {self.recompute}"
+        training = f"{self.actor_train} {self.critic_train} {self.microbatch_tokens or 0:09d} {self.recompute}"
         return f"{training} {self.sequence_parallel} {self.generation} {self.inference}"
 
     def __str__(self) -> str:
@@ -35,7 +37,7 @@ class Table:
         return (
             *(f"parallel.{row}={layout}" for row, layout in self._rows().items()),
             f"parallel.sequence_parallel={str(self.sequence_parallel).lower()}",
-            f"fusion.actor_microbatches={self.microbatches}",
+            *((f"fusion.microbatch_tokens={self.microbatch_tokens}",) if self.microbatch_tokens else ()),
             f"trainer.recompute={self.recompute}",
         )
 
@@ -45,7 +47,7 @@ class Table:
         parallel = {row: str(layout) for row, layout in rows.items()}
         return config.with_(
             parallel={**parallel, "sequence_parallel": self.sequence_parallel},
-            fusion={"actor_microbatches": self.microbatches},
+            fusion={"microbatch_tokens": self.microbatch_tokens or AUTO},
             trainer={"recompute": self.recompute},
         )
 

@@ -6,14 +6,16 @@ mini-batch costs what equal micro-batches of somewhat more than the mean tokens 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 import numpy as np
 
 from rlhfuse.costs.cost_model import MicrobatchTokens
-from rlhfuse.decisions.balance import deal, split_microbatches, split_minibatches
+from rlhfuse.decisions.balance import deal, split_minibatches
+from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.simulator.lengths import SampleLengths
 
 DRAWS = 5  # batches drawn from lengths and averaged
@@ -36,50 +38,55 @@ class DrawnBatches:
         """DRAWS batches of so many samples of the lengths."""
         return DrawnBatches(lengths.draw(samples, DRAWS, seed), minibatches, seed)
 
-    def microbatch(self, pipelines: int, microbatches: int, depth: int) -> MicrobatchTokens:
-        """The micro-batch of which `microbatches` take a pipeline of `depth` stages as long as the real ones take the
-        slowest of `pipelines`: (their sum + (depth - 1) * heaviest) / (microbatches + depth - 1), means over
-        mini-batches and batches. Raises InputError where samples are fewer than micro-batches."""
-        key = pipelines, microbatches, depth
+    def rungs(self, cut: MicrobatchCut) -> Mapping[int, float]:
+        """Shares of mini-batches by their micro-batches per actor pipeline (M1), ascending."""
+        rungs = [cut.rung_of(weights) for weights in self._weights(cut)]
+        return {rung: rungs.count(rung) / len(rungs) for rung in sorted(set(rungs))}
+
+    def microbatch(self, cut: MicrobatchCut, rung: int, pipelines: int, depth: int) -> MicrobatchTokens:
+        """The micro-batch of which a pipeline of `depth` stages, of so many `pipelines`, takes as long as the real ones
+        take the slowest: (their sum + (depth - 1) * heaviest) / (their number + depth - 1). Means over the mini-batches
+        that are cut into `rung` for each actor pipeline; where none is, full ones. Raises InputError where samples are
+        fewer than micro-batches."""
+        key = cut, rung, pipelines, depth
         if key not in self._made:
-            self._made[key] = self._proportioned(self._slowest(*key))
+            self._made[key] = self._proportioned(self._tokens(*key))
         return self._made[key]
 
-    def _slowest(self, pipelines: int, microbatches: int, depth: int) -> np.ndarray:
-        """Tokens of such a micro-batch of each batch."""
+    def _tokens(self, cut: MicrobatchCut, rung: int, pipelines: int, depth: int) -> float:
+        weights = [weights for weights in self._weights(cut) if cut.rung_of(weights) == rung]
+        if not weights:
+            return cut.tokens
+        count = cut.pipelines * rung // pipelines
         if self.even:
-            return self._sums[:, 0] / (self.minibatches * pipelines * microbatches)
-        total, heaviest = self._pipelines(pipelines, microbatches)
-        slowest = (total + (depth - 1) * heaviest).max(axis=1) / (microbatches + depth - 1)
-        return slowest.reshape(len(self.batches), self.minibatches).mean(axis=1)
+            return sum(map(sum, weights)) / (len(weights) * pipelines * count)
+        slowest = []
+        for parts in weights:
+            own = (deal(parts, pipelines, pipeline) for pipeline in range(pipelines))
+            slowest.append(max(sum(dealt) + (depth - 1) * max(dealt) for dealt in own) / (count + depth - 1))
+        return fmean(slowest)
 
-    def _proportioned(self, tokens: np.ndarray) -> MicrobatchTokens:
-        """Micro-batches of so many tokens, one of each batch, in the proportions of the batch: their mean."""
-        everything, samples, outputs = self._sums.T
-        means = (float(np.mean(tokens * share / everything)) for share in (samples, outputs))
-        return MicrobatchTokens(float(np.mean(tokens)), *means)
+    def _weights(self, cut: MicrobatchCut) -> list[list[int]]:
+        """Tokens of the micro-batches of each mini-batch of each batch, the heaviest first."""
+        if cut not in self._cuts:
+            self._cuts[cut] = [
+                [sum(tokens[sample] for sample in part) for part in cut.split(tokens)]
+                for tokens in self._minibatch_tokens
+            ]
+        return self._cuts[cut]
 
-    def _pipelines(self, pipelines: int, microbatches: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of each pipeline and of its heaviest micro-batch: [batch and mini-batch, pipeline]."""
-        key = pipelines, microbatches
-        if key not in self._by_pipeline:
-            parts = pipelines * microbatches
-            if parts not in self._by_parts:
-                self._by_parts[parts] = [self._cut(tokens, parts) for tokens in self._minibatch_tokens]
-            dealt = [[deal(sums, pipelines, k) for k in range(pipelines)] for sums in self._by_parts[parts]]
-            sums = np.array(dealt, np.float64)
-            self._by_pipeline[key] = sums.sum(axis=2), sums.max(axis=2)
-        return self._by_pipeline[key]
-
-    @staticmethod
-    def _cut(tokens: Sequence[int], parts: int) -> list[int]:
-        return [sum(tokens[sample] for sample in part) for part in split_microbatches(tokens, parts)]
+    def _proportioned(self, tokens: float) -> MicrobatchTokens:
+        """A micro-batch of so many tokens in the proportions of all batches."""
+        everything, samples, outputs = self._sums
+        return MicrobatchTokens(tokens, tokens * samples / everything, tokens * outputs / everything)
 
     @cached_property
-    def _sums(self) -> np.ndarray:
-        """Sums of each batch: tokens, samples, response tokens."""
-        sums = [(sum(batch.prompt) + sum(batch.output), len(batch), sum(batch.output)) for batch in self.batches]
-        return np.array(sums, np.float64)
+    def _sums(self) -> tuple[int, int, int]:
+        """Sums over all batches: tokens, samples, response tokens."""
+        prompts, outputs = (
+            sum(sum(side) for side in sides) for sides in zip(*((b.prompt, b.output) for b in self.batches))
+        )
+        return prompts + outputs, sum(map(len, self.batches)), outputs
 
     @cached_property
     def _minibatch_tokens(self) -> tuple[list[int], ...]:
@@ -94,13 +101,9 @@ class DrawnBatches:
         return tuple(made)
 
     @cached_property
-    def _made(self) -> dict[tuple[int, int, int], MicrobatchTokens]:
+    def _made(self) -> dict[tuple[MicrobatchCut, int, int, int], MicrobatchTokens]:
         return {}
 
     @cached_property
-    def _by_parts(self) -> dict[int, list[list[int]]]:
-        return {}
-
-    @cached_property
-    def _by_pipeline(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
+    def _cuts(self) -> dict[MicrobatchCut, list[list[int]]]:
         return {}

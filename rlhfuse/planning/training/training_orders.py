@@ -6,7 +6,7 @@ and so is the short search that they are compared with.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import FusionConfig
 from rlhfuse.planning.training.split_choice import SplitChoice
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
-from rlhfuse.schedule.io import check_same_layout, load_schedule
+from rlhfuse.schedule.io import check_same_layout, load_family
 from rlhfuse.schedule.ir.evaluate import evaluate, over_cap
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedShape, ModelShare, fused_shape
@@ -38,26 +38,42 @@ class OrderPromise:
     searched: bool = False  # for a moment: a longer search may find better
 
 
-def given_schedule(fusion: FusionConfig, problem: FusionProblem, shape: FusedShape) -> tuple[Schedule, str] | None:
-    """The order of a rule, or of a file in this run's times, and where it is from; None: search one.
+def given_schedules(
+    fusion: FusionConfig, problems: Mapping[int, FusionProblem], shape: FusedShape
+) -> tuple[dict[int, Schedule], str] | None:
+    """Orders of a rule, or of a file in this run's times, and where they are from; None: search them.
 
-    Raises InputError where the rule cannot order the run's layouts, with what would do.
+    `problems`: by micro-batches per actor pipeline, of which those are left out that have more than any of the file.
+    Raises InputError where the rule cannot order the run's layouts, with what would do, or the file is for others.
     """
-    rule = fusion.intra_stage
-    if rule != "search":
+    if fusion.by_rule:
+        rule = fusion.intra_stage
         name = "interleaved 1F1B" if rule == "serial" and _interleaves(shape) else NAMES[rule]
         try:
-            return RULES[rule](problem, shape), f"{name}: fusion.intra_stage={rule}"
+            made = {rung: RULES[rule](problem, shape) for rung, problem in problems.items()}
         except InputError as error:
             raise InputError(f"fusion.intra_stage={rule}: {error}; or set fusion.intra_stage=search") from None
+        return made, f"{name}: fusion.intra_stage={rule}"
     if fusion.schedule:
-        loaded = load_schedule(fusion.schedule)
+        loaded = load_family(fusion.schedule)
+        most = max(loaded)
+        usable = {rung: problem for rung, problem in problems.items() if rung <= most} or problems
         try:
-            check_same_layout(loaded.problem, problem, fusion.schedule)
+            for rung, problem in usable.items():
+                check_same_layout(loaded[most].problem.with_microbatches(min(rung, most)), problem, fusion.schedule)
         except InputError as error:
             raise InputError(f"fusion.schedule={error}") from None
-        return Schedule(problem, loaded.orders), f"order read from {fusion.schedule}"
+        return derived(loaded, problems), f"order read from {fusion.schedule}"
     return None
+
+
+def derived(known: Mapping[int, Schedule], problems: Mapping[int, FusionProblem]) -> dict[int, Schedule]:
+    """Schedules of `problems` from those that are `known`: of the next with as many micro-batches or more, if any."""
+    made = {}
+    for rung, problem in problems.items():
+        if larger := [count for count in known if count >= rung]:
+            made[rung] = known[min(larger)].of_fewer(problem)
+    return made
 
 
 def other_promises(
@@ -71,7 +87,7 @@ def other_promises(
     alike = problem if fusion.split_backward == "true" else split.whole  # what another order would be chosen for
     if fusion.intra_stage != "search" or fusion.schedule:
         searches = {"fusion.intra_stage=search": directed(alike, shape, alternate=True)}
-    promises = [_promise(key, partial(_short_search, seed, stated), searched=True) for key, stated in searches.items()]
+    promises = [_promise(key, partial(short_search, seed, stated), searched=True) for key, stated in searches.items()]
     for rule, build in RULES.items():
         if rule != fusion.intra_stage and not (rule == "serial" and _interleaves(shape)):
             placed = directed(alike, shape, alternate=rule != "time_sharing")
@@ -79,7 +95,8 @@ def other_promises(
     return tuple(promises)
 
 
-def _short_search(seed: int, problem: FusionProblem) -> Schedule:
+def short_search(seed: int, problem: FusionProblem) -> Schedule:
+    """What a moment finds, by a number of moves."""
     settings = SearchSettings(iterations=SHORT_SEARCH_MOVES, seed=seed, objective="memory")
     return search(problem, settings)[0]
 

@@ -17,28 +17,32 @@ from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
 TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
 
 
-def longest_microbatch(longest: tuple[int, int], samples: float) -> MicrobatchTokens:
-    """Micro-batch of so many samples that are as long as they can become: `longest`, tokens of prompt and response."""
+def longest_microbatch(longest: tuple[int, int], batch: BatchArithmetic) -> MicrobatchTokens:
+    """A micro-batch of as many tokens as there may be, of samples that are as long as they can become: `longest`,
+    tokens of prompt and response."""
     prompt, response = longest
-    return MicrobatchTokens(samples * (prompt + response), samples, samples * response)
+    samples = batch.cut.tokens / (prompt + response)
+    return MicrobatchTokens(batch.cut.tokens, samples, samples * response)
 
 
-def equal_microbatch(drawn: DrawnBatches, batch: BatchArithmetic, share: ModelShare) -> MicrobatchTokens:
-    """The micro-batch that times of a model are for. Its pipelines are as deep as they have nodes: the second chunk of
-    an interleaved one begins while others run its first."""
-    return drawn.microbatch(share.layout.dp, batch.microbatches_of[share.model], share.depth)
+def equal_microbatch(drawn: DrawnBatches, batch: BatchArithmetic, rung: int, share: ModelShare) -> MicrobatchTokens:
+    """The micro-batch that times of a model are for, where an actor pipeline takes `rung` of them. Its pipelines are as
+    deep as they have nodes: the second chunk of an interleaved one begins while others run its first."""
+    return drawn.microbatch(batch.cut, rung, share.layout.dp, share.depth)
 
 
 def training_problem(
     analytic: Mapping[str, AnalyticCost],
     batch: BatchArithmetic,
+    rung: int,
     drawn: DrawnBatches,
     longest: MicrobatchTokens,
     costs: CostModel,
     alternate: bool = True,
     split: Collection[str] = (),
 ) -> FusionProblem:
-    """One mini-batch on one fused group, without a memory cap; backwards of the models in `split` in two parts.
+    """A mini-batch of `rung` micro-batches per actor pipeline on one fused group, without a memory cap; backwards of
+    the models in `split` in two parts.
 
     What a stage computes reaches the next one a `transfer` later, by the slowest hop of any model; the sender goes on.
     Times are for the micro-batches of `drawn`, in ticks of TICK_SECONDS: measured where `costs` has them, else
@@ -49,10 +53,10 @@ def training_problem(
     stages: dict[str, StageCosts] = {}
     shape, transfer = fused_shape(layouts, alternate), 0
     for model, cost in trained.items():
-        micro = equal_microbatch(drawn, batch, shape.share(model))
+        micro = equal_microbatch(drawn, batch, rung, shape.share(model))
         transfer = max(transfer, transfer_ticks(cost, micro))
         stages[model] = stage_costs(cost, costs.training_cost(model, cost), micro, longest, model in split)
-    return replace(fused_problem(layouts, batch.actor_microbatches, stages, alternate=alternate), transfer=transfer)
+    return replace(fused_problem(layouts, rung, stages, alternate=alternate), transfer=transfer)
 
 
 def transfer_ticks(cost: AnalyticCost, micro: MicrobatchTokens) -> int:

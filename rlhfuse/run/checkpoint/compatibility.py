@@ -32,7 +32,8 @@ WITH_KEYS = {  # change a number only where the other key is set
     "reward.signature": "reward.function",
     "data.max_prompt_tokens": "data.filter_long_prompts",  # else it refuses prompts, and one file has the same
 }
-ORDER_KEYS = ("fusion.actor_microbatches", "parallel.sequence_parallel")  # change the order of sums, like a layout
+# These change the order of sums, like a layout.
+ORDER_KEYS = ("fusion.microbatch_tokens", "fusion.actor_microbatches", "parallel.sequence_parallel")
 
 
 def shape_of(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -146,6 +146,14 @@ class FusionProblem:
         """Model names in order of first appearance."""
         return tuple(dict.fromkeys(pipeline.model for pipeline in self.pipelines))
 
+    def with_microbatches(self, first: int) -> FusionProblem:
+        """The same where the first pipeline has so many micro-batches, and the others as many in proportion."""
+        present = self.pipelines[0].microbatches
+        counts = (pipeline.microbatches * first // present for pipeline in self.pipelines)
+        return replace(
+            self, pipelines=tuple(replace(p, microbatches=count) for p, count in zip(self.pipelines, counts))
+        )
+
     def node_cap(self, node: int) -> float:
         """Memory left for activations on `node`: memory_cap minus static_memory (inf without a cap)."""
         cap = self.memory_cap[node] if isinstance(self.memory_cap, tuple) else self.memory_cap

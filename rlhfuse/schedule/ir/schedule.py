@@ -36,6 +36,15 @@ class Schedule:
         """One line per node; `parse` is the inverse."""
         return grid(dict(enumerate(self.orders)))
 
+    def of_fewer(self, problem: FusionProblem) -> Schedule:
+        """The schedule of `problem`, which is this one's with fewer micro-batches: without the last of them.
+
+        What is left out waits for nothing that stays, so that none of the rest comes later or is held longer.
+        """
+        counts = {pipeline.name: pipeline.microbatches for pipeline in problem.pipelines}
+        kept = (tuple(a for a in order if (a.microbatch or 0) < counts[a.pipeline]) for order in self.orders)
+        return Schedule(problem, tuple(kept))
+
     @staticmethod
     def parse(problem: FusionProblem, text: str) -> Schedule:
         """Read what `text` wrote. Raises InputError on a malformed line, ScheduleError on a broken rule."""
