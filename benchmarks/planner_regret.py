@@ -45,7 +45,7 @@ from rlhfuse.simulator.lengths import load_lengths
 
 TOKENIZER = ROOT / "examples" / "tiny" / "actor"
 PROMPT = "Once upon a time there was a little dog ."  # every sample's
-MICROBATCHES = 2, 8
+BUDGETS = 1, 4  # most tokens of a micro-batch, in longest samples
 WARM = 2  # iterations of a job that are not counted: memory that the second needs first is still new
 GENERATING, SCORING, TRAINING, MOVING = "generation", "inference beyond it", "training", "weight moves"
 PHASES = {  # and what it is called in a run's metrics
@@ -126,7 +126,7 @@ def part_of(table: Table, phase: str) -> tuple:
     """What the seconds of a phase depend on."""
     generation = str(table.generation), str(table.inference)
     layouts = str(table.actor_train), str(table.critic_train)
-    parts = {TRAINING: (*layouts, table.microbatches), MOVING: (*layouts, *generation)}
+    parts = {TRAINING: (*layouts, table.cut.value), MOVING: (*layouts, *generation)}
     return parts.get(phase, generation)
 
 
@@ -254,7 +254,8 @@ class Comparison:
         self._measurement, self._case, self._file = measurement, case, config
         self._figures = measurement.part(case.name)
         arguments = measurement.arguments
-        self._microbatches = MICROBATCHES[:1] if arguments.quick else MICROBATCHES
+        longest = sum(load_config(str(config), []).longest_sample)
+        self._budgets = [times * longest for times in (BUDGETS[:1] if arguments.quick else BUDGETS)]
         self._rounds, self._jobs = arguments.rounds, 0
         self._lengths = load_lengths(load_config(str(config), []).parallel.lengths).lengths
         self._batches = self._lengths.draw(case.samples, DRAWS, arguments.seed)  # as the planner draws them
@@ -269,9 +270,7 @@ class Comparison:
         found = {}
         for row, _ in ranking.ranked(
             lambda training, _: (
-                training.microbatches in self._microbatches
-                and training.recompute == "none"
-                and not training.sequence_parallel
+                training.cut.value in self._budgets and training.recompute == "none" and not training.sequence_parallel
             )
         ):
             found[row.table] = priced_phases(row.price)

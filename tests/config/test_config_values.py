@@ -129,7 +129,7 @@ KEYS = {  # by the limits that they have
     },
     "fusion": {
         AT_LEAST_0: "least_threshold bs_max",
-        AT_LEAST_1: "actor_microbatches bucket_mib",
+        AT_LEAST_1: "microbatch_tokens actor_microbatches bucket_mib",
         SECONDS: "search_seconds",
     },
     "trainer": {
@@ -169,7 +169,7 @@ def test_a_number_at_its_limits_is_taken_and_beyond_them_refused(key):
 
 
 def test_a_number_may_be_left_to_be_chosen(tmp_path):
-    rest = {"data.max_prompt_tokens", "algorithm.minibatches", "fusion.actor_microbatches"}
+    rest = {"data.max_prompt_tokens", "algorithm.minibatches", "fusion.actor_microbatches", "fusion.microbatch_tokens"}
     assert OR_AUTO.keys() == rest | {"rollout.block_tokens", "rollout.draft_rows"}
     for key in OR_AUTO:
         config = validate(nested(key, 7), "a file")

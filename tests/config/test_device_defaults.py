@@ -53,6 +53,7 @@ def test_a_run_goes_by_the_device_that_there_is_and_a_plan_by_the_hardware_that_
         (run(hardware="h100"), True, ("cuda", "bfloat16")),
         (run(hardware="h100", device="cpu"), True, ("cpu", "float32")),
     ):
+        config = config.with_(fusion={"actor_microbatches": 1})  # nothing is left to a search
         facts = Facts({}, 4, this_host(config.trainer), device_of(config.trainer, planned))
         trainer = settle_but_layouts(config, facts).config.trainer
         assert (trainer.device, trainer.dtype) == expected

@@ -32,15 +32,22 @@ FIXED = "parallel.generation=d4t1p1 parallel.sequence_parallel=false"
 def test_the_word_for_the_group_or_for_rows_says_what_is_searched(tmp_path, text, overrides, rows):
     config = load(tmp_path, text, overrides)
     keys = tuple(f"parallel.{row}" for row in rows)
-    assert searched_keys(config) == (*keys, "fusion.actor_microbatches")[: len(keys) + 1 if keys else 0]
-    assert searched_keys(load(tmp_path, text, f"{overrides} fusion.actor_microbatches=2")) == keys
+    assert searched_keys(config) == (*keys, "fusion.microbatch_tokens")
+    for cut in ("fusion.actor_microbatches=2", "fusion.microbatch_tokens=2048"):
+        assert searched_keys(load(tmp_path, text, f"{overrides} {cut}")) == keys
     assert load(tmp_path, dump_config(config)) == config
     if text == GIVEN:
         assert (config.parallel.lengths, config.parallel.headroom) == ("past.csv", 0.2)
 
 
-def test_beside_recomputation_alone_microbatches_are_not_searched(tmp_path):
-    assert searched_keys(load(tmp_path, MINIMAL, "trainer.recompute=auto")) == ("trainer.recompute",), "bits stay"
+def test_recomputation_is_searched_too(tmp_path):
+    found = searched_keys(load(tmp_path, MINIMAL, "trainer.recompute=auto fusion.actor_microbatches=2"))
+    assert found == ("trainer.recompute",)
+
+
+def test_tokens_or_a_number_of_microbatches_not_both(tmp_path):
+    with pytest.raises(InputError, match="tokens=512 and fusion.actor_microbatches=4: .* one of them to auto"):
+        load(tmp_path, MINIMAL, "fusion.microbatch_tokens=512 fusion.actor_microbatches=4")
 
 
 def test_layouts_of_models_that_the_run_has_not_are_not_searched(tmp_path):
@@ -52,12 +59,13 @@ def test_layouts_of_models_that_the_run_has_not_are_not_searched(tmp_path):
 def test_a_program_without_a_search_refuses_them(tmp_path):
     config = load(tmp_path, MINIMAL, ["parallel=auto"])
     with pytest.raises(InputError, match="parallel.generation=auto: it takes layouts; or give values, such as"):
-        refuse_auto(config, "it takes layouts")
-    refuse_auto(load(tmp_path), "it takes layouts")
+        refuse_auto(searched_keys(config), "it takes layouts")
+    refuse_auto((), "it takes layouts")
 
 
 def test_what_the_search_reads_is_idle_without_it(tmp_path):
-    asked = ["parallel.lengths=past.csv", "parallel.headroom=0.2", "trainer.device=cuda"]
+    given = "fusion.actor_microbatches=2"
+    asked = ["parallel.lengths=past.csv", "parallel.headroom=0.2", "trainer.device=cuda", given]
     assert idle_settings(load(tmp_path, MINIMAL, asked)) == "", "the plan reads lengths whatever is auto"
     told = idle_settings(load(tmp_path, MINIMAL, [*asked, "trainer.offload_optimizer=false"]))
     assert "parallel.headroom=0.2 (neither layouts nor trainer.offload_optimizer" in told

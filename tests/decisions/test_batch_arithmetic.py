@@ -1,4 +1,4 @@
-"""Numbers of mini-batches and micro-batches that a run leaves open: by all batches and layouts of a small size."""
+"""The batch of a run: mini-batches that it leaves open, by all batches and layouts of a small size; micro-batches."""
 
 from itertools import product
 
@@ -7,12 +7,15 @@ from testkit.four_ranks import TINY
 from testkit.profiles import share
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
-from rlhfuse.decisions.batch_arithmetic import resolve_batch
+from rlhfuse.decisions.batch_arithmetic import BatchArithmetic, resolve_batch
 from rlhfuse.decisions.layout_rules import LayoutRules
 
 SPECS = {"actor": TINY, "critic": TINY}
+LONGEST = 8 + RunConfig().rollout.max_response_tokens
+FIRST = f"the first with at most {3 * LONGEST:,} tokens each"
 PIPELINES = (("d1t1p4", "d2t1p2"), ("d2t1p2", "d1t1p4"), ("d4t1p1", "d4t1p1"), ("d1t2p2", "d2t2p1"), ("d1t1p4", ""))
 
 
@@ -42,18 +45,19 @@ def runs(config: RunConfig) -> bool:
 
 
 @pytest.mark.parametrize("layouts", PIPELINES)
-def test_the_former_default_where_it_runs_and_else_what_does(layouts):
+def test_minibatches_that_are_left_open_run_wherever_any_number_does(layouts):
     for samples, minibatches, microbatches in product(range(1, share(40)), (AUTO, 1, 2, 3), (AUTO, 1, 2, 3, 8)):
-        found = resolve_batch(run(samples, layouts, minibatches, microbatches))
-        chosen = found.algorithm.minibatches, found.fusion.actor_microbatches
-        given = (minibatches, microbatches)
-        assert all(number == fixed for number, fixed in zip(chosen, given) if fixed != AUTO)
-        former = tuple(4 if fixed == AUTO else fixed for fixed in given)
-        if runs(run(samples, layouts, *former)):
-            assert chosen == former, (samples, given)
-        choices = [range(1, 41) if fixed == AUTO else (fixed,) for fixed in given]
+        cut = {"fusion": {"microbatch_tokens": 2 * LONGEST if microbatches == AUTO else AUTO}}
+        found = resolve_batch(run(samples, layouts, minibatches, microbatches).with_(**cut))
+        assert found.fusion.actor_microbatches == microbatches
+        if minibatches != AUTO:
+            assert found.algorithm.minibatches == minibatches
+        elif runs(run(samples, layouts, 4, microbatches).with_(**cut)):
+            assert found.algorithm.minibatches == 4 or samples // 4 < 4, samples
         if not runs(found):
-            assert not any(runs(run(samples, layouts, *pair)) for pair in product(*choices)), (samples, given)
+            choices = range(1, 41) if minibatches == AUTO else (minibatches,)
+            others = (run(samples, layouts, count, microbatches).with_(**cut) for count in choices)
+            assert not any(map(runs, others)), (samples, minibatches, microbatches)
 
 
 def test_beside_layouts_that_are_auto_minibatches_follow_from_samples_and_given_rows_alone():
@@ -65,3 +69,28 @@ def test_beside_layouts_that_are_auto_minibatches_follow_from_samples_and_given_
     assert resolve_batch(run(6, ("auto", "auto"), AUTO, AUTO)).algorithm.minibatches == 1
     assert resolve_batch(run(64, ("auto", "d4t1p1"), 2, 8)) == run(64, ("auto", "d4t1p1"), 2, 8)
     assert resolve_batch(run(8, ("d4t1p1", "auto"), AUTO, AUTO)).algorithm.minibatches == 2
+
+
+def test_the_batch_of_tokens_says_what_may_come():
+    batch = batch_of(32, ("d2t1p2", "d1t1p4"), {"microbatch_tokens": 3 * LONGEST})
+    assert batch.cut.rungs == (2, 3, 4, 5, 6)  # as many as fill the critic's four stages once, up to 32 / 2 / 3
+    assert batch.microbatches_of(5) == {"actor": 5, "critic": 10}
+    assert batch.most_microbatches == 12 and batch.by_tokens
+    told = batch.lines()
+    assert told[3] == "32 samples / (2 actor pipelines x 2 or 3 or 4 or 5 or 6 micro-batches), " + FIRST
+    assert told[4] == "32 samples / (1 critic pipelines x 4 or 6 or 8 or 10 or 12 micro-batches), " + FIRST
+
+
+def test_in_an_order_of_turns_microbatches_divide_over_the_stages():
+    virtual = "d2t1p2v2", "d1t1p4v2"
+    for rule, multiple in (("search", 1), ("serial", 2), ("interleaved", 2)):
+        rungs = batch_of(32, virtual, {"microbatch_tokens": LONGEST, "intra_stage": rule}).cut.rungs
+        assert all(rung % multiple == 0 and 2 * rung % (4 if multiple > 1 else 1) == 0 for rung in rungs), rule
+        assert (3 in rungs) == (multiple == 1)
+
+
+def batch_of(samples: int, layouts: tuple[str, str], fusion: dict) -> BatchArithmetic:
+    made = run(samples, layouts, 1, AUTO).with_(fusion=fusion)
+    rows = {"generation": "d4t1p1", "actor_train": layouts[0], "critic_train": layouts[1]}
+    parsed = {row: ParallelLayout.parse(text) for row, text in rows.items()}
+    return BatchArithmetic.of(made.rollout, made.algorithm, made.fusion, parsed, LONGEST)

@@ -13,23 +13,20 @@ from rlhfuse.config.auto_layouts import inference_layout
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.decisions.batch_arithmetic import BatchArithmetic, resolve_batch
+from rlhfuse.decisions.batch_arithmetic import resolve_batch
 from rlhfuse.decisions.layout_rules import LayoutRules
 from rlhfuse.decisions.layouts import divisors, fits_model, planned_world_size, possible_layouts
 
 
-def batch_of(made: RunConfig, tasks) -> BatchArithmetic:
-    layouts = {task.name: task.layout for task in tasks}
-    return BatchArithmetic.of(made.rollout, made.algorithm, layouts, made.fusion.actor_microbatches)
-
-
 def test_a_good_table_and_its_batch():
-    tasks = LayoutRules(config(), SPECS, 4).table()
+    rules = LayoutRules(config(), SPECS, 4)
+    tasks = rules.table()
     assert [str(task).split()[2] for task in tasks] == ["d4t1p1"] * 4 + ["d1t1p4", "d2t1p2"]
-    batch = batch_of(config(), tasks)
-    assert (batch.samples, batch.samples_per_minibatch, batch.microbatches) == (64, 16, 4)
-    assert (batch.actor_microbatches, batch.critic_microbatches) == (4, 2)
-    assert (batch.instances, batch.samples_per_instance, batch.samples_per_microbatch) == (4, 16, 4.0)
+    batch = rules.batch(tasks)
+    assert (batch.samples, batch.samples_per_minibatch, batch.most_microbatches) == (64, 16, 4)
+    assert batch.cut.rungs == (4,) and batch.microbatches_of(4) == {"actor": 4, "critic": 2}
+    assert (batch.instances, batch.samples_per_instance) == (4, 16)
+    assert batch.lines()[3].endswith("= 4 samples per micro-batch")
     assert batch.lines()[2].startswith("64 samples / 4 mini-batches = 16")
 
 
@@ -103,18 +100,20 @@ def test_refusals_print_the_equation(world_size, keys, message):
 def test_a_run_without_critic_has_neither_its_tasks_nor_its_rules():
     made = config(algorithm__name="grpo", fusion__actor_microbatches=3, parallel__critic_train="d9t9p9")
     specs = {role: spec for role, spec in SPECS.items() if role != "critic"}
-    tasks = LayoutRules(made, specs, 4).table()
+    rules = LayoutRules(made, specs, 4)
+    tasks = rules.table()
     assert [task.name for task in tasks] == ["generation", "reference_inference", "reward_inference", "actor_train"]
-    batch = batch_of(made, tasks)
-    assert (batch.critic_pipelines, batch.critic_microbatches, batch.microbatches_of) == (0, 0, {"actor": 3})
+    batch = rules.batch(tasks)
+    assert (batch.critic_pipelines, batch.microbatches_of(3)) == (0, {"actor": 3})
     assert len(batch.lines()) == 4 and "critic" not in "".join(batch.lines())
 
 
 def test_nothing_but_the_actor():
     made = table(f"{ALONE} algorithm.epochs=2 reward.function=m:f")
-    tasks = LayoutRules(made, {"actor": TINY}, 4).table()
+    rules = LayoutRules(made, {"actor": TINY}, 4)
+    tasks = rules.table()
     assert [task.name for task in tasks] == ["generation", "actor_train"]
-    batch = batch_of(made, tasks)
+    batch = rules.batch(tasks)
     assert batch.optimizer_steps == 8 and batch.lines()[-1] == "4 mini-batches x 2 epochs = 8 optimizer steps"
 
 

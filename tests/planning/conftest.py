@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhfuse.planning import planner
+from rlhfuse.planning.training import schedule_family
 from rlhfuse.schedule.search.search import SearchSettings
 
 MOVES_OF_A_SECOND = 250_000  # as many as a slow machine makes
@@ -14,5 +14,5 @@ def searches_of_moves():
         return SearchSettings(iterations=round(time_limit * MOVES_OF_A_SECOND), **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "SearchSettings", settings)
+        patch.setattr(schedule_family, "SearchSettings", settings)
         yield

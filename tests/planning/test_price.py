@@ -64,7 +64,7 @@ def test_a_plan_says_what_the_search_priced_and_its_parts_add_up(seed):
     assert sum(move.seconds for move in report.weight_moves) == made.moves <= said.weight_moves
     steps = count * optimizer_step_seconds(draft.analytic)
     assert made.steps == steps
-    annealed = count * minibatch_seconds(draft, report.schedule.makespan_seconds)
+    annealed = count * minibatch_seconds(draft, report.schedule.seconds_of)
     assert said.training_fused == pytest.approx(annealed + steps)
     assert made.schedules <= annealed * (1 + 1e-9)
     assert made.schedules >= count * report.schedule.lower_bound_seconds * (1 - 1e-9)
@@ -119,5 +119,5 @@ def test_an_order_by_rule_is_priced_as_it_is():
     )
     by_rule = schedule_seconds(serial)
     assert serial.training.given
-    assert by_rule == pytest.approx(float(evaluate(serial.training.given[0]).makespan) * 1e-6)
+    assert by_rule == pytest.approx(float(evaluate(serial.training.given[0][2]).makespan) * 1e-6)
     assert schedule_seconds(searched) < by_rule

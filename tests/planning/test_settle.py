@@ -47,7 +47,8 @@ def settled(made, specs=SPECS, **found):
 
 def is_settled(made) -> bool:
     values = [getattr(made.parallel, name) for name in type(made.parallel).model_fields if name != "stage_layers"]
-    return AUTO not in (*values, made.trainer.recompute, made.fusion.actor_microbatches, made.algorithm.minibatches)
+    cut = made.fusion.microbatch_tokens, made.fusion.actor_microbatches
+    return AUTO not in (*values, made.trainer.recompute, made.algorithm.minibatches) and cut.count(AUTO) == 1
 
 
 def test_where_nothing_is_auto_nothing_changes():

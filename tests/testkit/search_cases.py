@@ -27,7 +27,7 @@ from rlhfuse.planning.price import Price, price, price_generation, weight_moves
 from rlhfuse.planning.search.search import Ranking, Row, check_headroom
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import Space
-from rlhfuse.planning.search.table import Table
+from rlhfuse.planning.search.table import NUMBER, TOKENS, CutSetting, Table
 from rlhfuse.planning.settle import Facts, settle_but_layouts
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.schedule.rules.builders import min_memory
@@ -38,7 +38,7 @@ SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 ROWS = ("generation", "inference", *SCORERS)
 TRAINED = ("actor_train", "critic_train")
 OPEN = {f"parallel__{row}": AUTO for row in (*ROWS, *TRAINED, "sequence_parallel")}
-OPEN |= {"fusion__actor_microbatches": AUTO}
+OPEN |= {"fusion__microbatch_tokens": AUTO, "fusion__actor_microbatches": AUTO}
 PROMPT, RESPONSE = 64, 192  # tokens, at most
 LARGE = ModelSpec("llama", 8, 4096, 32, 8, 128, 14336, 32000, 4096)
 LARGE_SPECS = dict.fromkeys(SPECS, LARGE)
@@ -202,7 +202,8 @@ def table_of(overrides: Sequence[str]) -> Table:
     names = ("generation", "inference", "actor_train", "critic_train")
     layouts = [ParallelLayout.parse(text) if (text := rows.get(f"parallel.{name}")) else None for name in names]
     recompute, sharded = rows["trainer.recompute"], rows["parallel.sequence_parallel"] == "true"
-    return Table(*layouts, int(rows["fusion.actor_microbatches"]), recompute, sharded)
+    cut = next(CutSetting(name, int(rows[f"fusion.{name}"])) for name in (TOKENS, NUMBER) if f"fusion.{name}" in rows)
+    return Table(*layouts, cut, recompute, sharded)
 
 
 def profiles_of(case: SearchCase, rng: random.Random) -> TensorProfiles:

@@ -230,7 +230,7 @@ def _cells(number: int, row: Row) -> tuple[str, ...]:
         gigabytes(row.needed_bytes),
         row.fullest.phase,
         *map(str, layouts),
-        str(table.microbatch_tokens or ""),
+        str(table.cut.value),
         table.recompute,
         str(table.sequence_parallel).lower(),
     )

@@ -82,4 +82,4 @@ def _cells(size: Size) -> tuple[str, ...]:
     table, rate = row.table, size.samples / row.seconds
     numbers = f"{row.seconds:.4g}", f"{rate:.4g}", f"{rate / size.world_size:.3g}", f"{size.rank_seconds:.3g}"
     layouts = table.generation, table.inference, table.actor_train, table.critic_train or "-"
-    return str(size.world_size), *numbers, *map(str, layouts), str(table.microbatch_tokens or ""), table.recompute
+    return str(size.world_size), *numbers, *map(str, layouts), str(table.cut.value), table.recompute

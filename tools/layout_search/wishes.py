@@ -22,7 +22,7 @@ DECISIONS: Mapping[str, Callable[[TrainingRow, GenerationRow], Any]] = {
     "inference": lambda training, decoding: decoding.inference,
     "actor_train": lambda training, decoding: training.actor,
     "critic_train": lambda training, decoding: training.critic,
-    "microbatch_tokens": lambda training, decoding: training.microbatch_tokens,
+    "microbatch_tokens": lambda training, decoding: training.cut.value,
     "recompute": lambda training, decoding: training.recompute,
     "sequence_parallel": lambda training, decoding: training.sequence_parallel,
 }
@@ -146,7 +146,7 @@ def _decoding_degrees(row: GenerationRow) -> tuple[int, int]:
 
 
 def _value(name: str, row: Row) -> Any:
-    return getattr(row.table, name)
+    return row.table.cut.value if name == "microbatch_tokens" else getattr(row.table, name)
 
 
 def _word(value: Any) -> str:

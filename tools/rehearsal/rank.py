@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rehearsal.device import install
 from rehearsal.memory import Meter
@@ -35,7 +34,6 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.reshard import Resharder, Shards
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.run_plan import RunPlan
-from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run import rank_models
 from rlhfuse.run.checkpoint.checkpoint import Checkpoint, folder_of
 from rlhfuse.run.checkpoint.compatibility import RunCompatibility
@@ -151,11 +149,9 @@ class Rehearsal:
             trainer.scorer.score([self._samples.rollout(pack * samples + number) for number in range(samples)])
 
     def _train(self, trainer: RehearsedTrainer) -> None:
-        count = MINIBATCHES * self._plan.report.batch.samples_per_minibatch
-        batch = RolloutBatch.from_rollouts([self._samples.rollout(number) for number in range(count)])
-        zeros = torch.zeros(batch.response_tokens)
+        batch = self._samples.training_batch(MINIBATCHES, self._plan.report.batch)
         algorithm = self._config.algorithm.model_copy(update={"minibatches": MINIBATCHES, "epochs": 1})
-        trainer._train(self._config.held_iterations, batch.with_fields(advantages=zeros, returns=zeros), algorithm)
+        trainer._train(self._config.held_iterations, batch, algorithm)
 
     def _save(self, loop: RunLoop, done: int) -> None:
         """A checkpoint that is all written when this returns."""

@@ -117,8 +117,8 @@ def _table_of(draft: PlanDraft) -> Table:
     inference = Given.of(config.with_(parallel={"inference": inference_layout(config)})).inference
     critic = rows.critic_train if Role.CRITIC in config.trained() else None
     recompute, sharded = config.trainer.recompute, bool(rows.sequence_parallel)
-    tokens = rows.microbatch_tokens
-    return Table(rows.generation, inference or rows.generation, rows.actor_train, critic, tokens, recompute, sharded)
+    assert rows.cut, "and says how mini-batches are cut"
+    return Table(rows.generation, inference or rows.generation, rows.actor_train, critic, rows.cut, recompute, sharded)
 
 
 def _priced(setting: Setting, table: Table) -> tuple[PlanDraft, Price]:

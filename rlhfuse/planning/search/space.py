@@ -20,7 +20,7 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import fits_model, possible_layouts
-from rlhfuse.planning.search.table import Table
+from rlhfuse.planning.search.table import NUMBER, TOKENS, CutSetting, Table
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
 
@@ -30,12 +30,12 @@ LONGEST_TIMES = (1, 1.5, 2, 3, 4)  # tokens of a micro-batch that are tried, ove
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """The part of a table that training is about; `shape`: of its fused group. `microbatch_tokens`: None where a number
-    of micro-batches is given."""
+    """The part of a table that training is about; `shape`: of its fused group; `batch`: its instances are of no
+    meaning."""
 
     actor: ParallelLayout
     critic: ParallelLayout | None
-    microbatch_tokens: int | None
+    cut: CutSetting
     recompute: str
     sequence_parallel: bool
     shape: FusedShape
@@ -54,15 +54,13 @@ class GenerationRow:
 
 @dataclass(frozen=True)
 class Given:
-    """What a configuration leaves open is None; `inference` holds for all models that score. Of micro-batches a number
-    or the most tokens may be given."""
+    """What a configuration leaves open is None; `inference` holds for all models that score."""
 
     generation: ParallelLayout | None = None
     inference: ParallelLayout | None = None
     actor_train: ParallelLayout | None = None
     critic_train: ParallelLayout | None = None
-    microbatches: int | None = None
-    microbatch_tokens: int | None = None
+    cut: CutSetting | None = None
     recompute: str | None = None
     sequence_parallel: bool | None = None
 
@@ -72,14 +70,8 @@ class Given:
         for row in ("generation", "inference", "actor_train", "critic_train"):
             text = getattr(parallel, row)
             values[row] = None if text == AUTO else ParallelLayout.parse(text)
-        fusion = config.fusion
-        return Given(
-            **values,
-            microbatches=_known(fusion.actor_microbatches),
-            microbatch_tokens=_known(fusion.microbatch_tokens),
-            recompute=_known(config.trainer.recompute),
-            sequence_parallel=_known(parallel.sequence_parallel),
-        )
+        recompute, sharded = _known(config.trainer.recompute), _known(parallel.sequence_parallel)
+        return Given(**values, cut=CutSetting.given(config.fusion), recompute=recompute, sequence_parallel=sharded)
 
 
 def _known(value: Any) -> Any:
@@ -106,9 +98,8 @@ class Space:
         for rows, names in ((training, ("actor_train", "critic_train")), (generation, ("generation", "inference"))):
             if not rows:
                 fixed = [f"parallel.{name}={getattr(given, name)}" for name in names if getattr(given, name)]
-                if rows is training:
-                    cut = {"actor_microbatches": given.microbatches, "microbatch_tokens": given.microbatch_tokens}
-                    fixed += [f"fusion.{key}={value}" for key, value in cut.items() if value]
+                if rows is training and given.cut:
+                    fixed.append(f"fusion.{given.cut.name}={given.cut.value}")
                 told = f"{' and '.join(fixed)}: " if fixed else ""
                 raise InputError(
                     f"{told}no layouts of {' and '.join(names)} fit {run.world_size} ranks and these models; use "
@@ -119,7 +110,7 @@ class Space:
     def table(self, training: int, generation: int) -> Table:
         row, decoding = self.training[training], self.generation[generation]
         layouts = decoding.generation, decoding.inference, row.actor, row.critic
-        return Table(*layouts, row.microbatch_tokens, row.recompute, row.sequence_parallel)
+        return Table(*layouts, row.cut, row.recompute, row.sequence_parallel)
 
 
 def _training_rows(run: SettledRun, devices: int, given: Given, refused: Counter[str]) -> Iterator[TrainingRow]:
@@ -144,13 +135,15 @@ def _training_rows(run: SettledRun, devices: int, given: Given, refused: Counter
         actor, critic = layouts[0], layouts[1] if len(layouts) > 1 else None
         sharding = [given.sequence_parallel] if given.sequence_parallel is not None else [False, True]
         sharding = [sharded for sharded in sharding if not sharded or shape.node_ranks > 1]
-        budgets: list[int | None] = [None if given.microbatches else given.microbatch_tokens]
-        if budgets == [None] and not given.microbatches:
-            budgets = [*token_budgets(sum(config.longest_sample), samples, actor.dp)]
-        for tokens in budgets:
-            if (batch := _batch(config, tokens, actor, critic, refused)) is not None:
+        cuts = [given.cut] if given.cut else _cuts(sum(config.longest_sample), samples, actor.dp)
+        for cut in cuts:
+            if (batch := _batch(config, cut, actor, critic, refused)) is not None:
                 for recompute, sharded in product(recomputes, sharding):
-                    yield TrainingRow(actor, critic, tokens, recompute, sharded, shape, batch)
+                    yield TrainingRow(actor, critic, cut, recompute, sharded, shape, batch)
+
+
+def _cuts(longest: int, samples: int, pipelines: int) -> list[CutSetting]:
+    return [CutSetting(TOKENS, tokens) for tokens in token_budgets(longest, samples, pipelines)]
 
 
 def token_budgets(longest: int, samples: int, pipelines: int) -> list[int]:
@@ -162,23 +155,23 @@ def token_budgets(longest: int, samples: int, pipelines: int) -> list[int]:
 
 def _batch(
     config: RunConfig,
-    tokens: int | None,
+    cut: CutSetting,
     actor: ParallelLayout,
     critic: ParallelLayout | None,
     refused: Counter[str],
 ) -> BatchArithmetic | None:
-    """The batch of a row; its instances are of no meaning. None: no run could have it."""
+    """The batch of a row. None: no run could have it."""
     layouts = {"generation": actor, "actor_train": actor, **({"critic_train": critic} if critic else {})}
-    fusion, samples = config.fusion, config.samples_per_iteration // config.algorithm.minibatches
-    if tokens:
-        fusion = fusion.with_(microbatch_tokens=tokens)
-    elif critic and actor.dp * fusion.actor_microbatches % critic.dp:
-        refused["K1*M1 != K2*M2"] += 1
-        return None
-    elif actor.dp * fusion.actor_microbatches > samples:
-        return None
+    samples = config.samples_per_iteration // config.algorithm.minibatches
+    if cut.name == NUMBER:
+        if critic and actor.dp * cut.value % critic.dp:
+            refused["K1*M1 != K2*M2"] += 1
+            return None
+        if actor.dp * cut.value > samples:
+            return None
+    fusion, longest = config.fusion.with_(**cut.settings), sum(config.longest_sample)
     try:
-        return BatchArithmetic.of(config.rollout, config.algorithm, fusion, layouts, sum(config.longest_sample))
+        return BatchArithmetic.of(config.rollout, config.algorithm, fusion, layouts, longest)
     except InputError:
         refused["micro-batches of so many tokens"] += 1
         return None
@@ -201,7 +194,7 @@ def _generation_rows(run: SettledRun, devices: int, given: Given) -> Iterator[Ge
 
 
 def _training_text(row: TrainingRow) -> str:
-    return f"{row.actor} {row.critic} {row.microbatch_tokens or 0:09d} {row.recompute} {row.sequence_parallel}"
+    return f"{row.actor} {row.critic} {row.cut.text} {row.recompute} {row.sequence_parallel}"
 
 
 def _generation_text(row: GenerationRow) -> str:

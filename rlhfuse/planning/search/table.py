@@ -4,29 +4,53 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.settings import FusionConfig, RunConfig
 from rlhfuse.config.values import AUTO
+
+TOKENS, NUMBER = "microbatch_tokens", "actor_microbatches"
+
+
+class CutSetting(NamedTuple):
+    """How mini-batches are cut: fusion.microbatch_tokens or fusion.actor_microbatches, and its value."""
+
+    name: str
+    value: int
+
+    @staticmethod
+    def given(fusion: FusionConfig) -> CutSetting | None:
+        """None: both are auto."""
+        values = {name: getattr(fusion, name) for name in (TOKENS, NUMBER)}
+        return next((CutSetting(name, value) for name, value in values.items() if value != AUTO), None)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Of `fusion`: the other one is auto."""
+        return {TOKENS: AUTO, NUMBER: AUTO, self.name: self.value}
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} {self.value:09d}"
 
 
 @dataclass(frozen=True)
 class Table:
-    """`microbatch_tokens` is None where the configuration gives a number of micro-batches, `critic_train` where there
-    is no critic."""
+    """Without a critic `critic_train` is None."""
 
     generation: ParallelLayout
     inference: ParallelLayout
     actor_train: ParallelLayout
     critic_train: ParallelLayout | None
-    microbatch_tokens: int | None
+    cut: CutSetting
     recompute: str
     sequence_parallel: bool
 
     @cached_property
     def text(self) -> str:
         """Ties between tables are broken by it: the order of training rows, then of generation rows."""
-        training = f"{self.actor_train} {self.critic_train} {self.microbatch_tokens or 0:09d} {self.recompute}"
+        training = f"{self.actor_train} {self.critic_train} {self.cut.text} {self.recompute}"
         return f"{training} {self.sequence_parallel} {self.generation} {self.inference}"
 
     def __str__(self) -> str:
@@ -37,7 +61,7 @@ class Table:
         return (
             *(f"parallel.{row}={layout}" for row, layout in self._rows().items()),
             f"parallel.sequence_parallel={str(self.sequence_parallel).lower()}",
-            *((f"fusion.microbatch_tokens={self.microbatch_tokens}",) if self.microbatch_tokens else ()),
+            *(f"fusion.{name}={value}" for name, value in self.cut.settings.items()),
             f"trainer.recompute={self.recompute}",
         )
 
@@ -47,7 +71,7 @@ class Table:
         parallel = {row: str(layout) for row, layout in rows.items()}
         return config.with_(
             parallel={**parallel, "sequence_parallel": self.sequence_parallel},
-            fusion={"microbatch_tokens": self.microbatch_tokens or AUTO},
+            fusion=self.cut.settings,
             trainer={"recompute": self.recompute},
         )
 

@@ -69,7 +69,7 @@ def check_floors(case: SearchCase) -> None:
         t, g = numbers[one.table]
         row, made, draft = space.training[t], one.price, one.draft
         training = made.schedules + made.steps
-        rough, work = floors.rough_seconds(row), floors.seconds(row, floors.problem(row), work_bound)
+        rough, work = floors.rough_seconds(row), floors.seconds(row, floors.problems(row), work_bound)
         assert 0 < rough <= work * ABOVE and work <= training * ABOVE
         least = min_memory(draft.training.problem)
         process = draft.inputs.hardware.process_bytes
@@ -80,7 +80,8 @@ def check_floors(case: SearchCase) -> None:
         assert floors.rough_bytes(row)[0] <= min(states, held) and floors.rough_bytes(row)[1] <= always
         below = ranking._generation_floor(g)
         assert below is not None and 0 < below <= made.generation.fused * ABOVE
-        assert draft.training.problem.pipelines in [problem.pipelines for problem in floors.problems(row)]
+        mine = [(part, draft.training.problems[rung].pipelines) for rung, part in draft.training.shares.items()]
+        assert mine in [[(part, problem.pipelines) for part, problem in made] for made in floors.choices(row)]
         steps = [rough + below, ranking._by_work(t, g), ranking._by_moves(t, g), ranking._by_split(t, g)]
         steps += [ranking._by_order(t, g), ranking._by_draft(t, g), ranking._by_room(t, g), ranking._by_price(t, g)]
         assert None not in steps and steps[-1] == made.seconds

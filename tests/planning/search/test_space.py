@@ -9,7 +9,7 @@ from testkit.search_cases import SearchCase, auto_config, random_case, space_of_
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.decisions.layout_rules import LayoutRules
-from rlhfuse.planning.search.table import Table
+from rlhfuse.planning.search.table import TOKENS, CutSetting, Table
 
 KEYS = {"algorithm__name": "grpo", "reward__function": "m:f"}
 SCORERS = [f"parallel__{task}" for task in ("inference", "reference_inference", "reward_inference", "critic_inference")]
@@ -36,7 +36,7 @@ def may_run(case, table: Table) -> bool:
 
 
 def every_table(case) -> list[Table]:
-    """Micro-batches divide a mini-batch's samples of a pipeline."""
+    """Budgets of a few samples of full length, and of all that a pipeline has."""
     layouts, config = every_layout(case.world_size), case.setting.config
     samples = config.samples_per_iteration // config.algorithm.minibatches
     flat = [layout for layout in layouts if layout.pp == 1]
@@ -44,9 +44,10 @@ def every_table(case) -> list[Table]:
     scored = flat if config.scorers() else [None]
     found = []
     for actor, critic, cut in product(layouts, critics, (False, True)):
-        counts = [count for count in range(1, samples + 1) if samples // actor.dp % count == 0]
-        for generation, inference, count in product(flat, scored, counts):
-            table = Table(generation, inference or generation, actor, critic, count, "full", cut)
+        longest, every = sum(config.longest_sample), -(-samples // actor.dp)
+        budgets = {-(-min(2 * every, halves) * longest // 2) for halves in (2, 3, 4, 6, 8)} | {every * longest}
+        for generation, inference, tokens in product(flat, scored, budgets):
+            table = Table(generation, inference or generation, actor, critic, CutSetting(TOKENS, tokens), "full", cut)
             if generation.dp <= config.samples_per_iteration and may_run(case, table):
                 found.append(table)
     return found

@@ -8,7 +8,7 @@ from testkit.search_cases import drawn_table, random_case, space_of_setting, tab
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import searched_keys
-from rlhfuse.planning.search.table import Table
+from rlhfuse.planning.search.table import TOKENS, CutSetting, Table
 
 
 @pytest.mark.parametrize("seed", range(share(20)))
@@ -30,7 +30,8 @@ def test_texts_are_in_the_order_of_the_space_and_no_two_are_alike():
         assert texts == sorted(set(texts))
 
 
-def test_ten_micro_batches_come_after_nine():
+def test_more_tokens_come_after_fewer():
     layout = ParallelLayout.parse("d4t1p1")
-    nine, ten = (Table(layout, layout, layout, None, count, "none", False) for count in (9, 10))
-    assert nine.text < ten.text
+    cuts = (CutSetting(TOKENS, tokens) for tokens in (900, 1000))
+    few, many = (Table(layout, layout, layout, None, cut, "none", False) for cut in cuts)
+    assert few.text < many.text

@@ -11,67 +11,85 @@ from testkit.sim_helpers import equal, long_tail
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.balance import deal, split_microbatches, split_minibatches
+from rlhfuse.decisions.balance import deal, split_minibatches
+from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.planning.planned_lengths import assumed_lengths
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.training import drawn_batches
 from rlhfuse.planning.training.drawn_batches import DRAWS, DrawnBatches
 from rlhfuse.planning.training.training_problem import equal_microbatch, training_problem
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.simulator.lengths import SampleLengths
 
 TAIL = long_tail(400, longest=256)
+seeds = st.integers(0, 9)
 
 
-def by_hand(drawn: DrawnBatches, pipelines: int, microbatches: int, depth: int) -> list[float]:
-    """Tokens, sequences and outputs with the functions that a run calls."""
-    found = []
+def by_hand(drawn: DrawnBatches, cut: MicrobatchCut, depth: int) -> dict[int, list[float]]:
+    """Tokens of the micro-batch of each mini-batch, by M1, with the functions that a run calls."""
+    found: dict[int, list[float]] = {}
     for batch in drawn.batches:
-        lengths, tokens = [p + o for p, o in zip(batch.prompt, batch.output)], []
+        lengths = [p + o for p, o in zip(batch.prompt, batch.output)]
         for part in split_minibatches(len(batch), drawn.minibatches, drawn.seed, 0):
             own = [lengths[i] for i in part]
-            cut = [sum(own[i] for i in micro) for micro in split_microbatches(own, pipelines * microbatches)]
-            rows = [deal(cut, pipelines, k) for k in range(pipelines)]
+            parts = cut.split(own)
+            weights = [sum(own[i] for i in micro) for micro in parts]
+            rows = [deal(weights, cut.pipelines, k) for k in range(cut.pipelines)]
             slowest = max(sum(row) + (depth - 1) * max(row) for row in rows)
-            tokens.append(slowest / (microbatches + depth - 1))
-        mean = sum(tokens) / len(tokens)
-        found.append([mean, mean * len(batch) / sum(lengths), mean * sum(batch.output) / sum(lengths)])
-    return [sum(column) / len(found) for column in zip(*found)]
+            found.setdefault(cut.rung_of(parts), []).append(slowest / (len(rows[0]) + depth - 1))
+    return found
 
 
 @examples(60)
-@given(
-    st.integers(1, 4), st.sampled_from([(1, 1), (1, 4), (2, 3), (4, 2), (8, 1)]), st.integers(1, 8), st.integers(0, 9)
-)
-def test_a_microbatch_is_what_the_runs_own_cut_takes(minibatches, shape, depth, seed):
-    drawn = DrawnBatches(TAIL.draw(32, 3, seed), minibatches, seed)
-    assert drawn.microbatch(*shape, depth) == pytest.approx(by_hand(drawn, *shape, depth))
-    mean = replace(drawn, even=True).microbatch(*shape, depth)
-    assert mean.tokens * shape[0] * shape[1] * minibatches * 3 == pytest.approx(
-        sum(sum(batch.prompt) + sum(batch.output) for batch in drawn.batches)
-    )
-    assert drawn.microbatch(*shape, depth).tokens >= mean.tokens * (1 - 1e-12)
+@given(st.integers(1, 4), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 600, 900]), st.integers(1, 8), seeds)
+def test_a_microbatch_is_what_the_runs_own_cut_takes(minibatches, pipelines, many, depth, seed):
+    """`many`: micro-batches of a pipeline, or from 300 tokens each."""
+    drawn, samples = DrawnBatches(TAIL.draw(32, 3, seed), minibatches, seed), 32 // minibatches
+    if many < 300 and pipelines * many > samples:
+        return
+    sizes = many, pipelines, samples, 300
+    cut = MicrobatchCut.by_tokens(*sizes) if many >= 300 else MicrobatchCut.by_samples(*sizes)
+    wanted, shares = by_hand(drawn, cut, depth), drawn.rungs(cut)
+    assert shares == pytest.approx({rung: len(wanted[rung]) / (3 * minibatches) for rung in sorted(wanted)})
+    everything = sum(sum(batch.prompt) + sum(batch.output) for batch in drawn.batches)
+    even, total = replace(drawn, even=True), 0.0
+    for rung, tokens in wanted.items():
+        micro, mean = (one.microbatch(cut, rung, pipelines, depth) for one in (drawn, even))
+        assert micro.tokens == pytest.approx(sum(tokens) / len(tokens))
+        assert micro.sequences == pytest.approx(micro.tokens * 3 * 32 / everything)
+        assert micro.outputs == pytest.approx(
+            micro.tokens * sum(map(sum, (b.output for b in drawn.batches))) / everything
+        )
+        assert micro.tokens >= mean.tokens * (1 - 1e-12)
+        total += mean.tokens * pipelines * rung * len(tokens)
+    assert total == pytest.approx(everything)
+    for rung in set(cut.rungs) - wanted.keys():
+        assert drawn.microbatch(cut, rung, pipelines, depth).tokens == cut.tokens, "none is drawn: full ones"
+
+
+def by_samples(samples: int, pipelines: int, microbatches: int) -> MicrobatchCut:
+    return MicrobatchCut.by_samples(microbatches, pipelines, samples, 1)
 
 
 def test_samples_that_do_not_divide_make_some_heavier():
     drawn = DrawnBatches((equal(10, 0, 10),), 1, 0)
-    micro = drawn.microbatch(1, 4, depth=2)  # 3 + 3 + 2 + 2 samples, and 3 once more, in five steps
+    micro = drawn.microbatch(
+        by_samples(10, 1, 4), 4, 1, depth=2
+    )  # 3 + 3 + 2 + 2 samples, and 3 once more, in five steps
     assert micro == pytest.approx((26.0, 2.6, 26.0))
 
 
 def test_what_was_cut_once_is_not_cut_again(monkeypatch):
-    drawn, asked = DrawnBatches(TAIL.draw(64, 2, 1), 4, 1), []
-    cut = drawn_batches.split_microbatches
-    monkeypatch.setattr(drawn_batches, "split_microbatches", lambda *cutting: asked.append(1) or cut(*cutting))
-    for pipelines, microbatches in ((2, 4), (4, 2)):  # of both there are eight
-        for depth in (1, 4, 4):
-            drawn.microbatch(pipelines, microbatches, depth)
+    drawn, asked, cut = DrawnBatches(TAIL.draw(64, 2, 1), 4, 1), [], by_samples(16, 2, 4)
+    split = MicrobatchCut.split
+    monkeypatch.setattr(MicrobatchCut, "split", lambda *cutting: asked.append(1) or split(*cutting))
+    for pipelines, depth in ((2, 1), (2, 4), (4, 4), (4, 4)):
+        drawn.microbatch(cut, 4, pipelines, depth)
     assert len(asked) == 2 * 4
 
 
 def test_batches_that_cannot_be_cut_are_refused():
     with pytest.raises(InputError, match="8 samples cannot fill 9 micro-batches"):
-        DrawnBatches((equal(16, 1, 1),), 2, 0).microbatch(3, 3, 1)
+        DrawnBatches((equal(16, 1, 1),), 2, 0).microbatch(by_samples(8, 3, 3), 3, 3, 1)
 
 
 def test_a_draft_prices_and_predicts_the_same_batches():
@@ -79,9 +97,8 @@ def test_a_draft_prices_and_predicts_the_same_batches():
     assert made.inputs.drawn.batches == TAIL.clip(128, 256).draw(64, DRAWS, made.config.trainer.seed)
     assert unknown.inputs.drawn.batches == assumed_lengths(128, 256).draw(64, DRAWS, unknown.config.trainer.seed)
     for share in made.ranks.shape.shares:
-        micro = equal_microbatch(made.inputs.drawn, made.batch, share)
-        count = made.batch.microbatches_of[share.model]
-        assert micro == made.inputs.drawn.microbatch(share.layout.dp, count, share.layout.pp)
+        micro = equal_microbatch(made.inputs.drawn, made.batch, 4, share)
+        assert micro == made.inputs.drawn.microbatch(made.batch.cut, 4, share.layout.dp, share.layout.pp)
         whole = made.analytic[f"{share.model}_train"].stage_costs(micro)
         pipeline = next(p for p in made.training.problem.pipelines if p.model == share.model)
         assert pipeline.forward == whole.forward and pipeline.backward == whole.backward
@@ -90,7 +107,8 @@ def test_a_draft_prices_and_predicts_the_same_batches():
 def mean_problem(draft):
     drawn = replace(draft.inputs.drawn, even=True)
     longest = draft.longest_microbatch
-    return training_problem(draft.analytic, draft.batch, drawn, longest, draft.costs, split=draft.training.split.models)
+    rung, split = draft.training.likeliest, draft.training.split.models
+    return training_problem(draft.analytic, draft.batch, rung, drawn, longest, draft.costs, split=split)
 
 
 @pytest.mark.parametrize("critic, depth", [("d1t1p4v2", 4), ("d1t2p2", 2), ("d2t1p2", 1)])
@@ -99,8 +117,8 @@ def test_a_pipeline_is_as_deep_as_it_has_nodes(critic, depth):
     actor = {"d2t1p2": "d1t2p2"}.get(critic, "d1t1p4" if "v2" in critic else "d1t2p2")
     draft = drafted(run(parallel__actor_train=actor, parallel__critic_train=critic), SPECS, 4, TAIL)
     share = draft.ranks.shape.share("critic")
-    counts = share.layout.dp, draft.batch.microbatches_of["critic"]
-    assert equal_microbatch(draft.inputs.drawn, draft.batch, share) == draft.inputs.drawn.microbatch(*counts, depth)
+    wanted = draft.inputs.drawn.microbatch(draft.batch.cut, 4, share.layout.dp, depth)
+    assert equal_microbatch(draft.inputs.drawn, draft.batch, 4, share) == wanted
 
 
 def test_the_real_cut_chooses_other_microbatches_than_the_mean(monkeypatch):
@@ -122,7 +140,7 @@ def test_waiting_for_heavy_microbatches_is_idle_time():
     for lengths in (tail, equal(100, 16, 1300)):
         draft = drafted(run(trainer__hardware="h200", fusion__intra_stage=False, **keys), specs, 4, lengths)
         training.append(make_plan(draft).report.efficiency.uses[0].training)
-        tokens.append(replace(draft.inputs.drawn, even=True).microbatch(1, 1, 1).tokens)
+        tokens.append(replace(draft.inputs.drawn, even=True).microbatch(by_samples(16, 1, 1), 1, 1, 1).tokens)
     busy = [use.useful + use.products + use.other for use in training]
     assert busy[0] / tokens[0] == pytest.approx(busy[1] / tokens[1], rel=0.05)
     assert training[0].idle / busy[0] > training[1].idle / busy[1] + 0.2

@@ -75,7 +75,7 @@ def test_the_fewest_models_that_reach_the_least_bound_are_split(keys, expected):
 
 def test_the_plan_says_what_splitting_gains_and_what_it_holds():
     plan = planned(run(), lengths=full(run()))
-    assert plan.schedule.problem.pipeline("actor").split
+    assert plan.likeliest.problem.pipeline("actor").split
     whole = next(one for one in plan.report.schedule.others if one.setting == "fusion.split_backward=false")
     off = planned(run(fusion__split_backward="false", fusion__search_seconds=2.0), lengths=full(run())).report.schedule
     assert off.makespan_seconds <= whole.makespan_seconds * 1.0001
@@ -84,7 +84,7 @@ def test_the_plan_says_what_splitting_gains_and_what_it_holds():
     text = plan.report.render()
     assert f"fusion.split_backward=false: at most {whole.makespan_seconds:.4g} s" in text
     assert "backwards of actor and critic are split: the lower bound is" in text
-    kinds = {one.action.kind for program in plan.programs.by_rank.values() for one in program.instructions}
+    kinds = {one.action.kind for program in plan.programs[4].by_rank.values() for one in program.instructions}
     assert Kind.W in kinds
     assert parse_plan(drafted(), plan.to_text()) == plan
 
@@ -110,7 +110,7 @@ def test_false_and_rules_leave_backwards_whole():
 def test_a_rule_trains_with_split_backwards_where_they_are_asked_for(rule):
     layouts = {f"parallel__{model}_train": "d1t1p4" for model in ("actor", "critic")}
     plan = planned(run(**layouts, fusion__intra_stage=rule, fusion__split_backward="true"))
-    assert split_models(plan.schedule.problem) == {"actor", "critic"}
+    assert split_models(plan.likeliest.problem) == {"actor", "critic"}
 
 
 def test_a_cap_without_room_for_what_w_keeps_leaves_backwards_whole():
@@ -133,7 +133,7 @@ def test_a_schedule_file_says_what_is_split(tmp_path):
     file, free = tmp_path / "schedule.json", drafted()
     save_schedule(file, greedy(replace(free.training.problem, memory_cap=None)))
     plan = planned(run(fusion__schedule=str(file), fusion__actor_microbatches=4), lengths=full(run()))
-    assert split_models(plan.schedule.problem) == {"actor", "critic"} and str(file) in plan.report.render()
+    assert split_models(plan.likeliest.problem) == {"actor", "critic"} and str(file) in plan.report.render()
     save_schedule(file, greedy(replace(free.training.split.whole, memory_cap=None)))
     assert not split_models(drafted(fusion__schedule=str(file)).training.problem)
     with pytest.raises(InputError, match="has split False, this run has True"):

@@ -29,7 +29,7 @@ LONG = ("gpus", "gpus that are nearly full")
 
 
 def value(name: str, row: Row):
-    return row.table.microbatches if name == "actor_microbatches" else getattr(row.table, name)
+    return row.table.cut.value if name == "microbatch_tokens" else getattr(row.table, name)
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.ci] * (one in LONG)) for one in SETTINGS])

@@ -111,7 +111,7 @@ def test_split_backwards_hold_what_was_planned(programs, run_yaml, tmp_path):
     plan = make_plan(draft)
     peaks = draft.memory.held_by(plan.schedule)
     rank = max(distinct_ranks(draft), key=lambda rank: planned_bytes(draft, plan, rank)["training"])
-    assert max(peaks) > 0 and all(pipeline.split for pipeline in plan.schedule.problem.pipelines)
+    assert max(peaks) > 0 and all(pipeline.split for pipeline in plan.likeliest.problem.pipelines)
     found = rehearse(run_yaml, [*asked, f"fusion.schedule={file}"], plan, rank, ("training",), print)
     planned = tool.RankReport(found, planned_bytes(draft, plan, rank), plan.report.memory.limit)
     beside = draft.memory.generation.weights + draft.memory.generation.kv  # which is kept, and was not rehearsed

@@ -25,7 +25,7 @@ TAIL_SHARE = 5  # of all samples one in so many is unfinished at the trigger, wh
 
 
 class RehearsedTrainer(Trainer):
-    """Decodes the last tokens of samples that begin as prompts, and trains two mini-batches of the longest responses.
+    """Decodes the last tokens of samples that begin as prompts, and trains two mini-batches of full micro-batches.
 
     With inter-stage fusion the rank's instance is freed in even iterations, and receives samples in odd ones.
     """
@@ -61,10 +61,9 @@ class RehearsedTrainer(Trainer):
         return tuple(min(share if i == self.others.instance else other, size - 1) for i, size in enumerate(sizes))
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
-        count = MINIBATCHES * self.plan.report.batch.samples_per_minibatch
-        longest = batch.response_lengths.argsort(descending=True, stable=True)[:count].sort().values
+        full = self.samples.training_batch(MINIBATCHES, self.plan.report.batch)
         algorithm = algorithm.model_copy(update={"minibatches": MINIBATCHES, "epochs": 1})
-        return super()._train(self.config.held_iterations + iteration, batch.select(longest), algorithm)
+        return super()._train(self.config.held_iterations + iteration, full, algorithm)
 
 
 def _read_results(done: IterationResult) -> IterationRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,10 +10,11 @@ import torch
 
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
+from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.planning.draft import PlanDraft
-from rlhfuse.ppo.rollout import Rollout
+from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.run.rank_models import sampling_params
 
 RESPONSE_STEPS = 3  # decoded of each sample, the last of its tokens
@@ -59,10 +61,20 @@ class Samples:
             found.append(Request(sample, prompt, self.sampling(steps)))
         return found
 
-    def rollout(self, sample: int, scored: bool = True) -> Rollout:
-        """As it comes out of generation, or of inference."""
+    def training_batch(self, minibatches: int, batch: BatchArithmetic) -> RolloutBatch:
+        """Mini-batches of samples so long that as few as can fill a micro-batch to its last token."""
+        length = int(batch.cut.tokens / math.ceil(batch.cut.tokens / self.longest)) if batch.by_tokens else self.longest
+        count = minibatches * batch.samples_per_minibatch
+        made = RolloutBatch.from_rollouts([self.rollout(number, length=length) for number in range(count)])
+        zeros = torch.zeros(made.response_tokens)
+        return made.with_fields(advantages=zeros, returns=zeros)
+
+    def rollout(self, sample: int, scored: bool = True, length: int | None = None) -> Rollout:
+        """As it comes out of generation, or of inference; the longest, or of so many tokens."""
         response = self.config.rollout.max_response_tokens
-        tokens = self.tokens(sample, self.config.data.max_prompt_tokens), self.tokens(sample, response)
+        response -= min(response - 1, self.longest - (length or self.longest))
+        prompt = (length or self.longest) - response
+        tokens = self.tokens(sample, prompt), self.tokens(sample, response)
         zeros = torch.zeros(response)
         done = Rollout(sample, *tokens, zeros, "length")
         scorers = self.config.scorers() if scored else ()
