@@ -1,6 +1,7 @@
 """Actor and critic on gloo ranks for the tests of training: a made-up mini-batch, the built pair, its digest."""
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
@@ -119,7 +121,6 @@ class Pair:
     ranks: FusedRanks
     schedule: Schedule
     programs: Programs
-    counts: dict[str, int]
     step: Any = None  # TrainingStep
 
     @property
@@ -141,8 +142,9 @@ class Pair:
         self.step = TrainingStep(
             self.rank,
             self.ranks,
-            schedule or self.schedule,
-            programs or self.programs,
+            MicrobatchCut(self.ranks.shape.layouts["actor"].dp, (self.plan.microbatches,), math.inf),
+            {self.plan.microbatches: schedule or self.schedule},
+            {self.plan.microbatches: programs or self.programs},
             self.models if models is None else models,
             channels or self.roles.channels,
             1.0,
@@ -150,7 +152,7 @@ class Pair:
         )
 
     def train(self, seed: int, samples: int = 20):
-        return self.step.run(make_batch(seed, samples), self.counts, LR, AlgorithmConfig())
+        return self.step.run(make_batch(seed, samples), LR, AlgorithmConfig())
 
     def digest(self, *roles: str) -> str:
         """Digest of all weights, main weights and optimizer state of this rank; of all models, or of these."""
@@ -201,8 +203,6 @@ def build_pair(
     tied = frozenset(
         role for role, model in roles.trained.items() if model.spec.tied_embeddings and not model.scalar_head
     )
-    actor, critic = ranks.shape.shares
-    counts = {"actor": plan.microbatches, "critic": actor.pipelines * plan.microbatches // critic.pipelines}
-    pair = Pair(rank, roles, plan, ranks, schedule, edit(lower(schedule, ranks, tied=tied)), counts)
+    pair = Pair(rank, roles, plan, ranks, schedule, edit(lower(schedule, ranks, tied=tied)))
     pair.set_step(progress=progress)
     return pair

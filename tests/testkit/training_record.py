@@ -18,6 +18,7 @@ from torch import Tensor
 from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.balance import deal
+from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.schedule.program.lowering import lower
 from testkit.stages import load
 from testkit.training_case import Case, scalar_head
@@ -45,13 +46,15 @@ def train_rank(rank: int, case: Case) -> RankRecord:
     device = choose_device("cpu", 0, 1)
     models, channels, maker = build_models(rank, case, device)
     programs = lower(case.planned, case.ranks, tied=case.tied, reduce=case.reduce)
-    step = TrainingStep(rank, case.ranks, case.planned, programs, models, channels, 1.0, lambda _: None)
+    cut = MicrobatchCut(case.ranks.shape.shares[0].layout.dp, (case.microbatches,), math.inf)
+    family = cut, {case.microbatches: case.planned}, {case.microbatches: programs}
+    step = TrainingStep(rank, case.ranks, *family, models, channels, 1.0, lambda _: None)
     record, hashes = RankRecord(), {name: hashlib.sha256() for name in models}
     for name, model in models.items():
         watch_gradients(model.optimizer, hashes[name], record.gradients.setdefault(name, {}))
     for number in range(case.steps):
         lr = dict.fromkeys(models, case.recipe.lr)
-        result = step.run(make_batch(number, case.samples), case.counts, lr, AlgorithmConfig())
+        result = step.run(make_batch(number, case.samples), lr, AlgorithmConfig())
         record.norms.append({model: s.grad_norm for model, s in result.steps.items()})
         record.peak_live = max(record.peak_live, result.report.peak_live)
         for action, loss in result.report.losses.items():

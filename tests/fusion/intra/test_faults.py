@@ -66,7 +66,7 @@ def faults(rank: int, folders: dict, kinds: list[str], dtype: str, optimizer: st
         breaks, batch = FAULTS[kind]
         breaks(pair, rank)
         try:
-            pair.step.run(batch(), pair.counts, LR, AlgorithmConfig())
+            pair.step.run(batch(), LR, AlgorithmConfig())
         except FloatingPointError as error:
             out["errors"].append(str(error))
         for model in pair.models.values():  # whole again

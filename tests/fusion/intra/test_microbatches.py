@@ -1,5 +1,6 @@
 """Micro-batches: what is known before the program runs, when they are cut, and the memory they are sent from."""
 
+import math
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import AlgorithmConfig, ParallelConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.fusion.intra.microbatches import Microbatch, Microbatches
 from rlhfuse.fusion.intra.training_step import TrainingStep
 from rlhfuse.models import stage
@@ -44,9 +46,9 @@ def test_a_micro_batch_is_cut_when_the_program_comes_to_it(tmp_path, monkeypatch
         for model in models.trained.values():
             for weight in model.optimizer.module.parameters():
                 torch.nn.init.normal_(weight, 0.0, 0.02)
-        programs = lower(schedule, ranks)
-        step = TrainingStep(0, ranks, schedule, programs, models.trained, models.channels, 1.0, log.append)
-        step.run(make_batch(5), dict.fromkeys(layouts, 4), dict.fromkeys(layouts, 1e-3), AlgorithmConfig())
+        family = MicrobatchCut(1, (4,), math.inf), {4: schedule}, {4: lower(schedule, ranks)}
+        step = TrainingStep(0, ranks, *family, models.trained, models.channels, 1.0, log.append)
+        step.run(make_batch(5), dict.fromkeys(layouts, 1e-3), AlgorithmConfig())
     finally:
         dist.destroy_process_group()
     instructions = [text for text in log if text != "cut"]
