@@ -49,7 +49,7 @@ def schedule_dict(
         "memory_optimal": reaches(timeline.peak_memory, memory),
         "serial_peak_memory": serial_peak_memory(problem),
         "search": dict(search or {}),
-        **({"others": dict(map(_other, family))} if family else {}),
+        **({"others": [_other(one) for one in family]} if family else {}),
         "tasks": [
             [
                 {
@@ -67,8 +67,8 @@ def schedule_dict(
     }
 
 
-def _other(schedule: Schedule) -> tuple[str, list[str]]:
-    return str(schedule.problem.pipelines[0].microbatches), schedule.text().splitlines()
+def _other(schedule: Schedule) -> dict[str, Any]:
+    return {"microbatches": schedule.problem.pipelines[0].microbatches, "orders": schedule.text().splitlines()}
 
 
 def _gap(value: Number, bound: Number) -> Number:
@@ -91,11 +91,14 @@ def load_family(path: str | Path) -> dict[int, Schedule]:
     raw = read_json(path)
     schedule = read_schedule(raw, str(path))
     made = {schedule.problem.pipelines[0].microbatches: schedule}
-    for count, lines in parse_json(_ScheduleJson, raw, str(path)).others.items():
+    for other in parse_json(_ScheduleJson, raw, str(path)).others:
+        problem = schedule.problem.with_microbatches(other.microbatches)
         try:
-            made[count] = Schedule.parse(schedule.problem.with_microbatches(count), "\n".join(lines))
+            made[other.microbatches] = Schedule.parse(problem, "\n".join(other.orders))
         except InputError as error:
-            raise ScheduleError(f"{path}: others: {count}: {error}", getattr(error, "grid", "")) from None
+            raise ScheduleError(
+                f"{path}: {other.microbatches} micro-batches: {error}", getattr(error, "grid", "")
+            ) from None
     return dict(sorted(made.items()))
 
 
@@ -161,13 +164,18 @@ class _TaskJson(JsonModel, extra="ignore"):
         return Action(self.pipeline, self.stage, Kind(self.kind), self.microbatch)
 
 
+class _OtherJson(JsonModel, extra="ignore"):
+    microbatches: int
+    orders: list[str]
+
+
 class _ScheduleJson(JsonModel, extra="ignore"):
     """What is read of schedule.json; times and figures are computed again."""
 
     version: Literal[1]
     problem: Any
     tasks: list[list[_TaskJson]]
-    others: dict[int, list[str]] = {}
+    others: list[_OtherJson] = []
 
 
 def render_json(raw: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.balance import split_microbatches
+from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
@@ -23,12 +24,13 @@ from testkit.tiny import write_checkpoint
 from testkit.training_pair import BUILDERS, VOCAB, make_batch, unit_problem
 from testkit.whole_model import SGD, Recipe
 
-SAMPLES = 24
+SAMPLES, LONGEST = 24, 36  # tokens of the longest sample there may be
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained. The first model's pipelines run `microbatches` micro-batches each, the others as many in all.
+    """What is trained. The first model's pipelines run `microbatches` micro-batches each, the others as many in all;
+    with `tokens` as few as have no more of these, by schedules of fewer that are derived from that of the most.
 
     A model whose name begins with "critic" has a scalar head. Unless pipelines `alternate`, all run in one direction.
     The backwards of the `split` models are split; `seed` is that of a random schedule.
@@ -47,6 +49,7 @@ class Case:
     alternate: bool = True
     split: tuple[str, ...] = ()
     seed: int = 0
+    tokens: int = 0
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -59,25 +62,29 @@ class Case:
     def ranks(self) -> FusedRanks:
         return rank_map(self.parsed, self.alternate)
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Micro-batches per pipeline of each model."""
-        return {share.model: self._total // share.pipelines for share in self.ranks.shape.shares}
-
-    @property
-    def _total(self) -> int:
-        """Micro-batches of one model in one fused group."""
-        return self.ranks.shape.shares[0].pipelines * self.microbatches
+    @cached_property
+    def cut(self) -> MicrobatchCut:
+        first, last = self.ranks.shape.shares[0], self.ranks.shape.shares[-1]
+        if not self.tokens:
+            return MicrobatchCut(first.layout.dp, (self.microbatches,), math.inf)
+        multiple = last.pipelines // math.gcd(first.pipelines, last.pipelines)
+        return MicrobatchCut.by_tokens(self.tokens, first.layout.dp, self.samples, LONGEST, multiple)
 
     @cached_property
     def problem(self) -> FusionProblem:
-        return unit_problem(self.parsed, self.microbatches, self.split, self.alternate)
+        return unit_problem(self.parsed, self.cut.rungs[-1], self.split, self.alternate)
 
     @cached_property
     def planned(self) -> Schedule:
+        """With the most micro-batches."""
         if self.schedule == "random":
             return random_schedule(self.problem, random.Random(self.seed))
         return BUILDERS[self.schedule](self.problem)
+
+    @cached_property
+    def family(self) -> dict[int, Schedule]:
+        """By micro-batches of a pipeline of the first model."""
+        return {rung: self.planned.of_fewer(self.problem.with_microbatches(rung)) for rung in self.cut.rungs}
 
     @property
     def tied(self) -> frozenset[str]:
@@ -87,7 +94,12 @@ class Case:
     def parts(self, step: int) -> list[list[int]]:
         """Samples of every micro-batch of a mini-batch: those of all pipelines in a row, the same for all models."""
         lengths = make_batch(step, self.samples).lengths.tolist()
-        return split_microbatches(lengths, self._total * self.ranks.shape.replicas)
+        return self.cut.split(lengths)
+
+    @property
+    def rungs(self) -> list[int]:
+        """Of the mini-batches that are trained on."""
+        return [self.cut.rung_of(self.parts(step)) for step in range(self.steps)]
 
 
 def scalar_head(model: str) -> bool:
@@ -112,7 +124,7 @@ def write_model(folder: Path, *, scalar_head: bool = False, seed: int, **shape: 
 
 def predicted_peaks(case: Case) -> list[int]:
     """Micro-batches of all models kept at once on every rank, by the schedule (an activation counts as 1)."""
-    nodes = evaluate(case.planned).node_peak_memory
+    nodes = [max(peaks) for peaks in zip(*(evaluate(case.family[rung]).node_peak_memory for rung in case.rungs))]
     return [int(nodes[case.ranks.node_of(rank)]) for rank in range(case.ranks.size)]
 
 

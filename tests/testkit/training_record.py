@@ -18,7 +18,6 @@ from torch import Tensor
 from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.balance import deal
-from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.schedule.program.lowering import lower
 from testkit.stages import load
 from testkit.training_case import Case, scalar_head
@@ -45,9 +44,10 @@ def train_rank(rank: int, case: Case) -> RankRecord:
 
     device = choose_device("cpu", 0, 1)
     models, channels, maker = build_models(rank, case, device)
-    programs = lower(case.planned, case.ranks, tied=case.tied, reduce=case.reduce)
-    cut = MicrobatchCut(case.ranks.shape.shares[0].layout.dp, (case.microbatches,), math.inf)
-    family = cut, {case.microbatches: case.planned}, {case.microbatches: programs}
+    programs = {
+        rung: lower(schedule, case.ranks, tied=case.tied, reduce=case.reduce) for rung, schedule in case.family.items()
+    }
+    family = case.cut, case.family, programs
     step = TrainingStep(rank, case.ranks, *family, models, channels, 1.0, lambda _: None)
     record, hashes = RankRecord(), {name: hashlib.sha256() for name in models}
     for name, model in models.items():
@@ -60,7 +60,7 @@ def train_rank(rank: int, case: Case) -> RankRecord:
         for action, loss in result.report.losses.items():
             name = case.planned.problem.pipeline(action.pipeline).model
             grid = models[name].grid
-            dealt = deal(range(grid.layout.dp * case.counts[name]), grid.layout.dp, grid.position(rank)[0])
+            dealt = deal(range(len(result.parts_tokens)), grid.layout.dp, grid.position(rank)[0])
             record.losses[name, number, dealt[action.microbatch]] = loss
             hashes[name].update(f"{action} {loss.hex()}".encode())
         for name, sums in result.stats.items():

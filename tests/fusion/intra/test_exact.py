@@ -62,6 +62,8 @@ ROWS = [
     ("d2t1p2 d2t1p2", {}, [SERIAL]),  # two replicas of one fused group
     ("d2t2p1 d1t2p2", {}, []),
     ("d1t1p4 d2t1p2", {"recipe": ADAM}, [SERIAL]),
+    ("d1t1p4 d2t1p2", {"recipe": ADAM, "tokens": 40}, [SERIAL, {"schedule": "random"}]),
+    ("d2t1p2 d1t1p4", {"tokens": 56}, [SERIAL, RANDOM_SPLIT]),
     ("d1t1p4 d2t1p2", TIED, []),
     ("d1t2p2 d1t1p4", TIED, []),
     ("d1t2p2 d2t1p2", {"recipe": ADAM, "actor": "tied"}, [{"reduce": "joint"}, {"recompute": True}]),

@@ -1,13 +1,17 @@
 """Actions, problems and schedules as text and JSON; peaks of memory by the clock."""
 
 import json
+import math
+import random
 from dataclasses import replace
 
 import pytest
-from testkit.schedule_cases import capped_greedy, table_3, table_3_problem, with_facts
+from testkit.profiles import share
+from testkit.program_cases import random_schedule
+from testkit.schedule_cases import capped_greedy, random_group, random_problem, table_3, table_3_problem, with_facts
 
 from rlhfuse.base.errors import InputError, ScheduleError
-from rlhfuse.schedule.io import load_schedule, save_schedule
+from rlhfuse.schedule.io import load_family, load_schedule, save_schedule
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate, memory_profile
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
@@ -138,6 +142,41 @@ def test_schedule_file_round_trip_and_contract(tmp_path):
     assert raw["tasks"][0][0] == {"pipeline": "actor", "kind": "F", "microbatch": 0, "stage": 0, "start": 0, "end": 5}
     assert raw["makespan"] == max(task["end"] for row in raw["tasks"] for task in row)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("seed", range(share(40)))
+def test_without_its_last_microbatches_a_schedule_is_one_of_fewer(seed):
+    """Of any valid schedule of any problem, split backwards and nodes that are visited twice too: nothing is later or
+    held longer than it was, so that a cap that was kept is kept."""
+    rng = random.Random(seed)
+    problem = random_group(rng) if seed % 2 else random_problem(seed)
+    counts = [pipeline.microbatches for pipeline in problem.pipelines]
+    units = math.gcd(*counts)
+    problem, first = problem.with_microbatches(3 * counts[0]), counts[0] // units
+    whole = random_schedule(problem, rng)
+    before = evaluate(whole)
+    for rung in range(first, 3 * counts[0], first * max(1, units)):
+        fewer = whole.of_fewer(problem.with_microbatches(rung))
+        after = evaluate(fewer)
+        assert after.makespan <= before.makespan and fewer.problem.pipelines[0].microbatches == rung
+        assert all(a <= b for a, b in zip(after.node_peak_memory, before.node_peak_memory))
+        assert {str(action) for order in fewer.orders for action in order} < {str(a) for o in whole.orders for a in o}
+    assert whole.of_fewer(problem) == whole
+
+
+def test_a_file_holds_a_family(tmp_path):
+    file, problem = tmp_path / "schedule.json", table_3_problem(*(8, 4, 32, 16, 5, 4, 1.95, 2))
+    most = greedy(problem)
+    family = [most.of_fewer(problem.with_microbatches(count)) for count in (8, 16)]
+    save_schedule(file, most, {"source": "here"}, family)
+    assert load_schedule(file) == most
+    assert load_family(file) == {8: family[0], 16: family[1], 32: most}
+    save_schedule(file, most)
+    assert load_family(file) == {32: most} and "others" not in json.loads(file.read_text())
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps(raw | {"others": [{"microbatches": 16, "orders": family[0].text().splitlines()}]}))
+    with pytest.raises(ScheduleError, match="schedule.json: 16 micro-batches: .* is missing"):
+        load_family(file)
 
 
 def test_schedule_file_for_another_run_is_refused(tmp_path):
