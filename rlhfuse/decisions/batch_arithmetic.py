@@ -73,7 +73,7 @@ class BatchArithmetic:
 
     @property
     def most_microbatches(self) -> int:
-        """Of one mini-batch over all pipelines; as many for all models."""
+        """As many as a mini-batch may have over all pipelines; the same for all models."""
         return self.actor_pipelines * self.cut.rungs[-1]
 
     @property

@@ -33,7 +33,7 @@ class MicrobatchCut:
     def by_tokens(
         tokens: int, pipelines: int, samples: int, longest: int, multiple: int = 1, least: int = 1
     ) -> MicrobatchCut:
-        """Of at most `tokens`, whatever the lengths of the `samples`, up to `longest`.
+        """Micro-batches of at most `tokens`, whatever the lengths of the `samples`, up to `longest`.
 
         M1 is a multiple of `multiple`, as pipelines of other models want it, and where samples allow it no less than
         `least`, so that stages have something to do. On the last rung there is room for samples that are all of the

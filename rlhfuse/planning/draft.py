@@ -158,7 +158,7 @@ class PlanDraft:
 
     @cached_property
     def problems(self) -> Mapping[int, FusionProblem]:
-        """Of all mini-batches that there may be, drawn or not, by M1."""
+        """Problems of all mini-batches that there may be, drawn or not, by M1."""
         known, split = self.training.problems, self.training.split.models
         return {rung: known.get(rung) or self.stated(rung, split) for rung in self.batch.cut.rungs}
 

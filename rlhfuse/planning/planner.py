@@ -144,7 +144,7 @@ def _summary(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) -
 
 
 def _seconds(draft: PlanDraft, rung: int, timeline: Timeline) -> MinibatchSeconds:
-    """Of mini-batches with so many micro-batches; those that none is drawn with are bounded in a moment."""
+    """Seconds of mini-batches with so many micro-batches; where none is drawn with as many a quick bound does."""
     share, problem = draft.training.shares.get(rung, 0.0), draft.problems[rung]
     bound, serial = (latency_bound if share else quick_bound)(problem), draft.stated(rung, frozenset())
     ticks = timeline.makespan, bound, serial_makespan(serial)

@@ -92,7 +92,7 @@ def with_schedules(draft: PlanDraft, generation: GenerationPrice, moves: float, 
 
 
 def schedule_seconds(draft: PlanDraft) -> float:
-    """Of a mini-batch, by the makespans of schedules that are given, else the proved bounds of those that will be
+    """Seconds of a mini-batch, by the makespans of schedules that are given, else the proved bounds of those that will be
     searched: each mini-batch by the one of its own number of micro-batches."""
     given = draft.training.given[0] if draft.training.given else {}
 

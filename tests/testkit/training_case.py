@@ -98,7 +98,7 @@ class Case:
 
     @property
     def rungs(self) -> list[int]:
-        """Of the mini-batches that are trained on."""
+        """Micro-batches of each mini-batch that is trained on."""
         return [self.cut.rung_of(self.parts(step)) for step in range(self.steps)]
 
 

@@ -137,7 +137,7 @@ def _training_rows(run: SettledRun, devices: int, given: Given, refused: Counter
         sharding = [sharded for sharded in sharding if not sharded or shape.node_ranks > 1]
         cuts = [given.cut] if given.cut else _cuts(sum(config.longest_sample), samples, actor.dp)
         for cut in cuts:
-            if (batch := _batch(config, cut, actor, critic, refused)) is not None:
+            if (batch := _batch(run, cut, actor, critic, refused)) is not None:
                 for recompute, sharded in product(recomputes, sharding):
                     yield TrainingRow(actor, critic, cut, recompute, sharded, shape, batch)
 
@@ -154,7 +154,7 @@ def token_budgets(longest: int, samples: int, pipelines: int) -> list[int]:
 
 
 def _batch(
-    config: RunConfig,
+    run: SettledRun,
     cut: CutSetting,
     actor: ParallelLayout,
     critic: ParallelLayout | None,
@@ -162,6 +162,7 @@ def _batch(
 ) -> BatchArithmetic | None:
     """The batch of a row. None: no run could have it."""
     layouts = {"generation": actor, "actor_train": actor, **({"critic_train": critic} if critic else {})}
+    config = run.config
     samples = config.samples_per_iteration // config.algorithm.minibatches
     if cut.name == NUMBER:
         if critic and actor.dp * cut.value % critic.dp:

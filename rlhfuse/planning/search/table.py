@@ -27,7 +27,7 @@ class CutSetting(NamedTuple):
 
     @property
     def settings(self) -> dict[str, object]:
-        """Of `fusion`: the other one is auto."""
+        """Settings of `fusion`: the other one is auto."""
         return {TOKENS: AUTO, NUMBER: AUTO, self.name: self.value}
 
     @property

@@ -1,5 +1,6 @@
 """Schedules of a run: one a rung, each valid and within the cap; the likeliest are searched, the others derived."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from rlhfuse.schedule.io import load_family, save_schedule
 from rlhfuse.schedule.ir.evaluate import evaluate, over_cap
 
 TAIL = long_tail(400, longest=256)
-TOKENS = dict(fusion__actor_microbatches=AUTO, fusion__microbatch_tokens=384, algorithm__minibatches=2)
+TOKENS = dict(fusion__actor_microbatches=AUTO, fusion__microbatch_tokens=384, algorithm__minibatches=1)
 
 
 def by_tokens(**keys):
@@ -37,7 +38,7 @@ def test_every_rung_has_a_schedule_and_those_that_are_drawn_are_searched():
     for rung, schedule in schedules.items():
         assert schedule.problem == draft.problems[rung]
         assert over_cap(schedule.problem, evaluate(schedule).node_peak_memory) is None
-        assert (f"{rung} micro-batches: annealed" in source) == (rung in drawn)
+    assert set(map(int, re.findall(r"(\d+) micro-batches: annealed", source))) == set(drawn)
     best = schedules[draft.training.likeliest]
     assert float(evaluate(best).makespan) <= 1.01 * float(latency_bound(best.problem))
     left = {rung: schedule for rung, schedule in schedules.items() if rung in drawn or rung == rungs[-1]}

@@ -146,7 +146,7 @@ def test_schedule_file_round_trip_and_contract(tmp_path):
 
 @pytest.mark.parametrize("seed", range(share(40)))
 def test_without_its_last_microbatches_a_schedule_is_one_of_fewer(seed):
-    """Of any valid schedule of any problem, split backwards and nodes that are visited twice too: nothing is later or
+    """Any valid schedule of any problem, split backwards and nodes that are visited twice too: nothing is later or
     held longer than it was, so that a cap that was kept is kept."""
     rng = random.Random(seed)
     problem = random_group(rng) if seed % 2 else random_problem(seed)
