@@ -92,8 +92,8 @@ def with_schedules(draft: PlanDraft, generation: GenerationPrice, moves: float, 
 
 
 def schedule_seconds(draft: PlanDraft) -> float:
-    """Seconds of a mini-batch, by the makespans of schedules that are given, else the proved bounds of those that will be
-    searched: each mini-batch by the one of its own number of micro-batches."""
+    """Mean seconds of a mini-batch, by the makespans of schedules that are given, else the proved bounds of those that
+    will be searched: each mini-batch by the one of its own number of micro-batches."""
     given = draft.training.given[0] if draft.training.given else {}
 
     def seconds(rung: int) -> float:
