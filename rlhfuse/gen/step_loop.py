@@ -110,9 +110,11 @@ class StepLoop:
             return None
         batch = ForwardBatch.of(scheduled, self.scheduler.table, self._block_tokens)
         drawing = [each for each in scheduled if each.draws]
-        guessed = sum(len(each.guesses) for each in drawing)
-        decoding = sum(each.num_tokens == 1 and bool(each.seq.tokens) for each in drawing)
-        rows = [each.seq for each in drawing for _ in range(1 + len(each.guesses))]
+        decoding = sum(count == 1 and bool(seq.tokens) for seq, count, _, _ in drawing)
+        rows = [seq for seq, *_ in drawing]
+        if batch.guesses is not None:
+            rows = [seq for seq, _, _, guesses in drawing for _ in range(1 + len(guesses))]
+        guessed = len(rows) - len(drawing)
         totals = batch.positions[batch.draw_rows] + 1
         draws = draw_batch(rows, totals, self.scheduler.table, batch.guesses)
         launched = self.forward.launch(batch, draws, cache)
@@ -166,7 +168,9 @@ class StepLoop:
         row = accepted = 0
         for number, (seq, _, _, guesses) in enumerate(step.drawing):
             if seq.finish_reason is None:  # else it ended in the step before, not read when this one was launched
-                accepted += self._take_run(number, seq, guesses, draws, row)
+                self._take(seq, draws.tokens[row], draws.logprobs[row])
+                if guesses:
+                    accepted += self._take_run(number, seq, guesses, draws, row)
                 if seq.finish_reason is not None:
                     self._remove(seq)
                     finished.append(seq.result())
@@ -183,10 +187,7 @@ class StepLoop:
         return time.perf_counter() - self.forward.recording_seconds
 
     def _take_run(self, number: int, seq: Sequence, guesses: list[int], draws: Draws, row: int) -> int:
-        """Take a sequence's draws in, from `row` on and as far as its guesses foresaw them; returns how many did."""
-        self._take(seq, draws.tokens[row], draws.logprobs[row])
-        if not guesses:
-            return 0
+        """Take in the draws behind that of `row`, as far as the guesses foresaw them; returns how many did."""
         right, tried = 0, 0
         while tried < len(guesses) and seq.finish_reason is None and right == tried:
             tried += 1

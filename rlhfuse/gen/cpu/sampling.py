@@ -296,7 +296,10 @@ def draw_logits(logits: Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.ndarra
     share_threads()
     # Rows of a wider buffer are copied: the kernel is compiled for rows without gaps, which it reads several times.
     rows = np.ascontiguousarray(logits.numpy())
-    guesses = np.full(len(batch.keys), -1) if batch.guesses is None else batch.guesses
-    starts = np.flatnonzero(np.concatenate(([True], guesses[:-1] < 0)))
+    guesses, starts = batch.guesses, np.arange(len(batch.keys))
+    if guesses is None:
+        guesses = np.full(len(batch.keys), -1)
+    else:
+        starts = np.flatnonzero(np.concatenate(([True], guesses[:-1] < 0)))
     parameters = batch.temperatures, batch.top_ks, batch.top_ps, batch.banned
     return draw_rows(rows, batch.keys, *parameters, starts, guesses)
