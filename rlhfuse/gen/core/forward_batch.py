@@ -38,6 +38,7 @@ class RunningTable:
         self.temperatures = np.zeros(rows, np.float32)
         self.top_ks = np.zeros(rows, np.int64)
         self.top_ps = np.zeros(rows, np.float64)
+        self.asked = np.zeros(rows, np.bool_)  # for log-probabilities
         self.least_totals = np.zeros(rows, np.int64)  # total tokens before which no end token may be drawn
         self._free = list(range(rows - 1, -1, -1))
 
@@ -49,6 +50,7 @@ class RunningTable:
         self.temperatures[row] = params.temperature
         self.top_ks[row] = params.top_k
         self.top_ps[row] = params.top_p
+        self.asked[row] = params.logprobs
         self.least_totals[row] = len(seq.prompt) + params.min_tokens
         self.blocks[row] = 0
         self.copy_blocks(row, seq.block_table, 0)
