@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rlhfuse.costs.speculation import DecodeObservation
@@ -23,8 +22,7 @@ from rlhfuse.gen.speculation.guesser import Guesser
 from rlhfuse.gen.stop_text import completes_stop_text
 
 
-@dataclass(frozen=True)
-class StepStats:
+class StepStats(NamedTuple):
     """What one step did, as the cost model wants to know it. All 0 where no step's draws were read."""
 
     batch: int = 0  # sequences that ran
@@ -176,7 +174,7 @@ class StepLoop:
                     finished.append(seq.result())
             row += 1 + len(guesses)
         now = self._now()
-        self.last_step = replace(step.stats, seconds=self._seconds + now - self._clock, accepted_tokens=accepted)
+        self.last_step = step.stats._replace(seconds=self._seconds + now - self._clock, accepted_tokens=accepted)
         self._clock, self._seconds = now, 0.0
         if self.guesser and self.guesser.measured and not step.stats.prefill_tokens:
             self.guesser.measured.observe(self.last_step.decode_observation(), step.stats.searched)
