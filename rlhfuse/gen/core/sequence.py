@@ -34,7 +34,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # texts that end the response; they are part of it
     seed: int = 0
     ignore_eos: bool = False  # the model's own end tokens do not end the response
-    # False: nobody reads them, and a greedy sample's may be NaN. It draws nothing else, so it is no part of the name.
+    # False: nobody reads them, and a greedy sample's may be NaN. Draws are the same: it is in no digest of requests.
     logprobs: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
