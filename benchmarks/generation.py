@@ -30,12 +30,13 @@ from harness import (
     counting,
     named,
     options,
+    peer_python,
     take_turns,
     trace_lengths,
 )
 from random_models import write_llama
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec
 
 HEAD_DIM = 64
@@ -207,10 +208,8 @@ def main() -> None:
     pythons = {OWN: sys.executable}
     if arguments.vllm_python is None:
         measurement.say("vllm is left out: no --vllm-python; benchmarks/setup_peers.sh makes its environment")
-    elif not Path(arguments.vllm_python).exists():
-        raise InputError(f"--vllm-python {arguments.vllm_python} is not there; run benchmarks/setup_peers.sh vllm")
     else:
-        pythons["vllm"] = arguments.vllm_python
+        pythons["vllm"] = peer_python("--vllm-python", arguments.vllm_python, "vllm")
     pythons |= {"transformers": sys.executable, LIMITS: sys.executable}
     lengths: list[int] = []
     if "B" in cases and arguments.trace is None and not TRACE.exists():

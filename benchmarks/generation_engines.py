@@ -163,7 +163,7 @@ class Rlhfuse(Measured):
     def generate(
         self, prompts: Prompts, lengths: list[int], at_once: int, seed: int, greedy: bool = False
     ) -> dict[str, Any]:
-        sampling = dict(ignore_eos=True, seed=seed, temperature=float(not greedy))
+        sampling = dict(ignore_eos=True, seed=seed, temperature=float(not greedy), logprobs=False)  # as of the others
         params = [self._params(max_tokens=length, **sampling) for length in lengths]
         start = time.perf_counter()
         results = self._engine.generate(prompts, params)

@@ -250,6 +250,13 @@ def trace_lengths(source: str | Path, count: int, longest_prompt: int, longest_o
     return SampleLengths(scaled(drawn.prompt, longest_prompt), scaled(drawn.output, longest_output))
 
 
+def peer_python(option: str, file: str, peer: str) -> str:
+    """The Python of a peer's environment. Raises InputError where it is not there."""
+    if not Path(file).exists():
+        raise InputError(f"{option} {file} is not there; run benchmarks/setup_peers.sh {peer}")
+    return file
+
+
 def machine() -> dict[str, Any]:
     """Facts to read a measurement by."""
     info = Path("/proc/cpuinfo")

@@ -30,8 +30,7 @@ SOONER = 4  # times, where none was right: what is drawn later may repeat itself
 AGREE_EVERY = 8  # steps
 
 
-@dataclass(frozen=True)
-class DecodeObservation:
+class DecodeObservation(NamedTuple):
     """One decode step: sequences, tokens of context over all of them, seconds; guesses, and how many were drawn."""
 
     batch: int

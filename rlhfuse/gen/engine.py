@@ -83,12 +83,21 @@ class Engine:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Engine:
-        """An engine over a Hugging Face folder, in a plain process. Stop texts need its tokenizer.json."""
+        """An engine over a Hugging Face folder, in a plain process; warm on a CPU. Stop texts need tokenizer.json."""
         from rlhfuse.models.hf import load_weights
 
         spec = ModelSpec.from_config(path)
         weights = {name: w.to(device) for name, w in load_weights(path, spec, dtype=dtype).items()}
-        return Engine(spec, weights, options, device=device, dtype=dtype, detokenize=read_tokenizer(Path(path)))
+        engine = Engine(spec, weights, options, device=device, dtype=dtype, detokenize=read_tokenizer(Path(path)))
+        if engine.device.type == "cpu":
+            engine.warm()
+        return engine
+
+    def warm(self) -> None:
+        """Draw two tokens and forget them, so that no request waits for kernels that are to be loaded or compiled."""
+        self.generate([[0]], SamplingParams(max_tokens=2, ignore_eos=True))
+        self.scheduler.preempt_all()
+        self.loop.guesser = self.new_guesser()
 
     def generate(
         self,

@@ -30,6 +30,7 @@ def draw_batch(
         top_ks=table.top_ks[rows],
         top_ps=table.top_ps[rows],
         banned=_banned(drawing, totals < table.least_totals[rows]),
+        asked=table.asked[rows],
         guesses=guesses,
     )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rlhfuse.costs.speculation import DecodeObservation
@@ -23,8 +22,7 @@ from rlhfuse.gen.speculation.guesser import Guesser
 from rlhfuse.gen.stop_text import completes_stop_text
 
 
-@dataclass(frozen=True)
-class StepStats:
+class StepStats(NamedTuple):
     """What one step did, as the cost model wants to know it. All 0 where no step's draws were read."""
 
     batch: int = 0  # sequences that ran
@@ -110,9 +108,11 @@ class StepLoop:
             return None
         batch = ForwardBatch.of(scheduled, self.scheduler.table, self._block_tokens)
         drawing = [each for each in scheduled if each.draws]
-        guessed = sum(len(each.guesses) for each in drawing)
-        decoding = sum(each.num_tokens == 1 and bool(each.seq.tokens) for each in drawing)
-        rows = [each.seq for each in drawing for _ in range(1 + len(each.guesses))]
+        decoding = sum(count == 1 and bool(seq.tokens) for seq, count, _, _ in drawing)
+        rows = [seq for seq, *_ in drawing]
+        if batch.guesses is not None:
+            rows = [seq for seq, _, _, guesses in drawing for _ in range(1 + len(guesses))]
+        guessed = len(rows) - len(drawing)
         totals = batch.positions[batch.draw_rows] + 1
         draws = draw_batch(rows, totals, self.scheduler.table, batch.guesses)
         launched = self.forward.launch(batch, draws, cache)
@@ -166,13 +166,15 @@ class StepLoop:
         row = accepted = 0
         for number, (seq, _, _, guesses) in enumerate(step.drawing):
             if seq.finish_reason is None:  # else it ended in the step before, not read when this one was launched
-                accepted += self._take_run(number, seq, guesses, draws, row)
+                self._take(seq, draws.tokens[row], draws.logprobs[row])
+                if guesses:
+                    accepted += self._take_run(number, seq, guesses, draws, row)
                 if seq.finish_reason is not None:
                     self._remove(seq)
                     finished.append(seq.result())
             row += 1 + len(guesses)
         now = self._now()
-        self.last_step = replace(step.stats, seconds=self._seconds + now - self._clock, accepted_tokens=accepted)
+        self.last_step = step.stats._replace(seconds=self._seconds + now - self._clock, accepted_tokens=accepted)
         self._clock, self._seconds = now, 0.0
         if self.guesser and self.guesser.measured and not step.stats.prefill_tokens:
             self.guesser.measured.observe(self.last_step.decode_observation(), step.stats.searched)
@@ -183,10 +185,7 @@ class StepLoop:
         return time.perf_counter() - self.forward.recording_seconds
 
     def _take_run(self, number: int, seq: Sequence, guesses: list[int], draws: Draws, row: int) -> int:
-        """Take a sequence's draws in, from `row` on and as far as its guesses foresaw them; returns how many did."""
-        self._take(seq, draws.tokens[row], draws.logprobs[row])
-        if not guesses:
-            return 0
+        """Take in the draws behind that of `row`, as far as the guesses foresaw them; returns how many did."""
         right, tried = 0, 0
         while tried < len(guesses) and seq.finish_reason is None and right == tried:
             tried += 1

@@ -66,6 +66,14 @@ class LocatedShard(NamedTuple):
         return self.weight.data.narrow(self.dim, self.shard.offset(transfer.start), transfer.stop - transfer.start)
 
 
+class Route(NamedTuple):
+    """What this rank has and wants of a model, and the transfers that it takes part in, by bucket."""
+
+    sources: Mapping[str, LocatedShard]
+    targets: Mapping[str, LocatedShard]
+    buckets: list[list[Transfer]]
+
+
 class Resharder:
     """Moves a model's weights between two built modules. Every rank of both layouts must call `reshard`."""
 
@@ -79,28 +87,28 @@ class Resharder:
         self._service = _NcclTransport() if device.is_cuda else _GlooTransport()
         self._ranks_per_node = ranks_per_node() or dist.get_world_size()
         self._bucket_bytes, self._gather = bucket_bytes, gather
-        # of each destination, the transfers that this rank takes part in, by bucket
-        self._plans: weakref.WeakKeyDictionary[torch.nn.Module, list[list[Transfer]]] = weakref.WeakKeyDictionary()
+        self._routes: weakref.WeakKeyDictionary[torch.nn.Module, Route] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
     def reshard(self, source: Iterable[torch.nn.Module], destination: torch.nn.Module) -> None:
         """Copy a model's weights into `destination`'s parameters, whatever the layouts.
 
-        `source`: this rank's chunks of the model, one where it is not interleaved. The plan is made at the first
-        move into `destination`, which must have its memory whenever it is called.
+        `source`: this rank's chunks of the model, one where it is not interleaved, the same in every move into
+        `destination`: the first makes the plan. `destination` must have its memory whenever it is called.
         """
-        sources, targets = located_shards(source), located_shards([destination])
-        if destination not in self._plans:
-            self._plans[destination] = self._plan(sources, targets)
-        for bucket in self._plans[destination]:
-            self._run(bucket, sources, targets)
+        if destination not in self._routes:
+            self._routes[destination] = self._plan(located_shards(source), located_shards([destination]))
+        route = self._routes[destination]
+        for bucket in route.buckets:
+            self._run(bucket, route.sources, route.targets)
 
-    def _plan(self, sources: Mapping[str, LocatedShard], targets: Mapping[str, LocatedShard]) -> list[list[Transfer]]:
+    def _plan(self, sources: Mapping[str, LocatedShard], targets: Mapping[str, LocatedShard]) -> Route:
         rank, mine = dist.get_rank(), [[located.shard for located in side.values()] for side in (sources, targets)]
         sides = ([shard for part in side for shard in part] for side in zip(*self._gather(mine)))
         has, wants = map(WeightHolders.of_shards, sides)
         buckets = in_buckets(plan_moves(has, wants, self._ranks_per_node), self._bucket_bytes)
-        return [[transfer for transfer in bucket if rank in (transfer.source, transfer.target)] for bucket in buckets]
+        own = [[transfer for transfer in bucket if rank in (transfer.source, transfer.target)] for bucket in buckets]
+        return Route(sources, targets, own)
 
     def _run(
         self, bucket: Sequence[Transfer], sources: Mapping[str, LocatedShard], targets: Mapping[str, LocatedShard]

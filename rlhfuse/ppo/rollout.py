@@ -65,7 +65,13 @@ class Rollout:
     ) -> Rollout:
         """A copy that gained what is given; None leaves a field as it is."""
         given = {"ref_logprobs": ref_logprobs, "values": values, "score": score}
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        return replace(self, **given) if given else self
+
+    def scores_alone(self) -> tuple[Any, ...]:
+        """What `with_scores` takes, of a copy that another rank has; as arrays of numpy, see `__reduce__`."""
+        values = self.ref_logprobs, self.values, self.score
+        return tuple(value.numpy() if isinstance(value, Tensor) else value for value in values)
 
     def to_bytes(self) -> bytes:
         """Bit for bit: a line of JSON, then the float32 numbers of the arrays that it names."""

@@ -1,6 +1,6 @@
 """What ranks measure in an iteration, and the line of metrics.jsonl that is made of it.
 
-Every rank fills a `PhaseTimer` and sends its `IterationStats` to all; metrics have the names that dashboards of RLHF
+Every rank fills a `PhaseTimer` and sends its `IterationStats` to rank 0; metrics have the names that dashboards of RLHF
 runs know. Nothing here decides anything.
 """
 

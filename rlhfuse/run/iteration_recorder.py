@@ -17,7 +17,7 @@ from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import Span
-from rlhfuse.parallel.collectives import all_gather_objects
+from rlhfuse.parallel.collectives import gather_on_rank_0
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch, given
 from rlhfuse.run.iteration_metrics import (
@@ -92,19 +92,22 @@ class IterationRecorder:
             self._closed += seconds
 
     def finish(self, done: IterationResult) -> IterationRecord:
-        """Exchange what the ranks measured; a collective."""
-        ranks = all_gather_objects(IterationStats.of(done.minibatches, done.timer, done.peak_bytes))
+        """Tell rank 0 what the ranks measured, which records it; the others' records are empty. A collective."""
+        ranks = gather_on_rank_0(IterationStats.of(done.minibatches, done.timer, done.peak_bytes))
         number = done.timer.iteration
+        if ranks is None:
+            self._threshold.observe(number, done.report, done.batch)
+            return IterationRecord({}, [], [])
         metrics = {"iteration": number, **rollout_metrics(done.batch, done.algorithm)}
         metrics |= self._metrics(done, ranks)
         ended = wall_seconds()
         metrics |= speed_metrics(done.batch, ended - done.timer.begin)
         metrics |= mfu_metrics(self._flops(done.batch), metrics, self._inputs.world_size, self._peak_flops)
         message = self._threshold.observe(number, done.report, done.batch)
-        if message and self._rank == 0:
+        if message:
             print(message, flush=True)
         self._recorded += 1
-        if self._recorded == ADVISED_AFTER and self._rank == 0:
+        if self._recorded == ADVISED_AFTER:
             print(layout_advice(self._inputs.draft, done.report.observations, done.batch, metrics), flush=True)
         steps = decode_observations(done.report.observations["decode"])
         metrics |= speculation_metrics(steps, self._threshold.plain_decode())

@@ -124,16 +124,18 @@ def compile_at_first_use(inputs: RunInputs, rank: int, device: Device, progress:
 
     One rank does it for its host, and what plans need the one that plans; then all can load them.
     """
-    dtype, engine = getattr(torch, inputs.config.trainer.dtype), not device.is_cuda and local_rank() == 0
+    dtype, first = getattr(torch, inputs.config.trainer.dtype), not device.is_cuda and local_rank() == 0
     progress("compiling kernels")
-    groups = kernel_groups(dtype) if engine else []
+    groups = kernel_groups(dtype) if first else []
     if rank == 0:
         groups += [simulation.kernel_group(), *(() if inputs.draft.training.given else (kernel_group(),))]
     compile_apart(groups, progress)
-    if engine:
+    if first:
         compile_kernels(dtype)
     if not device.is_cuda:
         dist.barrier()
+        if not first:  # loaded here, or every rank's first generation would wait for this one's
+            compile_kernels(dtype)
         check_arithmetic(inputs.draft)
 
 

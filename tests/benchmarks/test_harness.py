@@ -73,6 +73,8 @@ def test_other_programs_are_seen(tmp_path, monkeypatch, capsys):
 def test_what_is_missing_is_refused(tmp_path):
     with pytest.raises(InputError, match="--sizes 1:1,3:1: '3:1' is unknown; give some of 1:1, 2:1"):
         harness.named("--sizes", "1:1,3:1", {"1:1": 1, "2:1": 2})
+    with pytest.raises(InputError, match="--trl-python nowhere is not there; run benchmarks/setup_peers.sh trl"):
+        harness.peer_python("--trl-python", "nowhere", "trl")
     with pytest.raises(InputError, match="folder .*nowhere is not there"):
         measured(tmp_path / "nowhere")
 

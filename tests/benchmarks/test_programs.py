@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import shlex
 
 import pytest
@@ -11,7 +12,7 @@ from testkit.programs import call_main
 
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
-INNER = ("planner_speed_search",)  # started by others
+INNER = ("end_to_end_trl", "planner_speed_search")  # started by others
 MAINS = [file.stem for file in sorted(BENCHMARKS.glob("*.py")) if "def main(" in file.read_text()]
 TAIL = (2, 3, 2, 4, 2, 3, 40, 2, 5, 2, 3, 2) * 4  # output tokens of the trace's requests
 
@@ -69,12 +70,16 @@ def test_quick_run(measured, program, arguments, figures, trace):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("program", ["learning.py", "speculation.py"])
+@pytest.mark.parametrize("program", ["learning.py", "end_to_end.py", "speculation.py"])
 def test_quick_run_on_the_story_model(measured, program):
     shared_data("stories260K-hf")
     pytest.importorskip("vaderSentiment", reason="the sentiment reward needs the vaderSentiment package")
     words = ["--seeds", "1", "--tasks", "grpo,ppo"] if program == "learning.py" else ["--threads", "1"]
-    assert {"reached", "guess"} & set(measured(program, *words)["figures"])
+    if program == "end_to_end.py":
+        if not (python := os.environ.get("RLHFUSE_TRL_PYTHON")):
+            pytest.skip("RLHFUSE_TRL_PYTHON names no Python of an environment with TRL")
+        words = ["--trl-python", python]
+    assert {"reached", "ratio", "guess"} & set(measured(program, *words)["figures"])
 
 
 @pytest.mark.slow

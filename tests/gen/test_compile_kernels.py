@@ -36,6 +36,24 @@ def test_nothing_is_left_to_compile(programs, dtype):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_an_engine_of_a_folder_is_warm(programs):
+    """Its first request finds every kernel loaded, and a cache and guesses that know nothing."""
+    code = """
+from rlhfuse.gen.cpu.sampling import draw_rows
+from rlhfuse.gen.engine import Engine, SamplingParams
+from rlhfuse.gen.speculation.ngrams import count, propose
+from rlhfuse.models.layers.decode_layer_cpu import multiply_to_rows
+
+engine = Engine.from_pretrained("examples/tiny/actor")
+assert all(kernel.signatures for kernel in (multiply_to_rows, draw_rows, count, propose))
+engine.add(0, [0] * 40, SamplingParams(max_tokens=1))
+engine.step()
+assert engine.last_step.reused_tokens == 0 and not engine.loop.guesser._used.any()
+"""
+    done = programs.python("-c", code)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def launch_all() -> None:
     """Mixed steps and decode steps of 5, 4, 2 and 1 rows: nothing runs, so each sample is as long as it may be."""
     import torch

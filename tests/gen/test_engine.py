@@ -1,5 +1,6 @@
 """The engine's contract: ends, weights and memory that come and go, and the same bits however it comes to a sample."""
 
+import math
 import weakref
 from dataclasses import replace
 
@@ -88,6 +89,14 @@ def test_loaded_weights_give_the_new_models_tokens_and_are_read_in_place(options
     new = engine.generate([prompt], GREEDY)
     fresh = engine_of(weights=values, **options).generate([prompt], GREEDY)
     assert new == in_place.generate([prompt], GREEDY) == fresh != old and engine.scheduler.reused_tokens == 0
+
+
+def test_greedy_samples_are_spared_log_probabilities_that_nobody_asked_for():
+    engine = engine_of()
+    asked, other = engine.generate(PROMPTS[:2], [GREEDY, replace(GREEDY, temperature=1.0)])
+    spared, same = engine.generate(PROMPTS[:2], [replace(GREEDY, logprobs=False), replace(GREEDY, temperature=1.0)])
+    assert spared.tokens == asked.tokens and all(map(math.isnan, spared.logprobs)) and same == other
+    assert not any(map(math.isnan, asked.logprobs))
 
 
 def test_greedy_takes_top_k_and_top_p_and_they_change_nothing():

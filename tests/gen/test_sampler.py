@@ -1,6 +1,7 @@
 """Draws follow the distribution and depend on nothing else."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -78,6 +79,19 @@ def test_a_row_does_not_depend_on_the_others(seed, vocab, rows):
     for i in range(rows):
         alone = draw_tokens(logits[i : i + 1], draw_batch([options[i]], first_position=i))
         assert alone == ([together.tokens[i]], [together.logprobs[i]])
+
+
+def test_log_probabilities_that_nobody_asked_for_change_no_draw():
+    """Only greedy rows go without them; a number that is not finite is found all the same."""
+    logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(0))
+    logits[1, [5, 70, 299]] = 9.0  # the first of equal ones
+    logits[2, 299] = 9.0  # behind the last whole chunk
+    logits[3, 170], logits[4, 3], logits[5] = math.nan, math.inf, -math.inf
+    batch = draw_batch([dict(temperature=0.0)] * 6 + [{}])
+    asked, unasked = draw_tokens(logits, batch), draw_tokens(logits, replace(batch, asked=np.zeros(7, np.bool_)))
+    assert asked.tokens == unasked.tokens and asked.tokens[1:6] == [5, 299, -1, -1, -1]
+    assert asked.tokens[0] == int(logits[0].argmax()) and np.isnan(unasked.logprobs[:6]).all()
+    assert np.isfinite(asked.logprobs[:3]).all() and unasked.logprobs[6] == asked.logprobs[6]
 
 
 def test_several_threads_give_the_same_bits():

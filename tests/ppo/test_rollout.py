@@ -45,7 +45,8 @@ def test_sent_bit_for_bit(sample_id, logprobs, reason, parts):
     array = torch.tensor(logprobs, dtype=torch.float32)
     rollout = Rollout(sample_id, (5, 2**31 - 1), tuple(range(len(array))), array, reason)
     scored = rollout.with_scores(array if parts[0] else None, -array if parts[1] else None, 0.1 if parts[2] else None)
-    for back in (pickle.loads(pickle.dumps(scored)), Rollout.from_bytes(scored.to_bytes())):
+    alone = rollout.with_scores(*pickle.loads(pickle.dumps(scored.scores_alone())))
+    for back in (pickle.loads(pickle.dumps(scored)), Rollout.from_bytes(scored.to_bytes()), alone):
         for field in dataclasses.fields(Rollout):
             a, b = getattr(scored, field.name), getattr(back, field.name)
             same = a is b or (a.numpy().tobytes() == b.numpy().tobytes() if isinstance(a, torch.Tensor) else a == b)

@@ -30,6 +30,7 @@ EXPECTED_SKIPS = (
     r"no browser: none of .* is installed",
     r"triton .* is installed: the tests of each kernel compile with it",
     r"could not import 'flashinfer'",
+    "RLHFUSE_TRL_PYTHON names no Python of an environment with TRL",
 )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -176,7 +176,7 @@ class GenInferIteration:
         return queue.pull(self._finished, self._tail_samples, len(self._requests))
 
     def _gather(self, scored: list[Rollout]) -> GenInferReport:
-        """Every rank gets every scored sample, and the sums of what happened."""
+        """Every rank gets every scored sample, the scores alone where it has the rest, and sums of what happened."""
         rewarder, scored_at = self._stage.rewarder, wall_seconds()
         if rewarder and self._decoders.is_leader:
             self._stage.progress("inference: waiting for the reward function")
@@ -188,8 +188,15 @@ class GenInferIteration:
             wall_seconds() - self._begin,
         )
         self._stage.progress(Waiting("inter-stage: gathering scored samples"))
-        report = summarize(all_gather_objects(self._events))
-        rollouts = [rollout for part in all_gather_objects(scored) for rollout in part]
+        known = {rollout.sample_id: rollout for rollout in self._finished}
+        own = [(r.sample_id, r.scores_alone()) if r.sample_id in known else r for r in scored]
+        everyone = all_gather_objects((replace(self._events, spans=[]), own))
+        report = summarize([events for events, _ in everyone])
+        rollouts = [
+            one if isinstance(one, Rollout) else known[one[0]].with_scores(*one[1])
+            for _, part in everyone
+            for one in part
+        ]
         report.rollouts = sorted(rollouts, key=lambda r: r.sample_id)
         given = report.function_scores
         if rewarder and (missing := [r.sample_id for r in report.rollouts if r.sample_id not in given]):

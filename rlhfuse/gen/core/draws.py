@@ -35,4 +35,5 @@ class DrawBatch:
     top_ks: np.ndarray  # [R] int64, 0 = off
     top_ps: np.ndarray  # [R] float64, 1 = off
     banned: np.ndarray  # [R, B] int64, unused columns -1, behind the used ones
+    asked: np.ndarray | None = None  # [R] bool: whose log-probability somebody reads; None: all
     guesses: np.ndarray | None = None  # [R] int64: the next row counts if this is drawn; -1: it is another sample's

@@ -38,6 +38,7 @@ class RunningTable:
         self.temperatures = np.zeros(rows, np.float32)
         self.top_ks = np.zeros(rows, np.int64)
         self.top_ps = np.zeros(rows, np.float64)
+        self.asked = np.zeros(rows, np.bool_)  # for log-probabilities
         self.least_totals = np.zeros(rows, np.int64)  # total tokens before which no end token may be drawn
         self._free = list(range(rows - 1, -1, -1))
 
@@ -49,6 +50,7 @@ class RunningTable:
         self.temperatures[row] = params.temperature
         self.top_ks[row] = params.top_k
         self.top_ps[row] = params.top_p
+        self.asked[row] = params.logprobs
         self.least_totals[row] = len(seq.prompt) + params.min_tokens
         self.blocks[row] = 0
         self.copy_blocks(row, seq.block_table, 0)
@@ -91,21 +93,22 @@ class ForwardBatch:
 
     @staticmethod
     def of(scheduled: list[ScheduledSequence], table: RunningTable, block_tokens: int) -> ForwardBatch:
+        sequences, counts, draws, guesses = zip(*scheduled)
         tokens: list[int] = []
-        for seq, count, draws, guesses in scheduled:
-            if count == 1 and draws and seq.tokens:
-                tokens += (seq.tokens[-1], *guesses)
+        for seq, count, drawing, guessed in scheduled:
+            if count == 1 and drawing and seq.tokens:
+                tokens.append(seq.tokens[-1])
+                tokens += guessed
             else:
                 tokens += seq.slice(seq.computed_tokens, seq.computed_tokens + count)
-        guessed = np.array([len(guesses) for _, _, _, guesses in scheduled])
-        counts = np.array([count for _, count, _, _ in scheduled]) + guessed
-        contexts = np.array([seq.computed_tokens for seq, _, _, _ in scheduled]) + counts
-        rows = np.array([seq.row for seq, _, _, _ in scheduled])
-        draws = np.array([draws for _, _, draws, _ in scheduled])
-        ends, verifies = counts.cumsum(), bool(guessed.any())
-        if ends[-1] == len(scheduled):  # one token each: the usual step
-            positions, token_rows = contexts - 1, rows
+        computed, rows = np.array([seq.computed_tokens for seq in sequences]), np.array([seq.row for seq in sequences])
+        verifies = any(guesses)
+        if len(tokens) == len(scheduled):  # one token each: the usual step
+            ends, contexts = np.arange(1, len(tokens) + 1), computed + 1
+            positions, token_rows = computed, rows
         else:
+            counts = np.array(counts) + np.array([len(guessed) for guessed in guesses])
+            ends, contexts = counts.cumsum(), computed + counts
             positions = np.arange(ends[-1]) + np.repeat(contexts - ends, counts)
             token_rows = np.repeat(rows, counts)
         numbers, offsets = np.divmod(positions, block_tokens)
@@ -116,6 +119,6 @@ class ForwardBatch:
             query_starts=np.concatenate(([0], ends)),
             contexts=contexts,
             tables=table.blocks[rows, : int(numbers.max()) + 1],
-            draw_rows=np.arange(ends[-1]) if verifies else ends[draws] - 1,  # guesses run where all sequences decode
-            guesses=np.array([g for *_, guesses in scheduled for g in (*guesses, -1)]) if verifies else None,
+            draw_rows=np.arange(ends[-1]) if verifies else ends[np.array(draws)] - 1,  # guesses run where all decode
+            guesses=np.array([g for guessed in guesses for g in (*guessed, -1)]) if verifies else None,
         )

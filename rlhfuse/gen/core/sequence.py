@@ -34,6 +34,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # texts that end the response; they are part of it
     seed: int = 0
     ignore_eos: bool = False  # the model's own end tokens do not end the response
+    # False: nobody reads them, and a greedy sample's may be NaN. Draws are the same: it is in no digest of requests.
+    logprobs: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
         stop_ids = (self.stop_token_ids,) if isinstance(self.stop_token_ids, int) else tuple(self.stop_token_ids)
@@ -61,6 +63,8 @@ class SamplingParams:
 @dataclass(frozen=True)
 class GenerationResult:
     """A finished sample. `logprobs[i]` belongs to `tokens[i]`: after temperature, before top-k and top-p.
+
+    They are NaN where a greedy sample's were not asked for.
 
     `finish_reason` is "stop" (an end token or stop text, part of `tokens`), "length", or "error" (the model gave
     numbers that are not finite; `tokens` holds what was drawn before).

@@ -179,7 +179,8 @@ class _Step:
         return forward.parallel.gather(torch.from_numpy(out))[:, : forward.spec.vocab]
 
     def _sum(self, panels: np.ndarray) -> None:
-        self.forward.parallel.sum(torch.from_numpy(panels))
+        if self.forward.parallel.size > 1:
+            self.forward.parallel.sum(torch.from_numpy(panels))
 
 
 def as_array(weight: Tensor) -> np.ndarray:

@@ -76,15 +76,18 @@ def _chunks(row):
 
 @njit
 def _highest(row):
-    """max(row); a NaN is passed over, the sum of exponentials finds it."""
+    """max(row), or NaN if the row holds one."""
     lanes = np.full(CHUNK, -np.inf, np.float32)
     chunks, rest = _chunks(row)
     for c in range(chunks.shape[0]):
         for j in range(CHUNK):
-            lanes[j] = chunks[c, j] if chunks[c, j] > lanes[j] else lanes[j]
+            lanes[j] = chunks[c, j] if chunks[c, j] > lanes[j] or chunks[c, j] != chunks[c, j] else lanes[j]
     for j in range(rest.shape[0]):
-        lanes[j] = rest[j] if rest[j] > lanes[j] else lanes[j]
-    return lanes.max()
+        lanes[j] = rest[j] if rest[j] > lanes[j] or rest[j] != rest[j] else lanes[j]
+    highest = lanes[0]
+    for j in range(1, CHUNK):
+        highest = lanes[j] if lanes[j] > highest or lanes[j] != lanes[j] else highest
+    return highest
 
 
 @njit
@@ -155,10 +158,26 @@ def _sampled_token(row, weights, highest, key0, key1, temperature, cutoff):
 
 
 @njit
+def _first(row, value, start):
+    """Where `value` first stands in a row, counted from `start`; -1 if it is minus infinity."""
+    for j in range(row.shape[0]):
+        if row[j] == value > -np.inf:
+            return start + j
+    return -1
+
+
+@njit
 def _greedy_token(row):
-    """The highest logit's token, the first of equal ones; -1 if all are minus infinity."""
-    token = np.argmax(row)
-    return token if row[token] > -np.inf else -1
+    """The highest logit's token, the first of equal ones; -1 if all are minus infinity. The row holds no NaN."""
+    highest = _highest(row)
+    chunks, rest = _chunks(row)
+    for c in range(chunks.shape[0]):
+        found = np.int32(0)
+        for j in range(CHUNK):
+            found += np.int32(chunks[c, j] == highest)
+        if found:
+            return _first(chunks[c], highest, c * CHUNK)
+    return _first(rest, highest, row.shape[0] - rest.shape[0])
 
 
 @njit
@@ -236,14 +255,18 @@ def row_cutoff(row, temperature, top_k, top_p):
 
 
 @njit(inline="never")
-def _draw_row(row, key0, key1, temperature, top_k, top_p, banned):
-    """(token, log-probability) of one row; (-1, NaN) if it holds a number that is not finite."""
-    weights = np.empty(row.shape[0], np.float32)
+def _draw_row(row, key0, key1, temperature, top_k, top_p, banned, asked):
+    """(token, log-probability) of one row; (-1, NaN) if it holds a number that is not finite.
+
+    The log-probability of a greedy row that is not `asked` for is NaN: its exponentials are not taken.
+    """
     unit = temperature if temperature > 0 else F32(1.0)
-    highest = _highest(row) / unit
-    log_total = np.log(_partition(row, unit, highest, weights))
-    if not (np.isfinite(highest) and np.isfinite(log_total)):
+    highest, log_total = _highest(row) / unit, np.nan
+    if not np.isfinite(highest):
         return -1, F32(np.nan)
+    weights = np.empty(row.shape[0] if asked or temperature > 0 else 0, np.float32)
+    if weights.shape[0]:
+        log_total = np.log(_partition(row, unit, highest, weights))
     allowed = row
     if banned.shape[0] and banned.max() >= 0:
         allowed = row.copy()
@@ -263,12 +286,13 @@ def _draw_row(row, key0, key1, temperature, top_k, top_p, banned):
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def draw_rows(logits, keys, temperatures, top_ks, top_ps, banned, starts, guesses):
+def draw_rows(logits, keys, temperatures, top_ks, top_ps, banned, asked, starts, guesses):
     """Tokens [R] int64 (-1: not finite; -2: not drawn) and their log-probabilities [R] float32.
 
     logits [R or more, vocab] float32; keys [R, 2] uint32; temperatures [R] float32; top_ks [R] int64, 0 = off;
-    top_ps [R] float64, 1 = off; banned [R, B] int64, unused columns -1. Row starts[i] begins the i-th run, which is
-    drawn up to the first token that is not the guess [R] of its row. Runs are shared out among threads.
+    top_ps [R] float64, 1 = off; banned [R, B] int64, unused columns -1; asked [R] bool: for log-probabilities. Row
+    starts[i] begins the i-th run, which is drawn up to the first token that is not the guess [R] of its row. Runs are
+    shared out among threads.
     """
     rows, runs = keys.shape[0], starts.shape[0]
     tokens, logprobs = np.full(rows, -2, np.int64), np.full(rows, np.nan, np.float32)
@@ -276,7 +300,7 @@ def draw_rows(logits, keys, temperatures, top_ks, top_ps, banned, starts, guesse
         end = starts[i + 1] if i + 1 < runs else rows
         for r in range(starts[i], end):
             tokens[r], logprobs[r] = _draw_row(
-                logits[r], keys[r, 0], keys[r, 1], temperatures[r], top_ks[r], top_ps[r], banned[r]
+                logits[r], keys[r, 0], keys[r, 1], temperatures[r], top_ks[r], top_ps[r], banned[r], asked[r]
             )
             if tokens[r] != guesses[r]:
                 break
@@ -296,7 +320,11 @@ def draw_logits(logits: Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.ndarra
     share_threads()
     # Rows of a wider buffer are copied: the kernel is compiled for rows without gaps, which it reads several times.
     rows = np.ascontiguousarray(logits.numpy())
-    guesses = np.full(len(batch.keys), -1) if batch.guesses is None else batch.guesses
-    starts = np.flatnonzero(np.concatenate(([True], guesses[:-1] < 0)))
-    parameters = batch.temperatures, batch.top_ks, batch.top_ps, batch.banned
+    guesses, starts = batch.guesses, np.arange(len(batch.keys))
+    if guesses is None:
+        guesses = np.full(len(batch.keys), -1)
+    else:
+        starts = np.flatnonzero(np.concatenate(([True], guesses[:-1] < 0)))
+    asked = np.ones(len(batch.keys), np.bool_) if batch.asked is None else batch.asked
+    parameters = batch.temperatures, batch.top_ks, batch.top_ps, batch.banned, asked
     return draw_rows(rows, batch.keys, *parameters, starts, guesses)

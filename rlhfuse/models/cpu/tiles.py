@@ -193,8 +193,9 @@ def share_threads() -> int:
     numba's OpenMP pool sets the thread count of the whole process when it starts: torch's is put back.
     """
     count = torch.get_num_threads()
-    most = numba.config.NUMBA_NUM_THREADS  # pyright: ignore  numba sets its members at import
-    numba.set_num_threads(min(count, most))
+    threads = min(count, numba.config.NUMBA_NUM_THREADS)  # pyright: ignore  numba sets its members at import
+    if numba.get_num_threads() != threads:
+        numba.set_num_threads(threads)
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
-    return numba.get_num_threads()
+    return threads

@@ -35,7 +35,8 @@ def draw(logits: torch.Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.ndarray
 def draw_on_cpu(logits: torch.Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.ndarray]:
     arrays = batch.keys, batch.temperatures, batch.top_ks, batch.top_ps, batch.banned
     rows = np.arange(len(batch.keys))
-    return cpu.draw_rows(np.ascontiguousarray(logits.float().numpy()), *arrays, rows, np.full(len(rows), -1))
+    asked = np.ones(len(rows), np.bool_)
+    return cpu.draw_rows(np.ascontiguousarray(logits.float().numpy()), *arrays, asked, rows, np.full(len(rows), -1))
 
 
 def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:

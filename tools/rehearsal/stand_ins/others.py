@@ -64,7 +64,6 @@ class OtherRanks:
         self._late: list[UnfinishedSample] = []  # at the barrier, of all instances
         self._answers: dict[int, deque[bytes]] = {}  # of destinations that this rank sends to
         self._tickets = self._taken = 0
-        self._gathering = False  # between the barrier and the end of inference
         inter_stage.IterationStore = lambda *_: self  # type: ignore[assignment,misc]
         inter_stage.StoreReporter = lambda _: Reporter(self)  # type: ignore[assignment,misc]
         inter_stage.ScoringQueue = SomePacks  # type: ignore[misc]
@@ -91,23 +90,21 @@ class OtherRanks:
     def _gather(self, gathered: list[Any], value: Any, group: Any = None) -> None:
         """In the place of torch's all_gather_object: others say what this rank says, but for what is theirs."""
         rows: list[Any] = [value] * len(gathered)
-        if isinstance(value, tuple):
-            rows = self._at_barrier(value, len(gathered))
-        elif isinstance(value, RankEvents):
-            known = {request.sample_id: 0.5 for part in self._batch.requests for request in part}
-            scores = known if self._samples.config.reward.function else {}
-            rows = [RankEvents(self._rank, False, plan=value.plan, function_scores=scores) for _ in rows]
-        elif isinstance(value, list) and self._gathering:
-            rows, self._gathering = [[] for _ in rows], False
-            here = {rollout.sample_id for rollout in value}
+        if isinstance(value, tuple) and isinstance(value[0], RankEvents):
+            events, scored = value
             ids = [request.sample_id for part in self._batch.requests for request in part]
-            rows[self._rank - 1] = [self._samples.rollout(sample) for sample in ids if sample not in here]
+            scores = dict.fromkeys(ids, 0.5) if self._samples.config.reward.function else {}
+            rows = [(RankEvents(self._rank, False, plan=events.plan, function_scores=scores), []) for _ in rows]
+            here = {one.sample_id if isinstance(one, Rollout) else one[0] for one in scored}
+            rows[self._rank - 1][1].extend(self._samples.rollout(sample) for sample in ids if sample not in here)
+        elif isinstance(value, tuple):
+            rows = self._at_barrier(value, len(gathered))
         if group is None:
             rows[self._rank] = value
         gathered[:] = rows
 
     def _at_barrier(self, mine: tuple[list[UnfinishedSample], int, list[Rollout]], size: int) -> list[Any]:
-        self._gathering, batch = True, self._batch
+        batch = self._batch
         rows: list[Any] = [([], 0, []) for _ in range(size)]
         for instance, ranks in enumerate(self._placement.instances):
             done, late = self._cut(instance)

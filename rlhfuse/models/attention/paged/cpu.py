@@ -241,14 +241,18 @@ class Queries(NamedTuple):
     @staticmethod
     def of(query_starts: np.ndarray, contexts: np.ndarray, groups: int, threads: int) -> Queries:
         """Sequence s owns queries query_starts[s]:query_starts[s + 1], the last of them at contexts[s] - 1."""
-        counts, total = np.diff(query_starts), int(query_starts[-1])
-        sequences = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(total) + np.repeat(contexts - query_starts[1:], counts)
-        runs = query_starts  # of decoding sequences: one query each
-        if total > len(counts):
+        total = int(query_starts[-1])
+        if total == len(contexts):  # all decode: one query each
+            sequences, positions, runs = np.arange(total), contexts - 1, query_starts
+        else:
+            counts = np.diff(query_starts)
+            sequences = np.repeat(np.arange(len(counts)), counts)
+            positions = np.arange(total) + np.repeat(contexts - query_starts[1:], counts)
             parts = -(-counts // RUN)
             order = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
             runs = np.append(np.repeat(query_starts[:-1], parts) + RUN * order, total)
+        if threads == 1:
+            return Queries(sequences, positions, runs, np.array([0, (len(runs) - 1) * groups]))
         cost = np.cumsum(np.repeat((positions[runs[:-1]] + LANES) * np.diff(runs), groups))
         inner = np.searchsorted(cost, cost[-1] * np.arange(1, threads) / threads)
         return Queries(sequences, positions, runs, np.concatenate(([0], inner, [len(cost)])))
