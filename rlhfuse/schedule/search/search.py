@@ -100,14 +100,15 @@ def search(
     start: Schedule | None = None,
     comm: Any = None,
     observer: SearchObserver | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Schedule, SearchReport]:
     """Search until a proved optimum, the time limit or the number of moves.
 
     `start` is a schedule to improve on, `comm` an mpi4py communicator. All ranks return the same schedule, never slower
     than greedy unless greedy breaks the memory cap. KeyboardInterrupt passes through. Raises InputError on a cap that
-    no schedule meets and as `Objective` does.
+    no schedule meets and as `Objective` does. All seconds are those of `clock`.
     """
-    observer, budget = observer or SearchObserver(), _Budget(settings)
+    observer, budget = observer or SearchObserver(), _Budget(settings, clock)
     rank, ranks = (comm.Get_rank(), comm.Get_size()) if comm is not None else (0, 1)
     with in_turn(comm):
         waited = budget.seconds()
@@ -224,8 +225,8 @@ class _SearchState:
 class _Budget:
     """How much this rank has used, in seconds or moves, and how many moves its next round has."""
 
-    def __init__(self, settings: SearchSettings) -> None:
-        self.started = time.monotonic()
+    def __init__(self, settings: SearchSettings, clock: Callable[[], float]) -> None:
+        self.clock, self.started = clock, clock()
         self.settings = settings
         self.moves = 0
         self.pace = 1  # of the first round, which makes the worker's own starts
@@ -234,7 +235,7 @@ class _Budget:
         self.uncounted = 0.0  # before the search: kernels are compiled on a machine's first use, in turn on a host
 
     def seconds(self) -> float:
-        return time.monotonic() - self.started
+        return self.clock() - self.started
 
     def share(self) -> float:
         """Share of the budget that is used; 1 when it is spent."""
