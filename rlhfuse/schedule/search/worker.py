@@ -18,10 +18,10 @@ from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import greedy, one_at_a_time, serial_1f1b
 from rlhfuse.schedule.search.annealing_run import AnnealingRun
 from rlhfuse.schedule.search.capped_run import CappedRun
-from rlhfuse.schedule.search.dispatch import Dispatcher, tuned_starts
+from rlhfuse.schedule.search.dispatch import Dispatcher, list_operations, tuned_starts
 from rlhfuse.schedule.search.folding import Unfolder, folded_problem
 from rlhfuse.schedule.search.solution import Incumbent, Objective, Round, Solution, fits, solution_of
-from rlhfuse.schedule.search.steady_state import SteadyStateExtender, coarser_problem, order_by_aim
+from rlhfuse.schedule.search.steady_state import SteadyStateExtender, coarser_problem
 
 FOLDED_OPERATIONS = 4096  # of a level: one with more, and none of fewer units below it, is folded
 NEARER = 0.5  # times the time that the next level may gain: so near its target a solution is worth extending
@@ -185,7 +185,7 @@ def load_kernels() -> None:
 
 def kernel_group() -> KernelGroup:
     """Those of a search, for a process of their own."""
-    return KernelGroup((contradiction, order_by_aim), "rlhfuse.schedule.search.worker")
+    return KernelGroup((contradiction, list_operations), "rlhfuse.schedule.search.worker")
 
 
 if __name__ == "__main__":
