@@ -33,6 +33,7 @@ from rlhfuse.schedule.ir.evaluate import tidy
 from rlhfuse.schedule.ir.problem import FusionProblem, load_problem
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import check_caps
+from rlhfuse.schedule.search.library import Library
 from rlhfuse.schedule.search.mpi import world_communicator
 from rlhfuse.schedule.search.search import SearchObserver, SearchReport, SearchSettings, search
 from rlhfuse.schedule.search.solution import OBJECTIVES, Objective
@@ -110,6 +111,7 @@ def run_search(task: Task, comm: Any, signals: StopSignals) -> int:
     if comm is None or comm.Get_rank() == 0:
         output.result.improved(schedule, report)
         output.result.write(at_once=True, last=True)
+        Library.at(task.arguments.library).keep(schedule)
         print(describe(report), flush=True)
         if report.signal:
             print(
@@ -158,6 +160,12 @@ def parse_arguments() -> argparse.Namespace:
         help="with --objective memory: any makespan up to X is fast enough, least peak memory of those",
     )
     parser.add_argument("--memory-cap", type=float, metavar="X", help="replaces the problem's memory_cap on every node")
+    parser.add_argument(
+        "--library",
+        default="auto",
+        metavar="FOLDER",
+        help="of the best schedules found, with which searches with a time limit begin; '' for none [~/.cache/rlhfuse]",
+    )
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--force", action="store_true", help="replace an existing output file")
     existing.add_argument(
@@ -183,10 +191,10 @@ def read_task(arguments: argparse.Namespace) -> Task:
     )
     check_output(Path(arguments.out), arguments)
     if not arguments.resume:
-        return Task(arguments, problem, settings, None, EarlierRuns())
+        return Task(arguments, problem, settings, known_schedule(arguments, problem), EarlierRuns())
     if not Path(arguments.out).exists():
         print(f"{arguments.out} is not there yet: starting afresh", file=sys.stderr)
-        return Task(arguments, problem, settings, None, EarlierRuns())
+        return Task(arguments, problem, settings, known_schedule(arguments, problem), EarlierRuns())
     start = load_schedule(arguments.out, expect=problem)
     earlier = EarlierRuns.read(read_json(arguments.out), arguments.out)
     print(f"going on from {arguments.out}, after {earlier.seconds:.1f} s and {earlier.moves:,} moves", file=sys.stderr)
@@ -195,6 +203,16 @@ def read_task(arguments: argparse.Namespace) -> Task:
         print(f"{arguments.out} was made for {other}; its order is priced again", file=sys.stderr)
         earlier = earlier.model_copy(update={"first_bound_seconds": None})
     return Task(arguments, problem, settings, start, earlier)
+
+
+def known_schedule(arguments: argparse.Namespace, problem: FusionProblem) -> Schedule | None:
+    """What the library knows; a search of so many moves, which is to be the same on every machine, does not ask it."""
+    if arguments.iterations is not None:
+        return None
+    library = Library.at(arguments.library)
+    if known := library.find(problem):
+        print(f"going on from the best schedule of {library.folder}", file=sys.stderr)
+    return known
 
 
 def check_output(out: Path, arguments: argparse.Namespace) -> None:

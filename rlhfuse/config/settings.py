@@ -287,6 +287,10 @@ class FusionConfig(Settings):
     )
     schedule: PathText = key("", "schedule.json made by tools/search_schedule.py; empty = search at start")
     search_seconds: Wait = key(5.0, "time of the search at start")
+    library: PathText = key(
+        AUTO,
+        "folder of the best schedules found, with which searches begin; auto: ~/.cache/rlhfuse/schedules; empty = none",
+    )
     actor_microbatches: PositiveOrAuto = key(
         AUTO,
         "per actor pipeline and mini-batch (M1); auto: 4, or what layouts and samples allow; where a layout is auto, "

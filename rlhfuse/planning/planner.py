@@ -7,7 +7,9 @@ all others parse it onto their own draft. The programs that run are lowered once
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.costs.machine import ranks_on_machine
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
@@ -27,19 +29,25 @@ from rlhfuse.planning.training.stage_cuts import stage_balances
 from rlhfuse.planning.training.training_orders import other_promises
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.evaluate import evaluate, idle_share
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import serial_makespan
+from rlhfuse.schedule.search.library import Library
 from rlhfuse.schedule.search.search import SearchSettings, search
+from rlhfuse.schedule.search.solution import Incumbent
 from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 
 
-def make_plan(draft: PlanDraft) -> RunPlan:
-    """Decide what is left to decide. Raises ScheduleError where the schedule could hang or passes the memory cap."""
-    schedule, source = draft.training.given or _search(draft)
+def make_plan(draft: PlanDraft, kept: Path | None = None) -> RunPlan:
+    """Decide what is left to decide; `kept`: schedule.json of the run that is resumed.
+
+    Raises ScheduleError where the schedule could hang or passes the memory cap.
+    """
+    schedule, source = draft.training.given or (kept and _kept(draft, kept)) or _search(draft)
     return _run_plan(draft, schedule, _report(draft, schedule, source))
 
 
@@ -57,13 +65,27 @@ def _run_plan(draft: PlanDraft, schedule: Schedule, report: PlanReport) -> RunPl
     return RunPlan(report, schedule, draft.ranks, programs, draft.costs, draft.costs_name)
 
 
+def _kept(draft: PlanDraft, file: Path) -> tuple[Schedule, str] | None:
+    """The order that the run had, unless layouts, micro-batches or memory are others now."""
+    problem = draft.training.problem
+    try:
+        schedule = Schedule(problem, load_schedule(file, expect=problem).orders)
+    except InputError:
+        return None
+    return (schedule, f"as before, from {file}") if Incumbent.of(schedule).fits() else None
+
+
 def _search(draft: PlanDraft) -> tuple[Schedule, str]:
     """A fused schedule under the draft's memory cap, and how it was found."""
     config = draft.run.config
     settings = SearchSettings(time_limit=config.fusion.search_seconds, seed=config.trainer.seed, objective="memory")
-    schedule, report = search(draft.training.problem, settings)
+    library = Library.at(config.fusion.library)
+    known = library.find(draft.training.problem)
+    schedule, report = search(draft.training.problem, settings, start=known)
+    library.keep(schedule)
     proved = "proved optimal" if report.optimal else "not proved optimal"
-    return schedule, f"annealed {report.seconds:.1f} s, {report.moves} moves, latency {proved}"
+    begun = f", from a schedule of {library.folder}" if known else ""
+    return schedule, f"annealed {report.seconds:.1f} s, {report.moves} moves{begun}, latency {proved}"
 
 
 def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
