@@ -20,6 +20,7 @@ from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import pipeline_work
 from rlhfuse.schedule.search.dispatch import KEPT, Dispatcher, Rules
 from rlhfuse.schedule.search.solution import Solution
+from rlhfuse.schedule.search.under_cap.mirror import Mirror
 
 GRID_SHARE = 0.5  # of all tries
 WINDOWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48)
@@ -40,6 +41,7 @@ class AdmissionRule(NamedTuple):
     window: np.ndarray  # int64[stages]
     reserved: int
     patience: float
+    mirrored: bool = False  # whether it makes schedules of the mirrored problem
 
 
 class AdmissionRules:
@@ -54,9 +56,12 @@ class AdmissionRules:
         self.model_of = np.array([models.index(pipeline.model) for pipeline in self.pipelines])
         self.operation_model = self.model_of[[lane.pipeline for lane in graph.lanes]][graph.lane]
         self.stage_model = self.model_of[dispatcher.stages.pipeline]
-        self.work = float(np.bincount(graph.node, graph.duration).max())
-        self.mean = float(graph.duration.mean()) / self.work
-        self.features = _features(graph, self.work)
+        self.most = np.array([pipeline.microbatches for pipeline in self.pipelines])[dispatcher.stages.pipeline]
+        work = float(np.bincount(graph.node, graph.duration).max())
+        self.mean = float(graph.duration.mean()) / work
+        self.mirror = Mirror.of(graph)
+        sides = [graph, self.mirror.dispatcher.graph] if self.mirror else [graph]
+        self.features = [_features(side, work) for side in sides]
         self.best: list[tuple[Solution, AdmissionRule]] = []  # the fastest first
 
     def search(self, tries: int, enough: float = 0.0) -> list[Solution]:
@@ -76,10 +81,11 @@ class AdmissionRules:
 
     def _try(self, rule: AdmissionRule, limit: float = math.inf) -> float:
         """Decode; the makespan, infinite above `limit`."""
-        turn = np.einsum("ij,ij->i", self.features, rule.weights[self.operation_model])
+        turn = np.einsum("ij,ij->i", self.features[rule.mirrored], rule.weights[self.operation_model])
         reserved = self.stage_model == rule.reserved
         rules = Rules(turn, self.dispatcher.any_time, rule.window, reserved, rule.patience)
-        made = self.dispatcher.dispatch(rules, limit)
+        mirror = self.mirror if rule.mirrored else None
+        made = (mirror or self.dispatcher).dispatch(rules, limit)
         if made.makespan < (self.best[-1][0].makespan if len(self.best) == KEPT else math.inf):
             if all(made.makespan != other.makespan for other, _ in self.best):
                 self.best = sorted([*self.best, (made, rule)], key=lambda entry: entry[0].makespan)[:KEPT]
@@ -88,7 +94,8 @@ class AdmissionRules:
     def _fixed(self) -> list[AdmissionRule]:
         """No windows: ranks of directions and models, and both models at one pace."""
         weights = [self._ranks(direction, way) for direction in (0, 1) for way in range(4)]
-        return [AdmissionRule(row, self.dispatcher.any_window, -1, 0.0) for row in weights]
+        mirrored = (False, True)[: len(self.features)]
+        return [AdmissionRule(row, self.dispatcher.any_window, -1, 0.0, side) for row in weights for side in mirrored]
 
     def _ranks(self, backward_first: int, way: int) -> np.ndarray:
         """Turns by model, then by direction (the larger model first, or last), the other way round, or no model."""
@@ -123,7 +130,8 @@ class AdmissionRules:
             row = np.ceil(size * behind / pipeline.stages - 1e-9) if proportional else np.minimum(size, behind)
             windows.append(np.maximum(1, row))
         window = np.concatenate(windows).astype(np.int64)
-        return AdmissionRule(self._weights(), window, self._reserved(), draw((0.0, 1.0)))
+        mirrored = self.mirror is not None and draw((True, False))
+        return AdmissionRule(self._weights(), window, self._reserved(), draw((0.0, 1.0)), mirrored)
 
     def _sizes(self, large: bool) -> list[int]:
         """Windows worth trying."""
@@ -133,8 +141,7 @@ class AdmissionRules:
         return sorted({size for size in WINDOWS if size <= top} | {top, min(pipeline.stages, top)})
 
     def _reserved(self) -> int:
-        models = len(self.dispatcher.graph.problem.models)
-        return self.random.randrange(-1, models)
+        return self.random.randrange(-1, len(self.dispatcher.graph.problem.models))
 
     def _climb(self, tries: int, enough: float) -> None:
         """Changes of one rule that are not much worse, and now and then another of the best."""
@@ -170,17 +177,13 @@ class AdmissionRules:
         low, high = sorted((self.random.randrange(stages), self.random.randrange(stages)))
         if self.random.random() < 0.3:
             low, high = 0, stages - 1
-        step, window = self.random.choice((-2, -1, -1, 1, 1, 2)), np.minimum(rule.window, self._most)
+        step, window = self.random.choice((-2, -1, -1, 1, 1, 2)), np.minimum(rule.window, self.most)
         for q, model in enumerate(self.model_of):
             if q == p or (not alone and model == self.model_of[p]):
                 first = self.dispatcher.stages.first[q]
                 some = slice(first + low, first + min(high + 1, self.pipelines[q].stages))
-                window[some] = np.clip(window[some] + step, 1, self._most[some])
+                window[some] = np.clip(window[some] + step, 1, self.most[some])
         return rule._replace(window=window)
-
-    @property
-    def _most(self) -> np.ndarray:
-        return np.array([pipeline.microbatches for pipeline in self.pipelines])[self.dispatcher.stages.pipeline]
 
     def _nudged(self, weights: np.ndarray) -> np.ndarray:
         """One of the weights changed by a little."""

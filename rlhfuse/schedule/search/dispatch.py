@@ -106,7 +106,7 @@ class Dispatcher:
 
     @property
     def capped(self) -> bool:
-        """Whether a node's cap is below what all micro-batches together hold, so that one may have to wait."""
+        """Whether any node has a cap."""
         return bool(np.isfinite(self.caps).any())
 
     def dispatch(self, rules: Rules, limit: float = math.inf, timed: bool = True) -> Solution:

@@ -64,7 +64,7 @@ def stages_of(graph: OperationGraph) -> Stages:
 
 
 def new_drain(graph: OperationGraph) -> Drain:
-    """Of a schedule that has not begun."""
+    """The drain of a schedule that has not begun."""
     claimed, free, need = np.zeros((3, graph.problem.nodes))
     return Drain(claimed, free, need, np.zeros(len(graph.problem.pipelines), np.int64))
 

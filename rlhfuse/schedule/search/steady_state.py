@@ -12,6 +12,7 @@ comes later. That gives every operation a time to aim at, and the orders follow 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -33,6 +34,9 @@ WINDOWS = (1, 2, 3, 4, 6, 8)  # units that are repeated together
 EARLY = (0.02, 0.1)  # of the makespan: how long before its aim an operation may begin, where not in order of the aims
 FEWEST_BREAKS = 8  # for every window
 FEWEST_UNITS = 4
+CAPPED_OPERATIONS, FEWEST_CAPPED_UNITS = 600, 5  # of the problem whose schedules are repeated under a cap
+CAPPED_WINDOWS = (1, 1, 2, 2, 3, 4)
+CAPPED_EARLY = (0.0, 1.0, 5.0, math.inf)  # mean times of an operation
 
 
 def units_of(problem: FusionProblem) -> int:
@@ -59,6 +63,14 @@ def coarser_problem(problem: FusionProblem) -> FusionProblem | None:
     added = latency_bound(problem) - latency_bound(small)
     exact = reaches(added, period_of(problem) * (units - half)) and reaches(period_of(problem) * (units - half), added)
     return small if exact else None
+
+
+def few_units(problem: FusionProblem) -> FusionProblem | None:
+    """The problem with so few units that a search under its cap is soon done; None where that saves nothing."""
+    units = units_of(problem)
+    operations = sum(p.stages * p.microbatches * (3 if p.split else 2) for p in problem.pipelines)
+    few = max(FEWEST_CAPPED_UNITS, CAPPED_OPERATIONS * units // operations)
+    return with_units(problem, few) if 2 * few <= units else None
 
 
 def period_of(problem: FusionProblem) -> float:
@@ -121,6 +133,30 @@ class SteadyStateExtender:
                 yield self.dispatcher.in_order(self.aim)
                 for early in EARLY:
                     yield self.dispatcher.follow(self.aim, early * solution.makespan)
+
+
+class CappedExtender(SteadyStateExtender):
+    """Repeats steady states under a memory cap, where a period may have to be longer than the busiest node's work."""
+
+    def __init__(self, small: OperationGraph, dispatcher: Dispatcher, bounds: tuple[float, float]) -> None:
+        """`bounds`: of the small problem's makespan and of the large one's."""
+        super().__init__(small, dispatcher)
+        self.bound, self.least = bounds[1], (bounds[1] - bounds[0]) / self.added
+        self.random, self.unit = random.Random(0), float(self.graph.duration.mean())
+
+    def repeat(self, solution: Solution, gap: float, decodes: int) -> Solution:
+        """The fastest of so many tries; `gap` is the share that a period may be longer than the least."""
+        state, draw = new_state(solution.sequence, 1), self.random
+        refresh(self.small.tables, state)
+        fastest = None
+        for _ in range(max(1, decodes)):
+            period = self.least * (1 + gap * draw.random() ** 2)
+            break_at, window = draw.uniform(0.1, 0.9) * solution.makespan, draw.choice(CAPPED_WINDOWS)
+            _aim(self.lanes, state.head, break_at, window, self.added, period, self.aim)
+            made = self.dispatcher.follow(self.aim, draw.choice(CAPPED_EARLY) * self.unit)
+            fastest = made if fastest is None or made.makespan < fastest.makespan else fastest
+        assert fastest is not None
+        return fastest
 
 
 class _Lanes(NamedTuple):

@@ -1,5 +1,6 @@
 """The numba list scheduler against its plain twin in builders.py, and what it keeps."""
 
+import hashlib
 import itertools
 import math
 import random
@@ -115,6 +116,14 @@ def test_tuned_starts_of_table_3(number):
         assert faster.makespan < leaner.makespan and faster.peak_memory > leaner.peak_memory
     first = dispatcher.dispatch(dispatcher.rules(LARGEST_EXTRAS[0], OTHER_EXTRAS[0], True, False))
     assert starts[0].makespan <= first.makespan and starts[0].makespan < TABLE_3[number][1]
+
+
+@pytest.mark.parametrize("number, digest", [(2, "78c37b31306c709c"), (5, "b713f5c529b26369"), (8, "5b8a48a80f2cd602")])
+def test_tuned_starts_are_the_same_to_the_operation(number, digest):
+    """Recorded when no memory cap was regarded: without one nothing changes."""
+    starts = tuned_starts(dispatcher_of(table_3(number)))
+    arrays = [np.asarray(part).tobytes() for solution in starts for part in (solution.sequence, solution[:2])]
+    assert hashlib.sha256(b"".join(arrays)).hexdigest()[:16] == digest
 
 
 def test_one_operation_each_is_enough():

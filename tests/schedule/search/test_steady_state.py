@@ -9,20 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
-from testkit.schedule_cases import TABLE_3, capped_greedy, random_problem, table_3, table_3_problem
+from testkit.schedule_cases import TABLE_3, capped_greedy, capped_halfway, random_problem, table_3, table_3_problem
 from testkit.solutions import check_found, check_solution, solution_in
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
-from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
+from rlhfuse.schedule.rules.builders import greedy, one_at_a_time, serial_1f1b
 from rlhfuse.schedule.search.dispatch import Dispatcher
 from rlhfuse.schedule.search.solution import schedule_of
 from rlhfuse.schedule.search.steady_state import (
     FEWEST_UNITS,
+    CappedExtender,
     SteadyStateExtender,
     coarser_problem,
+    few_units,
     period_of,
     units_of,
     with_units,
@@ -153,3 +155,24 @@ def test_under_caps_every_try_fits_and_the_best_of_the_better_is_taken(seed, cho
     slower = min((s[:2] for s in again if s[:2] > lifted[:2]), default=None)
     lifted, fastest, _, _ = extended(start, capped, better=lambda solution: solution[:2] > fastest[:2])
     assert (lifted[:2] if lifted else None) == slower
+
+
+@examples(30)
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.3]))
+def test_a_steady_state_repeated_under_a_cap_fits(seed, gap):
+    """Whatever the period, and as fast as the fastest of fewer tries."""
+    small, large = with_units(random_problem(seed), 5), with_units(random_problem(seed), 11)
+    small, large = (replace(problem, memory_cap=capped_halfway(large).memory_cap) for problem in (small, large))
+    start, graph = solution_in(one_at_a_time(small)), build_graph(large)
+    bounds = float(latency_bound(small)), float(latency_bound(large))
+    once, often = (
+        CappedExtender(build_graph(small), Dispatcher(graph), bounds).repeat(start, gap, decodes) for decodes in (1, 9)
+    )
+    check_found(graph, once)
+    check_found(graph, often)
+    assert often.makespan <= once.makespan
+
+
+def test_few_units_are_those_of_a_problem_that_is_soon_searched():
+    units = [units_of(few) if (few := few_units(table_3(number))) else None for number in range(len(TABLE_3))]
+    assert units == [None, None, None, None, None, None, 6, 6, None, 9, 9, None]
