@@ -10,7 +10,7 @@ import sys
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.config.load import load_config, read_specs
-from rlhfuse.planning.search.search import TOP, Ranking
+from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.settle import Facts, settle_but_layouts
 
@@ -18,11 +18,12 @@ from rlhfuse.planning.settle import Facts, settle_but_layouts
 def main() -> None:
     config = load_config(sys.argv[1])
     run = settle_but_layouts(config, Facts(read_specs(config), int(sys.argv[2])))
-    found = Ranking(Setting.of(run)).fastest(TOP)
+    found = Ranking(Setting.of(run)).fastest(1)
     rows = [[row.table.text, row.seconds, dict(row.price.parts)] for row in found.rows]
     texts = str(found).splitlines()
     tables = found.training_rows * found.generation_rows
-    counts = {"tables": tables, "drafted": found.drafted, "priced": found.priced, "bound": found.bound}
+    counts = {"tables": tables, "drafted": found.drafted, "priced": found.priced}
+    counts |= {"bound": found.bound, "reached": found.reached}
     print(json.dumps({**counts, "refused": found.refused, "rows": rows, "lines": texts}, indent=1))
 
 

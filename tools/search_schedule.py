@@ -23,16 +23,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from cap_sweep import CapPoint, sweep, sweep_svg, sweep_table
 from search_output import EarlierRuns, LiveLine, ResultFile, describe
 from stop_signals import StopSignals
 
 from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
+from rlhfuse.base.files import write_text
 from rlhfuse.base.json_values import read_json
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.evaluate import tidy
 from rlhfuse.schedule.ir.problem import FusionProblem, load_problem
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import check_caps
+from rlhfuse.schedule.search.library import Library
 from rlhfuse.schedule.search.mpi import world_communicator
 from rlhfuse.schedule.search.search import SearchObserver, SearchReport, SearchSettings, search
 from rlhfuse.schedule.search.solution import OBJECTIVES, Objective
@@ -67,7 +70,7 @@ def main() -> int:
             if rank == 0:
                 mpi = f", MPI in {ready - imported:.2f} s ({comm.Get_size()} ranks)" if comm is not None else ""
                 print(f"imports in {imported - BEGUN:.2f} s{mpi}", file=sys.stderr, flush=True)
-            return run_search(task, comm, signals)
+            return run_sweep(task, comm, signals) if task.arguments.cap_sweep else run_search(task, comm, signals)
         except InputError:
             if rank > 0:
                 raise SystemExit(EXIT_BAD_INPUT) from None  # rank 0 says it
@@ -110,6 +113,7 @@ def run_search(task: Task, comm: Any, signals: StopSignals) -> int:
     if comm is None or comm.Get_rank() == 0:
         output.result.improved(schedule, report)
         output.result.write(at_once=True, last=True)
+        Library.at(task.arguments.library).keep(schedule)
         print(describe(report), flush=True)
         if report.signal:
             print(
@@ -120,6 +124,24 @@ def run_search(task: Task, comm: Any, signals: StopSignals) -> int:
         else:
             print(f"written to {out}")
     return 128 + report.signal if report.signal else 0
+
+
+def run_sweep(task: Task, comm: Any, signals: StopSignals) -> int:
+    """Print the table and write the picture on rank 0; returns the exit code."""
+
+    class Observer(SearchObserver):
+        def stop(self) -> int:
+            return signals.received
+
+    def tell(point: CapPoint) -> None:
+        print(f"cap {point.cap:g}: makespan {point.makespan:g}, bound {point.bound:g}", file=sys.stderr, flush=True)
+
+    library = Library.at(task.arguments.library)
+    points = sweep(task.problem, task.settings, task.arguments.cap_sweep, library, comm, Observer(), tell)
+    if points and (comm is None or comm.Get_rank() == 0):
+        write_text(task.arguments.out, sweep_svg(points))
+        print(f"{sweep_table(points)}\nwritten to {task.arguments.out}")
+    return 128 + signals.received if signals.received else 0
 
 
 class Parser(argparse.ArgumentParser):
@@ -158,6 +180,18 @@ def parse_arguments() -> argparse.Namespace:
         help="with --objective memory: any makespan up to X is fast enough, least peak memory of those",
     )
     parser.add_argument("--memory-cap", type=float, metavar="X", help="replaces the problem's memory_cap on every node")
+    parser.add_argument(
+        "--library",
+        default="auto",
+        metavar="FOLDER",
+        help="of the best schedules found, with which searches with a time limit begin; '' for none [~/.cache/rlhfuse]",
+    )
+    parser.add_argument(
+        "--cap-sweep",
+        type=int,
+        metavar="N",
+        help="search under N caps from the least possible to the uncapped peak, each as long; --out is then an SVG",
+    )
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--force", action="store_true", help="replace an existing output file")
     existing.add_argument(
@@ -182,11 +216,14 @@ def read_task(arguments: argparse.Namespace) -> Task:
         arguments.time_limit, arguments.iterations, arguments.seed, arguments.objective, arguments.latency
     )
     check_output(Path(arguments.out), arguments)
-    if not arguments.resume:
+    if arguments.cap_sweep is not None:
+        check_sweep(arguments)
         return Task(arguments, problem, settings, None, EarlierRuns())
+    if not arguments.resume:
+        return Task(arguments, problem, settings, known_schedule(arguments, problem), EarlierRuns())
     if not Path(arguments.out).exists():
         print(f"{arguments.out} is not there yet: starting afresh", file=sys.stderr)
-        return Task(arguments, problem, settings, None, EarlierRuns())
+        return Task(arguments, problem, settings, known_schedule(arguments, problem), EarlierRuns())
     start = load_schedule(arguments.out, expect=problem)
     earlier = EarlierRuns.read(read_json(arguments.out), arguments.out)
     print(f"going on from {arguments.out}, after {earlier.seconds:.1f} s and {earlier.moves:,} moves", file=sys.stderr)
@@ -195,6 +232,25 @@ def read_task(arguments: argparse.Namespace) -> Task:
         print(f"{arguments.out} was made for {other}; its order is priced again", file=sys.stderr)
         earlier = earlier.model_copy(update={"first_bound_seconds": None})
     return Task(arguments, problem, settings, start, earlier)
+
+
+def check_sweep(arguments: argparse.Namespace) -> None:
+    """Raise InputError for what does not go with --cap-sweep."""
+    if arguments.cap_sweep < 2:
+        raise InputError(f"--cap-sweep {arguments.cap_sweep} shows nothing; give 2 caps or more")
+    for option in ("resume", "memory_cap", "latency"):
+        if getattr(arguments, option):
+            raise InputError(f"--{option.replace('_', '-')} is of one cap, --cap-sweep of many; leave one of them out")
+
+
+def known_schedule(arguments: argparse.Namespace, problem: FusionProblem) -> Schedule | None:
+    """What the library knows; a search of so many moves, which is to be the same on every machine, does not ask it."""
+    if arguments.iterations is not None:
+        return None
+    library = Library.at(arguments.library)
+    if known := library.find(problem):
+        print(f"going on from the best schedule of {library.folder}", file=sys.stderr)
+    return known
 
 
 def check_output(out: Path, arguments: argparse.Namespace) -> None:

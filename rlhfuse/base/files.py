@@ -21,6 +21,11 @@ MOST_BYTES = 1 << 30  # of a file that is read as a whole, and of a line of the 
 CHECK = "check the path"
 
 
+def user_cache() -> Path:
+    """Folder of this user for what can be made again: ~/.cache/rlhfuse, or where XDG_CACHE_HOME says."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhfuse"
+
+
 def open_file(path: str | Path, fix: str = CHECK) -> IO[bytes] | gzip.GzipFile:
     """The bytes of a file, unpacked where its name ends in .gz.
 

@@ -210,7 +210,7 @@ def _chooses_no_memory(config: RunConfig) -> bool:
 CRITICS = ("critic.", "algorithm.value_", "parallel.critic_")
 FUNCTIONS = ("reward.signature", "reward.timeout_seconds", "reward.workers")
 FOR_GPUS = ("rollout.attention", "rollout.all_reduce", "rollout.cuda_graphs", "trainer.transformer_impl")
-SEARCHED = ("fusion.schedule", "fusion.search_seconds")
+SEARCHED = ("fusion.schedule", "fusion.search_seconds", "fusion.library")
 TRIGGERS = ("fusion.threshold", "fusion.least_threshold", "fusion.bs_max")
 IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (CRITICS, _has_no(Role.CRITIC), "there is no critic"),
@@ -224,7 +224,7 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (("parallel.reward_inference",), _has_no(Role.REWARD), "there is no reward model"),
     (FUNCTIONS, lambda config: not config.reward.function, "reward.function is not set"),
     (SEARCHED, lambda config: config.fusion.intra_stage != "search", "fusion.intra_stage is not search"),
-    (("fusion.search_seconds",), lambda config: bool(config.fusion.schedule), "fusion.schedule is given"),
+    (SEARCHED[1:], lambda config: bool(config.fusion.schedule), "fusion.schedule is given"),
     (TRIGGERS, lambda config: not config.fusion.inter_stage, "fusion.inter_stage=false"),
     (("fusion.threshold_file",), lambda config: config.threshold() is not None, "fusion.threshold is given"),
     (("parallel.headroom",), _chooses_no_memory, "neither layouts nor trainer.offload_optimizer are auto"),

@@ -287,6 +287,10 @@ class FusionConfig(Settings):
     )
     schedule: PathText = key("", "schedule.json made by tools/search_schedule.py; empty = search at start")
     search_seconds: Wait = key(5.0, "time of the search at start")
+    library: PathText = key(
+        AUTO,
+        "folder of the best schedules found, with which searches begin; auto: ~/.cache/rlhfuse/schedules; empty = none",
+    )
     microbatch_tokens: PositiveOrAuto = key(
         AUTO,
         "most tokens of a micro-batch, at least those of the longest sample: a mini-batch has as few as hold it "

@@ -13,17 +13,21 @@ from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.bounds.window_rules import contradiction
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.ir.ranks import plain_cells
+from rlhfuse.schedule.search.admission_rules import reached_by_rule
+from rlhfuse.schedule.search.dispatch import list_operations
 
 
 def compile_for_drafts() -> None:
     """Compile, unless this machine has them, the kernels that plans are drafted with; other ranks here wait for it."""
-    kernels = (contradiction, weight_moves.choose_rows, layout_moves.add_rows)
+    kernels = (contradiction, list_operations, weight_moves.choose_rows, layout_moves.add_rows)
     compile_apart([KernelGroup(kernels, "rlhfuse.planning.draft_kernels")])
 
 
 def run_kernels() -> None:
-    """Bound and move next to nothing, so that each kernel is in numba's cache afterwards."""
-    latency_bound(FusionProblem(1, (Pipeline("actor", "actor", (0,), 1, (1,), (2,), (1,)),)))
+    """Bound, reach and move next to nothing, so that each kernel is in numba's cache afterwards."""
+    problem = FusionProblem(1, (Pipeline("actor", "actor", (0,), 1, (1,), (2,), (1,)),))
+    latency_bound(problem)
+    reached_by_rule(problem, tries=1)
     sizes: dict[str, Any] = dict(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, mlp=8, vocab=16, context=16)
     spec = ModelSpec(architecture="llama", **sizes, eos_token_ids=(), tied_embeddings=True)
     alone = ParallelLayout(1, 1, 1)

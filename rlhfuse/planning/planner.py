@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from rlhfuse.costs.machine import ranks_on_machine
 from rlhfuse.planning.draft import PlanDraft
@@ -39,11 +40,14 @@ from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 
 
-def make_plan(draft: PlanDraft) -> RunPlan:
-    """Decide what is left to decide. Raises ScheduleError where a schedule could hang or passes the memory cap."""
+def make_plan(draft: PlanDraft, kept: Path | None = None) -> RunPlan:
+    """Decide what is left to decide; `kept`: schedule.json of the run that is resumed.
+
+    Raises ScheduleError where a schedule could hang or passes the memory cap.
+    """
     config, training = draft.run.config, draft.training
     family = config.fusion, config.trainer.seed, draft.problems, training.shares, draft.ranks.shape
-    schedules, source = schedule_family(*family)
+    schedules, source = schedule_family(*family, kept)
     return _run_plan(draft, schedules, _report(draft, schedules, source))
 
 

@@ -1,13 +1,15 @@
 """Seconds of an iteration by part: what tools/plan.py prints for one table of layouts and a search ranks tables by.
 
-Training is priced at the proved bound of its schedule (paper section 7.3): a search for a schedule nearly always
-reaches it, and no two ranks of a job would find the same within a time limit.
+Training is priced twice: at the proved bound of its schedule (paper section 7.3), and as reached by the fastest of a
+fixed number of schedules made by rule, the same on every rank. With room for activations the two nearly always meet;
+under a cap that binds a bound may be far below what any schedule reaches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from rlhfuse.costs.layout_moves import LayoutMove, layout_moves
 from rlhfuse.planning.draft import PlanDraft
@@ -16,13 +18,16 @@ from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.rules.builders import min_memory
+from rlhfuse.schedule.search.admission_rules import reached_by_rule
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
 GENERATION, SCHEDULES, STEPS = "generation and inference", "schedules of training", "optimizer steps"
 MOVES, OFFLOAD, CAPTURE = "weight moves", "optimizer to the host and back", "graphs recorded"
+DECODES, DECODED = 300, 3_000_000  # rules tried, at most, and tasks x nodes of all of them: a third of a second
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,11 @@ class Price:
 
 
 def price(draft: PlanDraft, generation: GenerationPrice, moves: float) -> Price:
-    """`generation`: of `price_generation`; `moves`: of all weights. Raises InputError where no schedule fits."""
-    return with_schedules(draft, generation, moves, schedule_seconds(draft))
+    """With training as reached; `generation`: of `price_generation`; `moves`: of all weights.
+
+    Raises InputError where no schedule fits.
+    """
+    return with_schedules(draft, generation, moves, reached_seconds(draft))
 
 
 def with_schedules(draft: PlanDraft, generation: GenerationPrice, moves: float, minibatch: float) -> Price:
@@ -91,16 +99,31 @@ def with_schedules(draft: PlanDraft, generation: GenerationPrice, moves: float, 
     return Price(generation, count * minibatch, count * optimizer_step_seconds(draft.analytic), moves, seen, again)
 
 
-def schedule_seconds(draft: PlanDraft) -> float:
+def bound_seconds(draft: PlanDraft) -> float:
     """Mean seconds of a mini-batch, by the makespans of schedules that are given, else the proved bounds of those that
     will be searched: each mini-batch by the one of its own number of micro-batches."""
+    return _schedule_seconds(draft, latency_bound)
+
+
+def reached_seconds(draft: PlanDraft) -> float:
+    """The same by the fastest schedules made by rule, where none are given: a search begins with no worse."""
+    return _schedule_seconds(draft, _reached_ticks)
+
+
+def _schedule_seconds(draft: PlanDraft, ticks: Callable[[FusionProblem], Number]) -> float:
     given = draft.training.given[0] if draft.training.given else {}
 
     def seconds(rung: int) -> float:
-        made = evaluate(given[rung]).makespan if rung in given else latency_bound(draft.training.problems[rung])
+        made = evaluate(given[rung]).makespan if rung in given else ticks(draft.training.problems[rung])
         return float(made) * TICK_SECONDS
 
     return minibatch_seconds(draft, seconds)
+
+
+@lru_cache(maxsize=64)  # as for bounds: tables of layouts that differ beside training have one problem
+def _reached_ticks(problem: FusionProblem) -> float:
+    bound, work = float(latency_bound(problem)), problem.tasks * problem.nodes
+    return max(bound, reached_by_rule(problem, max(1, min(DECODES, DECODED // work)), enough=bound).makespan)
 
 
 def minibatch_seconds(draft: PlanDraft, schedule_seconds: Callable[[int], float]) -> float:

@@ -19,7 +19,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO, known
 from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.batch_arithmetic import resolve_batch
-from rlhfuse.planning.search.search import TOP, Ranking
+from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.settled_run import SettledRun
@@ -93,7 +93,7 @@ def settle_but_layouts(config: RunConfig, facts: Facts) -> SettledRun:
 
 def _searched(run: SettledRun, lines: tuple[str, ...]) -> SettledRun:
     setting = Setting.of(run)
-    search = Ranking(setting).fastest(TOP)
+    search = Ranking(setting).fastest(1)
     made = with_table(run.config, search.best.table)
     chosen = f"layouts of the search: {decided(run.config, made)}: {str(search).splitlines()[0]}"
     return _ready(run.with_config(made), *lines, chosen, *setting.notes)

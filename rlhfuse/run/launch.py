@@ -189,7 +189,7 @@ def agree_on_plan(inputs: RunInputs, run_dir: Path, rank: int, device: Device) -
     plan, text = None, None
     with raise_on_all_ranks():
         if rank == 0:
-            plan = make_plan(inputs.draft)
+            plan = make_plan(inputs.draft, run_dir / "schedule.json" if inputs.resume else None)
             write_start(run_dir, inputs.config, plan)
             print(start_line(inputs), flush=True)
             if idle := inputs.draft.run.without_effect:

@@ -47,6 +47,7 @@ def measured(programs, tmp_path):
         ("schedule_search.py", "growth --ranks 1", "4x4.accepted_move 8x6.rss"),
         ("schedule_search.py", "seeds --ranks 1 --rows 4", "8/8.x8.as_published"),
         ("schedule_search.py", "curve --ranks 1 --rows 1", "8/4.x8.whole.memory 8/4.x8.split.makespan"),
+        ("capped_search.py", "", "median worst review.mean fresh.median solved proved rss"),
         ("paper_settings.py", "", "p.gen_infer.within"),
         ("planner_speed.py", "", "8.cpu_seconds 8.best 8.tables 8.drafted 8.priced"),
         ("planner_regret.py", "--settings balanced --measured MEASURED", "balanced.analytic.chosen_over_best"),
@@ -122,6 +123,8 @@ def test_results_are_of_a_whole_run_of_a_program_that_still_takes_its_arguments(
     [
         ("schedule_search.py", "table --rows 13", "'13' is not a row; give numbers from 1 to 12, or all"),
         ("schedule_search.py", "growth --sizes 8by6", "'8by6' is not of the form NODESxMICROBATCHES"),
+        ("capped_search.py", "--only t04w0,t13w0", "'t13w0' is in none of the sets review,fresh"),
+        ("capped_search.py", "--sets stale", "'stale' is unknown; give some of review, fresh"),
         ("generation.py", "--cases A,X", "'X' is unknown; give some of A, B, E"),
         ("generation.py", "--vllm-python nowhere", "--vllm-python nowhere is not there; run benchmarks/setup_peers.sh"),
         ("inter_stage.py", "--lengths nowhere.csv", "nowhere.csv does not exist"),

@@ -377,3 +377,25 @@ def test_the_start_on_gpus_by_hand():
     assert drafted(run(), SPECS, 4).memory.ranks[0].static[0].phase == "moves"  # on CPUs
     phases = draft.memory.phases([0.0] * 4)
     assert [phase.phase for phase in phases] == ["start", "moves", "generation", "inference", "training"]
+
+
+def test_a_search_begins_with_what_the_library_knows_and_keeps_what_it_finds(tmp_path):
+    draft = drafted(run(fusion__library=str(tmp_path), fusion__search_seconds=0.2), SPECS, 4)
+    first, second = make_plan(draft), make_plan(draft)
+    assert "from a schedule of" not in first.report.schedule.source
+    assert f"from a schedule of {tmp_path}" in second.report.schedule.source
+    assert second.report.schedule.makespan_seconds <= first.report.schedule.makespan_seconds
+
+
+def test_a_resumed_run_goes_on_in_the_order_of_its_plan(tmp_path):
+    """The library is not asked; in other layouts the order is searched anew."""
+    keys = dict(fusion__library=str(tmp_path / "library"), fusion__search_seconds=0.2)
+    draft, file = drafted(run(**keys), SPECS, 4), tmp_path / "schedule.json"
+    old = serial_1f1b(draft.training.problem)
+    save_schedule(file, old)
+    plan = make_plan(draft, file)
+    assert plan.likeliest == old and plan.report.schedule.source == f"as before, from {file}"
+    assert not (tmp_path / "library").exists()
+    assert make_plan(draft, tmp_path / "missing.json").report.schedule.source.startswith("annealed")
+    other = drafted(run(**keys, fusion__actor_microbatches=2), SPECS, 4)
+    assert make_plan(other, file).report.schedule.source.startswith("annealed")

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.planning.price import price, price_generation, weight_moves
+from rlhfuse.planning.price import bound_seconds, price_generation, weight_moves, with_schedules
 from rlhfuse.planning.search.search import Row
 from rlhfuse.planning.search.setting import Setting
-from rlhfuse.planning.search.table import Table
 
 TABLES = 10  # the best, that are priced again
 FACTORS = (0.8, 1.2)
@@ -44,7 +43,7 @@ def sensitivity(setting: Setting, rows: Sequence[Row]) -> Iterator[Swing]:
         value = getattr(setting.inputs.hardware, constant)
         for factor in FACTORS if value else ():
             other = with_constant(setting, constant, factor * value)
-            seconds = [seconds_of(other, row.table) for row in rows]
+            seconds = [seconds_of(other, row) for row in rows]
             best = min(seconds)
             if best < inf:
                 yield Swing(constant, factor, seconds[0] / best - 1, seconds.index(best) + 1)
@@ -57,11 +56,12 @@ def with_constant(setting: Setting, constant: str, value: float) -> Setting:
     return replace(setting, inputs=replace(inputs, hardware=hardware))
 
 
-def seconds_of(setting: Setting, table: Table) -> float:
-    """Infinite where its stages, cut anew, no longer fit."""
+def seconds_of(setting: Setting, row: Row) -> float:
+    """Seconds as far above those at its bound as they are now; infinite where its stages, cut anew, no longer fit."""
     try:
-        draft = setting.draft(table)
+        draft = setting.draft(row.table)
     except InputError:
         return inf
     moves = sum(move.seconds for move in weight_moves(draft))
-    return price(draft, price_generation(draft), moves).seconds
+    bounded = with_schedules(draft, price_generation(draft), moves, bound_seconds(draft)).seconds
+    return row.seconds / row.bound * bounded

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import user_cache
 
 SOURCE = Path(__file__).with_name("shim.cpp")
 TORCH = "2.13"  # the minor version whose private names device.py and tensors.py use
@@ -70,7 +71,7 @@ def _cache_folder(source: Path) -> Path:
     beside = source.parent / "__pycache__"
     if os.access(beside if beside.exists() else source.parent, os.W_OK):
         return beside
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlhfuse"
+    return user_cache()
 
 
 def _compile(library: Path) -> None:

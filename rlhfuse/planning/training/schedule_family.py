@@ -8,13 +8,18 @@ schedule without its last micro-batches is one of fewer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import FusionConfig
 from rlhfuse.planning.training.training_orders import derived, given_schedules, short_search
+from rlhfuse.schedule.io import check_same_layout, load_family
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedShape
 from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.search.library import Library
 from rlhfuse.schedule.search.search import SearchSettings, search
+from rlhfuse.schedule.search.solution import Incumbent
 
 LEAST_SECONDS = 0.05  # of a search, whatever is left
 
@@ -25,32 +30,51 @@ def schedule_family(
     problems: Mapping[int, FusionProblem],
     shares: Mapping[int, float],
     shape: FusedShape,
+    kept: Path | None = None,
 ) -> tuple[dict[int, Schedule], str]:
     """Schedules of `problems`, by micro-batches per actor pipeline, and where they are from.
 
-    `shares`: of the mini-batches that are drawn. Raises InputError as `given_schedules`.
+    `shares`: of the mini-batches that are drawn; `kept`: schedule.json of the run that is resumed. Raises InputError as
+    `given_schedules`.
     """
-    given = given_schedules(fusion, problems, shape)
-    made, source = (dict(given[0]), given[1]) if given else ({}, "")
-    if not given:
-        made, source = _searched(fusion.search_seconds, seed, problems, shares)
+    given = given_schedules(fusion, problems, shape) or (kept and _kept(kept, problems))
+    if given:
+        made, source = dict(given[0]), given[1]
+    else:
+        made, source = _searched(fusion, seed, problems, shares)
     if (last := max(problems)) not in made:
         made[last] = short_search(seed, problems[last])
     return made | derived(made, {rung: problem for rung, problem in problems.items() if rung not in made}), source
 
 
+def _kept(file: Path, problems: Mapping[int, FusionProblem]) -> tuple[dict[int, Schedule], str] | None:
+    """The orders that the run had, unless layouts, micro-batches or memory are others now."""
+    try:
+        loaded = load_family(file)
+        for rung, problem in problems.items():
+            check_same_layout(next(iter(loaded.values())).problem.with_microbatches(rung), problem, str(file))
+    except InputError:
+        return None
+    made = derived(loaded, problems) if problems.keys() <= loaded.keys() else {}
+    fits = all(Incumbent.of(schedule).fits() for schedule in made.values())
+    return (made, f"as before, from {file}") if made and fits else None
+
+
 def _searched(
-    seconds: float, seed: int, problems: Mapping[int, FusionProblem], shares: Mapping[int, float]
+    fusion: FusionConfig, seed: int, problems: Mapping[int, FusionProblem], shares: Mapping[int, float]
 ) -> tuple[dict[int, Schedule], str]:
-    made, told, left = {}, [], seconds
+    made, told, left, library = {}, [], fusion.search_seconds, Library.at(fusion.library)
     waiting = sorted(shares, key=lambda rung: (-shares[rung], -rung))
     while waiting:
         part = shares[waiting[0]] / sum(shares[rung] for rung in waiting)
         rung = waiting.pop(0)
         settings = SearchSettings(time_limit=max(part * left, LEAST_SECONDS), seed=seed, objective="memory")
-        made[rung], report = search(problems[rung], settings)
+        known = library.find(problems[rung])
+        made[rung], report = search(problems[rung], settings, start=known)
+        library.keep(made[rung])
         left -= report.seconds - report.kernel_seconds
         proved = "proved optimal" if report.optimal else "not proved optimal"
         of = f"{rung} micro-batches: " if len(problems) > 1 else ""
-        told.append(f"{of}annealed {report.seconds:.1f} s, {report.moves} moves, latency {proved}")
+        begun = f", from a schedule of {library.folder}" if known else ""
+        told.append(f"{of}annealed {report.seconds:.1f} s, {report.moves} moves{begun}, latency {proved}")
     return made, "; ".join(told)

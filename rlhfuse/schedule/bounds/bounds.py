@@ -1,8 +1,8 @@
 """Proved lower bounds: no schedule is faster, no schedule as fast needs less memory (paper: section 7.3, Table 3).
 
 Both ask `windows` whether a schedule can exist at all. Latency: the largest makespan that is excluded under the memory
-cap. Memory: suppose that every node stays below a peak v; where that excludes the makespan, v is needed. Only multiples
-of an activation change what is supposed, so only they are tried.
+cap, or what `configurations` says. Memory: suppose that every node stays below a peak v; where that excludes the
+makespan, v is needed. Only multiples of an activation change what is supposed, so only they are tried.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.schedule.bounds.configurations import configurations_bound
 from rlhfuse.schedule.bounds.window_rules import SLACK
 from rlhfuse.schedule.bounds.windows import Windows
 from rlhfuse.schedule.ir.evaluate import TOLERANCE, tidy
@@ -30,7 +31,7 @@ def latency_bound(problem: FusionProblem) -> Number:
     Raises InputError where the cap leaves no room for one micro-batch.
     """
     windows, tick = _windows(problem), _tick(problem)
-    low = _round_up(windows.least_makespan(), tick)
+    low = _round_up(max(windows.least_makespan(), configurations_bound(problem)), tick)
     if not windows.excludes(low, disjunctions=True):
         return tidy(low)
     unit, step = (tick, 1) if tick else (low * _PRECISION, 2**20)

@@ -127,12 +127,11 @@ class FusionProblem:
                     f"pipeline {pipeline.name!r}: placement names node {max(pipeline.placement)}, "
                     f"but nodes are 0..{self.nodes - 1}"
                 )
-        tasks = sum(p.stages * p.microbatches * (3 if p.split else 2) for p in self.pipelines)
         held = {(amount, p.microbatches) for p in self.pipelines for amount in p.activation}
         amounts = sum(microbatches for _, microbatches in held)
-        if tasks > MOST_TASKS or amounts > MOST_AMOUNTS:
+        if self.tasks > MOST_TASKS or amounts > MOST_AMOUNTS:
             limits = f"at most {MOST_TASKS} tasks and {MOST_AMOUNTS} amounts of memory can be scheduled"
-            raise InputError(f"{limits}, these are {tasks} and {amounts}; use fewer micro-batches")
+            raise InputError(f"{limits}, these are {self.tasks} and {amounts}; use fewer micro-batches")
 
     def pipeline(self, name: str) -> Pipeline:
         """The pipeline called `name`. Raises InputError listing the known names."""
@@ -140,6 +139,11 @@ class FusionProblem:
             if pipeline.name == name:
                 return pipeline
         raise InputError(f"pipeline {name!r} is not in the problem; it has {', '.join(p.name for p in self.pipelines)}")
+
+    @property
+    def tasks(self) -> int:
+        """How many actions a schedule has."""
+        return sum(p.stages * p.microbatches * (3 if p.split else 2) for p in self.pipelines)
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -1,12 +1,13 @@
 """The list scheduler of builders.py over arrays and in numba, to try many rules in a moment (paper: 5.2, greedy).
 
-`tuned_starts` tries a grid of caps above 1F1B's for the largest model and for the others, forwards or backwards first,
-models or directions first, and keeps what is not beaten in both makespan and peak memory. `builders.list_schedule` is
-the plain twin.
+Where nodes have memory caps, it begins nothing after which what is in flight could not drain (draining.py): so every
+schedule that it makes fits. `tuned_starts` tries a grid of 1F1B's windows and wider or narrower ones, forwards or
+backwards first, models or directions first, and keeps what is not beaten in both makespan and peak memory.
+`builders.list_schedule` is the plain twin.
 """
 
 # An element of an array is a number to numba, and may be an array to the stubs.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportReturnType=false
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from rlhfuse.schedule.ir.evaluate import loosen
 from rlhfuse.schedule.ir.graph import Lane, OperationGraph, Tables, kinds_of
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.rules.builders import lane_ranks, pipeline_work
+from rlhfuse.schedule.search.draining import Drain, Stages, can_drain, claim, new_drain, stages_of
 from rlhfuse.schedule.search.solution import Solution
 
 TRIED_OPERATIONS = 2_000_000  # over all tries: a few tenths of a second
@@ -31,10 +34,13 @@ KEPT = 8
 
 
 class Rules(NamedTuple):
-    """One way to dispatch: `rank` of every lane, the smallest goes first; `cap` of every stage, at least 1."""
+    """One way to dispatch; what is `reserved` has room for its windows before others admit a micro-batch."""
 
-    rank: np.ndarray  # int64[lanes]
-    cap: np.ndarray  # int64[stages over all pipelines]
+    turn: np.ndarray  # float64[operations], the smallest goes first
+    earliest: np.ndarray  # float64[operations], when it may begin
+    window: np.ndarray  # int64[stages], most micro-batches in flight, at least 1
+    reserved: np.ndarray  # bool[stages], alike over a pipeline
+    patience: float = 0.0  # a node waits for an earlier turn that comes within this part of the chosen one's time
 
 
 class _Lanes(NamedTuple):
@@ -52,68 +58,86 @@ class _Scratch(NamedTuple):
     end: np.ndarray  # float64[n]
     arrival: np.ndarray  # float64[n]
     done: np.ndarray  # int64[lanes]
+    refused: np.ndarray  # int64[lanes], at which stamp of its node a lane had no room
     held: np.ndarray  # int64[stages]
     free: np.ndarray  # float64[nodes], by the times that decide
     clock: np.ndarray  # float64[nodes], by those that the orders take
     level: np.ndarray  # float64[nodes]
     place: np.ndarray  # int64[nodes]
-    heap_key: np.ndarray  # float64[4 n + nodes]
-    heap_node: np.ndarray  # int64[4 n + nodes]
+    blocked: np.ndarray  # int64[nodes], an operation that was refused since the node last ran one, or -1
+    heap_key: np.ndarray  # float64[2 n + nodes]
+    heap_item: np.ndarray  # int64[2 n + nodes]
 
 
 class Dispatcher:
-    """Makes schedules of one problem."""
+    """Makes schedules of one problem, within its memory caps unless `capped` is False."""
 
-    def __init__(self, graph: OperationGraph) -> None:
+    def __init__(self, graph: OperationGraph, capped: bool = True) -> None:
         self.graph = graph
         lanes, nodes, n = graph.lanes, graph.problem.nodes, graph.size
-        numbers: dict[tuple[int, int], int] = {}
-        stage = [numbers.setdefault((lane.pipeline, lane.stage), len(numbers)) for lane in lanes]
-        self.stages = list(numbers)
+        self.stages = stages_of(graph)
         node = np.array([lane.node for lane in lanes])
         self.lanes = _Lanes(
             np.array([lane.first for lane in lanes]),
             np.array([lane.microbatches for lane in lanes]),
-            np.array(stage),
+            np.array([self.stages.first[lane.pipeline] + lane.stage for lane in lanes]),
             np.array([_takes(lane, graph.problem) for lane in lanes]),
             np.argsort(node, kind="stable"),
             np.concatenate([[0], np.cumsum(np.bincount(node, minlength=nodes))]),
         )
-        self.scratch = _Scratch(
+        self.caps = np.array([loosen(graph.problem.node_cap(node)) if capped else math.inf for node in range(nodes)])
+        self.any_time, self.any_window = np.zeros(n), np.full(len(self.stages.node), n)
+        self.unreserved = np.zeros(len(self.stages.node), np.bool_)
+        self._scratch = _Scratch(
             np.empty(n),
             np.empty(n),
             np.empty(len(lanes), np.int64),
-            np.empty(len(numbers), np.int64),
+            np.empty(len(lanes), np.int64),
+            np.empty(len(self.stages.node), np.int64),
             np.empty(nodes),
             np.empty(nodes),
             np.empty(nodes),
             np.empty(nodes, np.int64),
-            np.empty(4 * n + nodes),
-            np.empty(4 * n + nodes, np.int64),
+            np.empty(nodes, np.int64),
+            np.empty(2 * n + nodes),
+            np.empty(2 * n + nodes, np.int64),
         )
-        self._always = np.full(n, -np.inf)
-        self._no_caps = np.full(len(numbers), n)
+        self._drain = new_drain(graph)
 
-    def dispatch(self, rules: Rules) -> Solution:
-        """The schedule that the rules make."""
-        return self._listed(rules.rank[self.graph.lane].astype(float), self._always, rules.cap)
+    @property
+    def capped(self) -> bool:
+        """Whether any node has a cap."""
+        return bool(np.isfinite(self.caps).any())
+
+    def dispatch(self, rules: Rules, limit: float = math.inf, timed: bool = True) -> Solution:
+        """The schedule that the rules make; one slower than `limit` is given up, with an infinite makespan.
+
+        Unless `timed`, it is decided as if operations took no time: in order of `earliest`.
+        """
+        sequence = np.empty(self.graph.size, np.int64)
+        lanes, scratch, drain = self.lanes, self._scratch, self._drain
+        made = list_operations(
+            self.graph.tables, lanes, self.stages, rules, self.caps, limit, float(timed), scratch, drain, sequence
+        )
+        return Solution(*made, sequence)
 
     def follow(self, aim: np.ndarray, early: float) -> Solution:
         """The schedule of `aim`, float64[operations]: the earliest aim first, none begun more than `early` before."""
-        return self._listed(aim, aim - early, self._no_caps)
+        return self.dispatch(Rules(aim, np.maximum(0.0, aim - early), self.any_window, self.unreserved))
 
-    def _listed(self, turn: np.ndarray, earliest: np.ndarray, cap: np.ndarray) -> Solution:
-        sequence = np.empty(self.graph.size, np.int64)
-        tables, scratch = self.graph.tables, self.scratch
-        return Solution(*list_operations(tables, self.lanes, turn, earliest, cap, scratch, sequence), sequence)
+    def in_order(self, aim: np.ndarray) -> Solution:
+        """The schedule that takes operations by `aim` alone, of those that may come next; equals by their number."""
+        turn = np.arange(self.graph.size, dtype=float)
+        return self.dispatch(Rules(turn, aim, self.any_window, self.unreserved), timed=False)
 
     def rules(self, largest: int, others: int, forward_first: bool, model_first: bool) -> Rules:
-        """1F1B's caps with so many sixteenths of the stages more; `builders.lane_ranks`."""
+        """1F1B's windows with so many sixteenths of the stages more; `builders.lane_ranks`."""
         pipelines = self.graph.problem.pipelines
         large = max(pipelines, key=pipeline_work).model
         extra = [math.ceil((largest if p.model == large else others) * p.stages / 16) for p in pipelines]
-        caps = [max(1, pipelines[p].stages - s + extra[p]) for p, s in self.stages]
-        return Rules(np.array(lane_ranks(self.graph, forward_first, model_first)), np.array(caps))
+        windows = [max(1, p.stages - stage + more) for p, more in zip(pipelines, extra) for stage in range(p.stages)]
+        turn = np.array(lane_ranks(self.graph, forward_first, model_first), float)[self.graph.lane]
+        return Rules(turn, self.any_time, np.array(windows), self.unreserved)
 
 
 def tuned_starts(dispatcher: Dispatcher) -> list[Solution]:
@@ -148,65 +172,164 @@ def _takes(lane: Lane, problem: FusionProblem) -> int:
 
 @njit(cache=True)
 def list_operations(
-    t: Tables, lanes: _Lanes, turn: np.ndarray, earliest: np.ndarray, cap: np.ndarray, s: _Scratch, sequence: np.ndarray
+    t: Tables,
+    lanes: _Lanes,
+    stages: Stages,
+    rules: Rules,
+    caps: np.ndarray,
+    limit: float,
+    pace: float,
+    s: _Scratch,
+    drain: Drain,
+    sequence: np.ndarray,
 ):
     """Run the list scheduler: an idle node takes, of what may begin, the smallest `turn`; returns (makespan, peak).
 
-    An operation may begin when its input is there, its `earliest` time has come, and a forward when its stage holds
-    less than its cap. The orders run without waiting for those times: their ends are kept beside those that decide.
+    What decides are times `pace` (1 or 0) times as long, and `earliest`; the orders run without waiting for the latter,
+    and their ends are kept beside. An operation wakes its node when it is its lane's next, its input is there and its
+    `earliest` has come; so does the end of the one before. One that was refused is refused until its node has run
+    another: nothing that happens elsewhere helps it, unless a B takes memory (draining.py).
     """
-    n, nodes = len(sequence), len(s.free)
+    n, nodes, capped = len(sequence), len(s.free), np.isfinite(caps).any()
     s.done[:] = 0
+    s.refused[:] = -1
     s.held[:] = 0
-    s.free[:] = 0.0
+    s.free[:] = -np.inf
     s.clock[:] = 0.0
     s.level[:] = 0.0
+    s.blocked[:] = -1
+    s.arrival[:] = np.inf
+    drain.claimed[:] = 0.0
     for node in range(nodes):
         s.place[node] = t.first[node]
+    count, makespan, peak, releases = 0, 0.0, 0.0, 0
     for o in range(n):
-        s.arrival[o] = 0.0 if t.upstream[o] < 0 else np.inf
-    count, makespan, peak = 0, 0.0, 0.0
-    for node in range(nodes):
-        count = heap_push(s.heap_key, s.heap_node, count, 0.0, node)
+        if t.upstream[o] < 0:
+            s.arrival[o] = -np.inf
+            if o == lanes.first[t.lane[o]]:
+                count = heap_push(s.heap_key, s.heap_item, count, rules.earliest[o], o)
     while count > 0:
-        now, node = s.heap_key[0], s.heap_node[0]
-        count = heap_pop(s.heap_key, s.heap_node, count)
+        now, node = s.heap_key[0], t.node[s.heap_item[0]]
+        count = heap_pop(s.heap_key, s.heap_item, count)
         if now < s.free[node]:
             continue
-        best, chosen, wake = -1, -1, np.inf
-        for k in range(lanes.first_on[node], lanes.first_on[node + 1]):
-            lane = lanes.on_node[k]
-            if s.done[lane] == lanes.microbatches[lane]:
-                continue
-            o, stage = lanes.first[lane] + s.done[lane], lanes.stage[lane]
-            ready = max(s.arrival[o], earliest[o])
-            if ready > now:
-                wake = min(wake, ready)
-            elif (best < 0 or turn[o] < turn[best]) and not (lanes.takes[lane] > 0 and s.held[stage] >= cap[stage]):
-                best, chosen = o, lane
-        if best < 0:
-            if wake < np.inf:  # else an arrival wakes it
-                count = heap_push(s.heap_key, s.heap_node, count, wake, node)
+        s.blocked[node] = -1
+        stamp = s.place[node] + releases
+        best = _next_on(t, lanes, rules, s, node, now, stamp)
+        while capped and best >= 0 and t.memory[best] > 0:
+            if _admitted(t, lanes, stages, rules, caps, s, drain, best):
+                break
+            s.refused[t.lane[best]], s.blocked[node] = stamp, best
+            best = _next_on(t, lanes, rules, s, node, now, stamp)
+        if best < 0 or (rules.patience > 0 and _waits(t, lanes, rules, caps, s, best, now)):
             continue
-        s.done[chosen] += 1
-        s.held[lanes.stage[chosen]] += lanes.takes[chosen]
+        lane = t.lane[best]
+        s.done[lane] += 1
+        s.held[lanes.stage[lane]] += lanes.takes[lane]
         s.level[node] += t.memory[best]
+        if capped and lanes.takes[lane] > 0:
+            claim(stages, lanes.stage[lane], drain)
         peak = max(peak, s.level[node])
-        s.free[node] = now + t.duration[best]
+        s.free[node] = now + pace * t.duration[best]
         source = t.upstream[best]
         if source >= 0:
             s.clock[node] = max(s.clock[node], s.end[source] + t.lag[best])
         s.clock[node] = s.end[best] = s.clock[node] + t.duration[best]
         makespan = max(makespan, s.clock[node])
+        if makespan > limit:
+            return np.inf, peak
         sequence[s.place[node]] = best
         s.place[node] += 1
-        count = heap_push(s.heap_key, s.heap_node, count, s.free[node], node)
+        if capped or pace > 0:  # else each wakes the node in its turn
+            count = heap_push(s.heap_key, s.heap_item, count, s.free[node], best)
+        if s.done[lane] < lanes.microbatches[lane] and s.arrival[best + 1] < np.inf:
+            ready = max(s.free[node], s.arrival[best + 1], rules.earliest[best + 1])
+            count = heap_push(s.heap_key, s.heap_item, count, ready, best + 1)
         for k in range(2):
             target = t.downstream[best, k]
             if target >= 0:
-                s.arrival[target] = s.free[node] + t.lag[target]
-                count = heap_push(s.heap_key, s.heap_node, count, s.arrival[target], t.node[target])
+                s.arrival[target] = s.free[node] + pace * t.lag[target]
+                if target == lanes.first[t.lane[target]] + s.done[t.lane[target]]:
+                    ready = max(s.arrival[target], rules.earliest[target])
+                    count = heap_push(s.heap_key, s.heap_item, count, ready, target)
+        if stages.grows and capped and t.memory[best] < 0:
+            releases += 1
+            for other in range(nodes):
+                if s.blocked[other] >= 0:
+                    count = heap_push(s.heap_key, s.heap_item, count, now, s.blocked[other])
+                    s.blocked[other] = -1
     return makespan, peak
+
+
+@njit(cache=True)
+def _next_on(t: Tables, lanes: _Lanes, rules: Rules, s: _Scratch, node: int, now: float, stamp: int) -> int:
+    """The operation of the smallest turn that may begin on `node`, of lanes not refused at this stamp; or -1."""
+    best = -1
+    for k in range(lanes.first_on[node], lanes.first_on[node + 1]):
+        lane = lanes.on_node[k]
+        if s.done[lane] == lanes.microbatches[lane] or s.refused[lane] == stamp:
+            continue
+        o, stage = lanes.first[lane] + s.done[lane], lanes.stage[lane]
+        if max(s.arrival[o], rules.earliest[o]) > now or (best >= 0 and rules.turn[o] >= rules.turn[best]):
+            continue
+        if not (lanes.takes[lane] > 0 and s.held[stage] >= rules.window[stage]):
+            best = o
+    return best
+
+
+@njit(cache=True)
+def _admitted(
+    t: Tables,
+    lanes: _Lanes,
+    stages: Stages,
+    rules: Rules,
+    caps: np.ndarray,
+    s: _Scratch,
+    drain: Drain,
+    o: int,
+) -> bool:
+    """Whether there is memory for `o`, beside what is reserved if it admits a micro-batch, and all can drain then."""
+    node, lane = t.node[o], t.lane[o]
+    stage, wanted = lanes.stage[lane], s.level[node] + t.memory[o]
+    if t.upstream[o] < 0 and not rules.reserved[stage]:
+        for k in range(lanes.first_on[node], lanes.first_on[node + 1]):
+            other = lanes.on_node[k]
+            g = lanes.stage[other]
+            if lanes.takes[other] > 0 and rules.reserved[g]:
+                more = min(rules.window[g] - s.held[g], lanes.microbatches[other] - s.done[other])
+                wanted += max(0, more) * stages.activation[g]
+    if wanted > caps[node]:
+        return False
+    if lanes.takes[lane] > 0 and not stages.grows and stages.first[stages.pipeline[stage] + 1] - 1 == stage:
+        return True  # it needs no more
+    s.done[lane] += 1
+    s.level[node] += t.memory[o]
+    if t.upstream[o] < 0:
+        claim(stages, stage, drain)
+    drains = can_drain(stages, s.done, s.level, caps, stages.pipeline[stage], s.done[lane] - 1, drain)
+    s.done[lane] -= 1
+    s.level[node] -= t.memory[o]
+    if t.upstream[o] < 0:
+        for g in range(stage, stages.first[stages.pipeline[stage] + 1]):
+            drain.claimed[stages.node[g]] -= stages.activation[g]
+    return drains
+
+
+@njit(cache=True)
+def _waits(t: Tables, lanes: _Lanes, rules: Rules, caps: np.ndarray, s: _Scratch, best: int, now: float) -> bool:
+    """Whether something of an earlier turn comes, for which there is room, before `best` would be far."""
+    node = t.node[best]
+    for k in range(lanes.first_on[node], lanes.first_on[node + 1]):
+        lane = lanes.on_node[k]
+        if s.done[lane] == lanes.microbatches[lane]:
+            continue
+        o, stage = lanes.first[lane] + s.done[lane], lanes.stage[lane]
+        ready = max(s.arrival[o], rules.earliest[o])
+        if rules.turn[o] < rules.turn[best] and now < ready < now + rules.patience * t.duration[best]:
+            if lanes.takes[lane] <= 0 or s.held[stage] < rules.window[stage]:
+                if s.level[node] + t.memory[o] <= caps[node]:
+                    return True
+    return False
 
 
 # A binary heap in two arrays, the smallest (key, item) first: heapq in numba takes half as long again.

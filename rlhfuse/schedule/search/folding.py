@@ -19,7 +19,7 @@ from rlhfuse.schedule.ir.problem import FusionProblem, Number, Pipeline
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.schedule.search.dispatch import Dispatcher
 from rlhfuse.schedule.search.heads_tails import new_state, refresh
-from rlhfuse.schedule.search.solution import Solution, fits
+from rlhfuse.schedule.search.solution import Solution
 
 SKEWS = (0.25, 0.5)  # of the folded operation's time: how far its two stages lie from the middle of it
 EARLY = (0.0, 0.005, 0.02, 0.05, 0.1)  # of the makespan: how long before its aim an operation may begin
@@ -85,7 +85,7 @@ class Unfolder:
         self.lanes = [(lane, numbers[lane.pipeline, lane.stage // 2, lane.kind]) for lane in dispatcher.graph.lanes]
 
     def extend(self, solution: Solution, better: Callable[[Solution], bool]) -> tuple[Solution | None, Solution]:
-        """Returns the best try that fits the caps and is `better` (or None), and the fastest of all."""
+        """Returns the best try that is `better` (or None), and the fastest of all."""
         state = new_state(solution.sequence, 1)
         refresh(self.small.tables, state)
         tries = [
@@ -93,8 +93,7 @@ class Unfolder:
             for aim in (self._aim(state.head, skew) for skew in SKEWS)
             for early in EARLY
         ]
-        fitting = [candidate for candidate in tries if better(candidate) and fits(self.dispatcher.graph, candidate)]
-        return min(fitting, key=lambda s: s[:2], default=None), min(tries, key=lambda s: s[:2])
+        return min(filter(better, tries), key=lambda s: s[:2], default=None), min(tries, key=lambda s: s[:2])
 
     def _aim(self, starts: np.ndarray, skew: float) -> np.ndarray:
         """float64[operations]: when each is to start, if `starts` are those of the folded ones."""

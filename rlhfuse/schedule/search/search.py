@@ -16,15 +16,17 @@ from typing import Any
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.kernel_cache import compile_apart
 from rlhfuse.schedule.ir.evaluate import reaches
-from rlhfuse.schedule.ir.graph import build_graph
+from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.builders import check_caps, greedy, min_memory, one_at_a_time, serial_1f1b
+from rlhfuse.schedule.rules.builders import check_caps, greedy, min_memory
+from rlhfuse.schedule.search.admission_rules import reached_by_rule
 from rlhfuse.schedule.search.mpi import Exchange, RoundMessage, in_turn
 from rlhfuse.schedule.search.solution import Incumbent, Key, Objective, Round, schedule_of
 from rlhfuse.schedule.search.worker import SearchWorker, kernel_group, load_kernels
 
 ROUND_SECONDS = 0.15  # between two looks at the clock, the other ranks and the signals
+FIRST_TRIES = 24  # decodes of the first schedule under a cap
 FIRST_ROUND_MOVES = 256  # of the second round; the first is one move
 FIXED_ROUND_WORK = 20_000_000  # moves of a round times operations, where the number of moves is the budget
 
@@ -100,14 +102,15 @@ def search(
     start: Schedule | None = None,
     comm: Any = None,
     observer: SearchObserver | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Schedule, SearchReport]:
     """Search until a proved optimum, the time limit or the number of moves.
 
     `start` is a schedule to improve on, `comm` an mpi4py communicator. All ranks return the same schedule, never slower
     than greedy unless greedy breaks the memory cap. KeyboardInterrupt passes through. Raises InputError on a cap that
-    no schedule meets and as `Objective` does.
+    no schedule meets and as `Objective` does. All seconds are those of `clock`.
     """
-    observer, budget = observer or SearchObserver(), _Budget(settings)
+    observer, budget = observer or SearchObserver(), _Budget(settings, clock)
     rank, ranks = (comm.Get_rank(), comm.Get_size()) if comm is not None else (0, 1)
     with in_turn(comm):
         waited = budget.seconds()
@@ -121,7 +124,7 @@ def search(
         budget.fixed_round = max(1000, min(50_000, FIXED_ROUND_WORK // graph.size))
         state = _SearchState(objective, budget, ranks, (observer if rank == 0 else SearchObserver()).improved)
         starts: list[Incumbent] = []
-        for entry in _starts(problem, start):
+        for entry in _starts(problem, graph, start):
             starts.append(entry)
             state.offer(entry)
     exchange = Exchange(graph.size, comm, (lambda: observer.round_ended(state.report())) if rank == 0 else lambda: None)
@@ -142,13 +145,12 @@ def search(
         done = budget.timed(lambda moves: worker.round(state.incumbent, moves, result.share))
 
 
-def _starts(problem: FusionProblem, start: Schedule | None) -> Iterator[Incumbent]:
+def _starts(problem: FusionProblem, graph: OperationGraph, start: Schedule | None) -> Iterator[Incumbent]:
     """The schedules to begin with; one of them fits the caps."""
     first = Incumbent.of(greedy(problem) if start is None else Schedule(problem, start.orders))
     yield first
     if not first.fits():
-        yield Incumbent.of(one_at_a_time(problem))
-        yield Incumbent.of(serial_1f1b(problem))  # where it fits, far faster, and near enough to be improved on
+        yield Incumbent.of(schedule_of(graph, reached_by_rule(problem, FIRST_TRIES).sequence))
 
 
 def _message(done: Round, share: float, signal: int) -> RoundMessage:
@@ -224,8 +226,8 @@ class _SearchState:
 class _Budget:
     """How much this rank has used, in seconds or moves, and how many moves its next round has."""
 
-    def __init__(self, settings: SearchSettings) -> None:
-        self.started = time.monotonic()
+    def __init__(self, settings: SearchSettings, clock: Callable[[], float]) -> None:
+        self.clock, self.started = clock, clock()
         self.settings = settings
         self.moves = 0
         self.pace = 1  # of the first round, which makes the worker's own starts
@@ -234,7 +236,7 @@ class _Budget:
         self.uncounted = 0.0  # before the search: kernels are compiled on a machine's first use, in turn on a host
 
     def seconds(self) -> float:
-        return time.monotonic() - self.started
+        return self.clock() - self.started
 
     def share(self) -> float:
         """Share of the budget that is used; 1 when it is spent."""

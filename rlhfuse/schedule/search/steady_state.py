@@ -12,6 +12,7 @@ comes later. That gives every operation a time to aim at, and the orders follow 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,11 +22,11 @@ from numba import njit
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import reaches
-from rlhfuse.schedule.ir.graph import OperationGraph, Tables
+from rlhfuse.schedule.ir.graph import OperationGraph
 from rlhfuse.schedule.ir.problem import FusionProblem
-from rlhfuse.schedule.search.dispatch import Dispatcher, heap_pop, heap_push
+from rlhfuse.schedule.search.dispatch import Dispatcher
 from rlhfuse.schedule.search.heads_tails import new_state, refresh
-from rlhfuse.schedule.search.solution import Solution, fits
+from rlhfuse.schedule.search.solution import Solution
 
 TRIED_OPERATIONS = 1_200_000  # over all breaks of one extension: a few tenths of a second
 MOST_TRIES = 1_000
@@ -33,6 +34,9 @@ WINDOWS = (1, 2, 3, 4, 6, 8)  # units that are repeated together
 EARLY = (0.02, 0.1)  # of the makespan: how long before its aim an operation may begin, where not in order of the aims
 FEWEST_BREAKS = 8  # for every window
 FEWEST_UNITS = 4
+CAPPED_OPERATIONS, FEWEST_CAPPED_UNITS = 600, 5  # of the problem whose schedules are repeated under a cap
+CAPPED_WINDOWS = (1, 1, 2, 2, 3, 4)
+CAPPED_EARLY = (0.0, 1.0, 5.0, math.inf)  # mean times of an operation
 
 
 def units_of(problem: FusionProblem) -> int:
@@ -59,6 +63,14 @@ def coarser_problem(problem: FusionProblem) -> FusionProblem | None:
     added = latency_bound(problem) - latency_bound(small)
     exact = reaches(added, period_of(problem) * (units - half)) and reaches(period_of(problem) * (units - half), added)
     return small if exact else None
+
+
+def few_units(problem: FusionProblem) -> FusionProblem | None:
+    """The problem with so few units that a search under its cap is soon done; None where that saves nothing."""
+    units = units_of(problem)
+    operations = sum(p.stages * p.microbatches * (3 if p.split else 2) for p in problem.pipelines)
+    few = max(FEWEST_CAPPED_UNITS, CAPPED_OPERATIONS * units // operations)
+    return with_units(problem, few) if 2 * few <= units else None
 
 
 def period_of(problem: FusionProblem) -> float:
@@ -88,13 +100,7 @@ class SteadyStateExtender:
             np.array([lane.microbatches for lane in large.lanes]),
             np.array([lane.microbatches // units for lane in small.lanes]),
         )
-        self.scratch = _Scratch(
-            np.empty(large.size),
-            np.empty(large.size),
-            np.empty(large.size, np.int64),
-            np.empty(large.size),
-            np.empty(large.size, np.int64),
-        )
+        self.aim = np.empty(large.size)
 
     @property
     def work(self) -> int:
@@ -105,12 +111,12 @@ class SteadyStateExtender:
         return max(6, min(MOST_TRIES, TRIED_OPERATIONS // self.graph.size))
 
     def extend(self, solution: Solution, better: Callable[[Solution], bool]) -> tuple[Solution | None, Solution]:
-        """Returns the best try that fits the caps and is `better` (or None), and the fastest of all."""
+        """Returns the best try that is `better` (or None), and the fastest of all."""
         lifted, fastest = None, None
         for candidate in self._tries(solution):
-            if fastest is None or candidate.makespan < fastest.makespan:
+            if fastest is None or candidate[:2] < fastest[:2]:
                 fastest = candidate
-            if better(candidate) and (lifted is None or candidate[:2] < lifted[:2]) and fits(self.graph, candidate):
+            if better(candidate) and (lifted is None or candidate[:2] < lifted[:2]):
                 lifted = candidate
         assert fastest is not None
         return lifted, fastest
@@ -123,12 +129,34 @@ class SteadyStateExtender:
         windows = WINDOWS if tries >= FEWEST_BREAKS * len(WINDOWS) else WINDOWS[:1]
         for window in windows:
             for break_at in np.linspace(0.1, 0.9, max(2, tries // len(windows))):
-                aim = self.scratch.aim
-                _aim(self.lanes, state.head, break_at * solution.makespan, window, self.added, self.period, aim)
-                sequence = np.empty(self.graph.size, np.int64)
-                yield Solution(*order_by_aim(self.graph.tables, self.scratch, sequence), sequence)
+                _aim(self.lanes, state.head, break_at * solution.makespan, window, self.added, self.period, self.aim)
+                yield self.dispatcher.in_order(self.aim)
                 for early in EARLY:
-                    yield self.dispatcher.follow(aim, early * solution.makespan)
+                    yield self.dispatcher.follow(self.aim, early * solution.makespan)
+
+
+class CappedExtender(SteadyStateExtender):
+    """Repeats steady states under a memory cap, where a period may have to be longer than the busiest node's work."""
+
+    def __init__(self, small: OperationGraph, dispatcher: Dispatcher, bounds: tuple[float, float]) -> None:
+        """`bounds`: of the small problem's makespan and of the large one's."""
+        super().__init__(small, dispatcher)
+        self.bound, self.least = bounds[1], (bounds[1] - bounds[0]) / self.added
+        self.random, self.unit = random.Random(0), float(self.graph.duration.mean())
+
+    def repeat(self, solution: Solution, gap: float, decodes: int) -> Solution:
+        """The fastest of so many tries; `gap` is the share that a period may be longer than the least."""
+        state, draw = new_state(solution.sequence, 1), self.random
+        refresh(self.small.tables, state)
+        fastest = None
+        for _ in range(max(1, decodes)):
+            period = self.least * (1 + gap * draw.random() ** 2)
+            break_at, window = draw.uniform(0.1, 0.9) * solution.makespan, draw.choice(CAPPED_WINDOWS)
+            _aim(self.lanes, state.head, break_at, window, self.added, period, self.aim)
+            made = self.dispatcher.follow(self.aim, draw.choice(CAPPED_EARLY) * self.unit)
+            fastest = made if fastest is None or made.makespan < fastest.makespan else fastest
+        assert fastest is not None
+        return fastest
 
 
 class _Lanes(NamedTuple):
@@ -139,16 +167,6 @@ class _Lanes(NamedTuple):
     large_first: np.ndarray
     large_microbatches: np.ndarray
     per_unit: np.ndarray
-
-
-class _Scratch(NamedTuple):
-    """Over the operations of the large problem."""
-
-    aim: np.ndarray  # float64
-    end: np.ndarray  # float64
-    waits: np.ndarray  # int64
-    heap_key: np.ndarray  # float64
-    heap_item: np.ndarray  # int64
 
 
 @njit(cache=True)
@@ -176,35 +194,3 @@ def _aim(lanes: _Lanes, starts: np.ndarray, break_at: float, window: int, added:
                 else:
                     time = break_at + period * (m - before + 0.5) / lanes.per_unit[lane]
             aim[lanes.large_first[lane] + m] = time
-
-
-@njit(cache=True)
-def order_by_aim(t: Tables, s: _Scratch, sequence: np.ndarray):
-    """The orders of all nodes, by aim among what may come next, into `sequence`; returns (makespan, peak memory)."""
-    n, nodes = len(sequence), len(t.first) - 1
-    place, clock, level = t.first.copy(), np.zeros(nodes), np.zeros(nodes)
-    count, makespan, peak = 0, 0.0, 0.0
-    for o in range(n):
-        s.waits[o] = (t.upstream[o] >= 0) + (o > 0 and t.lane[o - 1] == t.lane[o])
-        if s.waits[o] == 0:
-            count = heap_push(s.heap_key, s.heap_item, count, s.aim[o], o)
-    while count > 0:
-        o, least = s.heap_item[0], s.heap_key[0]
-        count = heap_pop(s.heap_key, s.heap_item, count)
-        node, source = t.node[o], t.upstream[o]
-        start = clock[node]
-        if source >= 0:
-            start = max(start, s.end[source] + t.lag[o])
-        clock[node] = s.end[o] = start + t.duration[o]
-        makespan = max(makespan, s.end[o])
-        level[node] += t.memory[o]
-        peak = max(peak, level[node])
-        sequence[place[node]] = o
-        place[node] += 1
-        for k in range(3):
-            target = t.downstream[o, k] if k < 2 else (o + 1 if o + 1 < n and t.lane[o + 1] == t.lane[o] else -1)
-            if target >= 0:
-                s.waits[target] -= 1
-                if s.waits[target] == 0:
-                    count = heap_push(s.heap_key, s.heap_item, count, max(least, s.aim[target]), target)
-    return makespan, peak

@@ -16,22 +16,46 @@ from rlhfuse.schedule.ir.evaluate import reaches
 from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import greedy, one_at_a_time, serial_1f1b
+from rlhfuse.schedule.search.admission_rules import AdmissionRules
 from rlhfuse.schedule.search.annealing_run import AnnealingRun
 from rlhfuse.schedule.search.capped_run import CappedRun
-from rlhfuse.schedule.search.dispatch import Dispatcher, tuned_starts
+from rlhfuse.schedule.search.dispatch import Dispatcher, list_operations, tuned_starts
 from rlhfuse.schedule.search.folding import Unfolder, folded_problem
 from rlhfuse.schedule.search.solution import Incumbent, Objective, Round, Solution, fits, solution_of
-from rlhfuse.schedule.search.steady_state import SteadyStateExtender, coarser_problem, order_by_aim
+from rlhfuse.schedule.search.steady_state import CappedExtender, SteadyStateExtender, coarser_problem, few_units
+from rlhfuse.schedule.search.under_cap.admissions import MOVES, Admissions
+from rlhfuse.schedule.search.under_cap.polish_run import PolishRun
 
 FOLDED_OPERATIONS = 4096  # of a level: one with more, and none of fewer units below it, is folded
+CAPPED_OPERATIONS = 2_000_000  # over all decodes of a level's starts under a cap, about a second; ...
+LEAST_TRIES, MOST_TRIES = 200, 3_000  # ... so many of them
+ADMISSION_OPERATIONS = 2_500  # of a level whose admissions are annealed
+MOST_WEIGHT, VAIN = 12.0, 1.5  # of work in vain, and how that grows with every turn
 NEARER = 0.5  # times the time that the next level may gain: so near its target a solution is worth extending
 EXTENDED_STARTS = 3  # kept by a level to begin its runs with, besides those made by rule
+
+
+class Turns:
+    """Who is next of several that share a budget: that of the least work, which counts more where it is in vain."""
+
+    def __init__(self, count: int) -> None:
+        self.work = [0.0] * count
+        self.weight = [1.0] * count
+
+    def next(self) -> int:
+        return min(range(len(self.work)), key=lambda k: self.work[k])
+
+    def taken(self, k: int, moves: int, gained: bool) -> None:
+        """`k` has made so many moves, and gained something or nothing."""
+        self.weight[k] = 1.0 if gained else min(MOST_WEIGHT, self.weight[k] * VAIN)
+        self.work[k] += moves * self.weight[k]
 
 
 class CoarseLevel:
     """The problem with some number of units (all of them at the top): its annealing run, best solution, starts.
 
-    Raises ValueError when no schedule of `given` nor any made here fits the caps.
+    It is `tight` where a memory cap leaves no room for the starts of a problem without one: schedules are then made
+    under the cap, and admissions annealed in turn with the best of them.
     """
 
     def __init__(
@@ -39,8 +63,17 @@ class CoarseLevel:
     ) -> None:
         self.graph, self.objective = graph, objective
         self.dispatcher = Dispatcher(graph)
-        self.starts = tuned_starts(self.dispatcher) + [solution_of(graph, entry) for entry in given]
-        self.best = min((start for start in self.starts if fits(graph, start)), key=objective.key)
+        tuned = tuned_starts(Dispatcher(graph, capped=False))
+        self.tight = not any(fits(graph, start) for start in tuned)
+        self.starts = tuned + [solution_of(graph, entry) for entry in given]
+        fitting = [start for start in self.starts if fits(graph, start)]
+        if self.tight:
+            tries = min(MOST_TRIES, max(LEAST_TRIES, CAPPED_OPERATIONS // graph.size))
+            fitting += AdmissionRules(self.dispatcher, f"{seed} {rank}").search(tries, float(objective.target))
+            self.admissions = Admissions(self.dispatcher, f"{seed} {rank}")
+            self.polish = PolishRun(graph, objective, seed, rank)
+            self.turns = Turns(2 if graph.size <= ADMISSION_OPERATIONS else 1)
+        self.best = min(fitting, key=objective.key)
         self.extended: list[Solution] = []
         self.run = AnnealingRun(graph, objective, seed, rank)
         self.capped = CappedRun(graph, objective, seed, rank)
@@ -72,7 +105,12 @@ class CoarseLevel:
             self.turn += 1
             if self.run.number % 2 or (self.run.fruitless and self.turn % 2):
                 return self.capped.advance(self.best, self.starts, moves)
-        return self.run.advance(self.best, self.starts + self.extended, moves, late)
+        if not self.tight or self.fast_enough:
+            return self.run.advance(self.best, self.starts + self.extended, moves, late)
+        turn = self.turns.next()
+        done = (self.polish, self.admissions)[turn].advance(self.best, moves)
+        self.turns.taken(turn, done.tried, done.solution is not None)
+        return done
 
     def keep_start(self, solution: Solution) -> None:
         """Remember a solution that is not fast enough, in place of the slowest."""
@@ -87,8 +125,10 @@ class SearchWorker:
     ) -> None:
         self.levels = [CoarseLevel(graph, objective, starts, seed, rank)]
         self.extenders: list[SteadyStateExtender | Unfolder] = []
-        while self._put_below(seed, rank):
+        while not self.levels[0].tight and self._put_below(seed, rank):
             pass
+        self.repeated = self._repeated(seed, rank) if self.levels[-1].tight else None
+        self.turns = Turns(3 if self.repeated else 1)
         self.work = [0] * len(self.levels)  # moves tried, and operations placed by extensions, which take as long
         self.incumbent: Incumbent | None = None  # the owner's best when last seen
 
@@ -111,6 +151,40 @@ class SearchWorker:
         self.extenders.insert(0, (Unfolder if folded else SteadyStateExtender)(graph, above.dispatcher))
         return True
 
+    def _repeated(self, seed: int, rank: int) -> tuple[CoarseLevel, CappedExtender] | None:
+        """A level of few units below a top whose cap is tight, and what repeats its schedules."""
+        top = self.levels[0]
+        small = few_units(top.objective.problem)
+        if small is None:
+            return None
+        graph, objective = build_graph(small), Objective(small)
+        bounds = float(objective.latency_bound), float(top.objective.latency_bound)
+        return CoarseLevel(graph, objective, [], seed, rank), CappedExtender(graph, top.dispatcher, bounds)
+
+    def _under_cap(self, moves: int) -> Round:
+        """A turn of the top, of the level of few units, or of repeating its best."""
+        top, turn = self.levels[-1], self.turns.next()
+        if turn == 0 or self.repeated is None:
+            done = top.advance(moves, late=False)
+            gained = done.solution is not None
+        else:
+            (small, extender), size = self.repeated, top.graph.size
+            if turn == 1 and not small.fast_enough:
+                done = small.advance(moves, late=False)
+                gained = done.solution is not None
+                if done.solution is not None:
+                    small.best, done = done.solution, done._replace(solution=None)
+            else:
+                made = extender.repeat(small.best, top.best.makespan / extender.bound - 1, moves // (MOVES * size))
+                gained = made.makespan < top.best.makespan
+                done = Round(moves, made if gained else None)
+        self.turns.taken(turn, done.tried, gained or turn == 0)
+        if done.solution is not None:
+            if not top.better(done.solution):
+                return done._replace(solution=None)
+            top.best = done.solution
+        return done
+
     def round(self, best: Incumbent, moves: int, share: float) -> Round:
         """Try at most `moves` moves (at least 1) to beat `best`; `share` of the whole search is over (0 to 1)."""
         top = self.levels[-1]
@@ -119,13 +193,16 @@ class SearchWorker:
             tuned, top.best = top.best, solution_of(top.graph, best)
             if begin and top.better(tuned):
                 return Round(1, tuned)
+        if top.tight and not top.fast_enough:
+            return self._under_cap(moves)
         number = self._next_level()
         level = self.levels[number]
         if number < len(self.levels) - 1 and level.finished:
             above = self.levels[number + 1]
             done = level.run.find_leaner(level.best, above.best.peak_memory if above.fast_enough else math.inf, moves)
         else:
-            done = level.advance(moves, late=share > 0.5 and top.objective.latency is None)
+            late = share > 0.5 and top.objective.latency is None and not top.dispatcher.capped
+            done = level.advance(moves, late)
         self.work[number] += done.tried
         solution = None if done.solution is None else self._lift(number, done.solution)
         return Round(done.tried, solution, done.accepted)
@@ -185,7 +262,7 @@ def load_kernels() -> None:
 
 def kernel_group() -> KernelGroup:
     """Those of a search, for a process of their own."""
-    return KernelGroup((contradiction, order_by_aim), "rlhfuse.schedule.search.worker")
+    return KernelGroup((contradiction, list_operations), "rlhfuse.schedule.search.worker")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from rlhfuse.costs.speculation import Speculation
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.price import ideal_limits
 from rlhfuse.planning.search.floors import TrainingFloors, generation_floor, work_bound
-from rlhfuse.planning.search.search import Ranking
+from rlhfuse.planning.search.search import WORTH_REACHING, Ranking
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.bounds.windows import Windows
 from rlhfuse.schedule.ir.evaluate import evaluate
@@ -83,8 +83,9 @@ def check_floors(case: SearchCase) -> None:
         mine = [(part, draft.training.problems[rung].pipelines) for rung, part in draft.training.shares.items()]
         assert mine in [[(part, problem.pipelines) for part, problem in made] for made in floors.choices(row)]
         steps = [rough + below, ranking._by_work(t, g), ranking._by_moves(t, g), ranking._by_split(t, g)]
-        steps += [ranking._by_order(t, g), ranking._by_draft(t, g), ranking._by_room(t, g), ranking._by_price(t, g)]
-        assert None not in steps and steps[-1] == made.seconds
+        steps += [ranking._by_order(t, g), ranking._by_draft(t, g), ranking._by_room(t, g), ranking._by_bound(t, g)]
+        steps.append(made.seconds)
+        assert None not in steps and ranking._by_reach(t, g) == made.seconds * (1 - WORTH_REACHING)
         assert all(step <= following * ABOVE for step, following in zip(steps, steps[1:]))
         assert ranking._held[t] <= held
 

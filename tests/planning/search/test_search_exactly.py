@@ -25,6 +25,7 @@ from rlhfuse.base.files import write_json
 from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.planning.memory.memory_budget import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.price import Price, bound_seconds, with_schedules
 from rlhfuse.planning.search import search
 from rlhfuse.planning.search.search import TOP, FastestTables, Ranking
 from rlhfuse.schedule.rules.builders import min_memory
@@ -33,8 +34,20 @@ SPEC = spec_of(4, 512, 8, 4)
 SPECS = dict.fromkeys(("actor", "critic", "reference", "reward"), SPEC)
 
 
+def bounded(one: PricedTable) -> Price:
+    """With training at its bound."""
+    minibatch = bound_seconds(one.draft)
+    return with_schedules(one.draft, one.price.generation, one.price.moves, minibatch)
+
+
 def found_of(case: SearchCase, top: int = 5) -> FastestTables:
     return Ranking(case.setting).fastest(top)
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch):
+    """Every table is reached that may be faster at all."""
+    monkeypatch.setattr(search, "WORTH_REACHING", 0.0)
 
 
 def check_exact(case: SearchCase, top: int = 5) -> int:
@@ -47,7 +60,8 @@ def check_exact(case: SearchCase, top: int = 5) -> int:
     found = found_of(case, top)
     assert [row.table.text for row in found.rows] == [one.table.text for one in every[:top]]
     assert [row.price for row in found.rows] == [one.price for one in every[:top]]
-    assert found.bound == (every[top].price.seconds if len(every) > top else inf)
+    assert found.reached == (every[top].price.seconds if len(every) > top else inf)
+    assert found.bound <= min((bounded(one).seconds * (1 + 1e-9) for one in every[top:]), default=inf)
     space = space_of_setting(case.setting)
     assert (found.training_rows, found.generation_rows) == (len(space.training), len(space.generation))
     assert len(found.rows) <= found.priced <= found.drafted <= found.training_rows * found.generation_rows
@@ -83,10 +97,11 @@ def test_ties_are_broken_by_the_text(monkeypatch):
     made = replace(next(ranking.ranked())[0].price, schedules=0.0)
     for floor in ("_by_work", "_by_split", "_by_order", "_by_room", "_training_floor", "_generation_floor", "_with"):
         monkeypatch.setattr(Ranking, floor, lambda self, *given: 0.0)
-    monkeypatch.setattr(search, "price", lambda *given: made)
+    for priced in ("price", "with_schedules"):
+        monkeypatch.setattr(search, priced, lambda *given: made)
     found = Ranking(case.setting).fastest(TOP)
     texts = sorted(table.text for table in tables_of(ranking.space))
-    assert [row.table.text for row in found.rows] == texts[:5] and found.bound == made.seconds
+    assert [row.table.text for row in found.rows] == texts[:5] and found.reached == made.seconds
 
 
 @pytest.mark.parametrize("seed", range(share(20)))
@@ -97,8 +112,23 @@ def test_the_plan_of_the_best_takes_what_the_search_says(seed):
     case = replace(case, config=case.config.with_(fusion=fusion, trainer={"memory_limit_gb": 0.0}))
     best = found_of(case, 1).best
     plan = make_plan(drafted(best.table.of(case.config), case.specs, case.world_size)).report
-    above = plan.schedule.makespan_seconds - plan.schedule.lower_bound_seconds
-    assert plan.seconds.fused - plan.batch.optimizer_steps * above == pytest.approx(best.seconds, rel=1e-9)
+    assert best.bound * (1 - 1e-9) <= plan.seconds.fused <= best.seconds * (1 + 1e-9)
+
+
+def test_what_is_not_reached_saves_less_than_is_worth_reaching(monkeypatch):
+    """Fewer tables are reached, and the best of them is within that of the best of all; bounds are those of all."""
+    monkeypatch.setattr(search, "WORTH_REACHING", 0.1)
+    fewer = 0
+    for seed in (1, 2, 3, 8, 13, 21):
+        case = random_case(seed, most_tables=60)
+        every = priced_tables(case)
+        if every:
+            found = found_of(case, 1)
+            assert found.best.seconds * 0.9 <= every[0].price.seconds * (1 + 1e-9) <= found.best.seconds * (1 + 2e-9)
+            others = [bounded(one).seconds for one in every if one.table != found.best.table]
+            assert found.bound <= min(others, default=inf) * (1 + 1e-9)
+            fewer += len(every) - found.priced
+    assert fewer > 0
 
 
 # nothing fits ----------------------------------------------------------------------------------------------------

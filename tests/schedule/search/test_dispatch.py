@@ -1,5 +1,6 @@
 """The numba list scheduler against its plain twin in builders.py, and what it keeps."""
 
+import hashlib
 import itertools
 import math
 import random
@@ -11,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
 from testkit.schedule_cases import TABLE_3, capped_greedy, random_instance, random_problem, table_3, with_facts
-from testkit.solutions import check_solution
+from testkit.solutions import check_found, check_solution
 
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
-from rlhfuse.schedule.rules.builders import list_schedule, pipeline_work
+from rlhfuse.schedule.rules.builders import list_schedule, min_memory, pipeline_work
 from rlhfuse.schedule.search.dispatch import (
     KEPT,
     LARGEST_EXTRAS,
@@ -44,15 +45,17 @@ def drawn_problem(seed):
 
 @examples(60)
 @given(st.integers(0, 10**6))
-def test_any_ranks_and_caps_give_the_plain_twins_schedule(seed):
-    """Ranks and caps without sense: lanes in any order, caps from 1 to beyond the micro-batches."""
+def test_any_ranks_and_windows_give_the_plain_twins_schedule(seed):
+    """Ranks and windows without sense: lanes in any order, windows from 1 to beyond the micro-batches."""
     problem = drawn_problem(seed)
     dispatcher, rng = dispatcher_of(problem), np.random.default_rng(seed)
     graph = dispatcher.graph
     rank = rng.permutation(len(graph.lanes))
-    cap = rng.integers(1, 7, len(dispatcher.stages))
-    expected = list_schedule(graph, dict(zip(dispatcher.stages, cap.tolist())), rank.tolist())
-    solution = dispatcher.dispatch(Rules(rank, cap))
+    stages = [(p, s) for p, pipeline in enumerate(problem.pipelines) for s in range(pipeline.stages)]
+    window = rng.integers(1, 7, len(stages))
+    expected = list_schedule(graph, dict(zip(stages, window.tolist())), rank.tolist())
+    rules = Rules(rank.astype(float)[graph.lane], dispatcher.any_time, window, dispatcher.unreserved)
+    solution = dispatcher.dispatch(rules)
     assert schedule_of(graph, solution.sequence).orders == expected.orders
     check_solution(dispatcher.graph, solution)
 
@@ -115,7 +118,67 @@ def test_tuned_starts_of_table_3(number):
     assert starts[0].makespan <= first.makespan and starts[0].makespan < TABLE_3[number][1]
 
 
+@pytest.mark.parametrize("number, digest", [(2, "78c37b31306c709c"), (5, "b713f5c529b26369"), (8, "5b8a48a80f2cd602")])
+def test_tuned_starts_are_the_same_to_the_operation(number, digest):
+    """Recorded when no memory cap was regarded: without one nothing changes."""
+    starts = tuned_starts(dispatcher_of(table_3(number)))
+    arrays = [np.asarray(part).tobytes() for solution in starts for part in (solution.sequence, solution[:2])]
+    assert hashlib.sha256(b"".join(arrays)).hexdigest()[:16] == digest
+
+
 def test_one_operation_each_is_enough():
     problem = FusionProblem(1, (Pipeline("only", "only", (0,), 1, (1,), (2,), (0,)),))
     (solution,) = tuned_starts(dispatcher_of(problem))
     assert solution[:2] == (3.0, 0.0) and solution.sequence.tolist() == [0, 1]
+
+
+def random_rules(dispatcher, seed):
+    """Turns, times, windows, reserves and patience without sense."""
+    rng, graph = np.random.default_rng(seed), dispatcher.graph
+    stages = len(dispatcher.stages.node)
+    earliest = np.maximum(0, rng.normal(0, graph.duration.sum() / 2, graph.size)) * rng.integers(0, 2)
+    window = rng.integers(1, 6, stages) if rng.integers(0, 2) else dispatcher.any_window
+    reserved = rng.integers(0, 2, len(graph.problem.pipelines)).astype(bool)[dispatcher.stages.pipeline]
+    return Rules(rng.random(graph.size), earliest, window, reserved, rng.choice([0.0, 0.5, 1.0]))
+
+
+def tight(problem, seed):
+    """Caps on some nodes or all, from what one micro-batch at a time needs to twice that."""
+    rng = random.Random(seed)
+    caps = [least * rng.choice((1, 1, 1.2, 1.5, 2, 10)) for least in min_memory(problem)]
+    return replace(problem, memory_cap=tuple(cap + 1 for cap in caps), static_memory=1)
+
+
+@examples(150)
+@given(st.integers(0, 10**6))
+def test_under_caps_whatever_the_rules_all_is_placed_and_fits(seed):
+    """Any placement, unequal times, lags, and splits that hold more or less for W: the schedule is whole and fits."""
+    problem = tight(drawn_problem(seed), seed)
+    dispatcher = dispatcher_of(problem)
+    rules = random_rules(dispatcher, seed)
+    for solution in (dispatcher.dispatch(rules), dispatcher.in_order(rules.turn), dispatcher.follow(rules.turn, 0.1)):
+        check_found(dispatcher.graph, solution)
+
+
+@examples(40)
+@given(st.integers(0, 10**6))
+def test_caps_that_hold_everything_change_nothing(seed):
+    problem = drawn_problem(seed)
+    wide = tuple(
+        1.0 + sum(p.microbatches * sum(p.activation + p.held_for_weights) for p in problem.pipelines)
+        for _ in range(problem.nodes)
+    )
+    for rules in (random_rules(dispatcher_of(problem), seed + k) for k in range(3)):
+        free, capped = (dispatcher_of(p).dispatch(rules) for p in (problem, replace(problem, memory_cap=wide)))
+        assert free.sequence.tolist() == capped.sequence.tolist()
+
+
+@examples(30)
+@given(st.integers(0, 10**6))
+def test_a_schedule_later_than_the_limit_is_given_up(seed):
+    dispatcher = dispatcher_of(tight(drawn_problem(seed), seed))
+    rules = random_rules(dispatcher, seed)
+    made = dispatcher.dispatch(rules)
+    again = dispatcher.dispatch(rules, limit=made.makespan)
+    assert again.makespan == made.makespan and again.sequence.tolist() == made.sequence.tolist()
+    assert dispatcher.dispatch(rules, limit=made.makespan * (1 - 1e-6)).makespan == math.inf

@@ -9,20 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
-from testkit.schedule_cases import TABLE_3, capped_greedy, random_problem, table_3, table_3_problem
-from testkit.solutions import check_solution, solution_in
+from testkit.schedule_cases import TABLE_3, capped_greedy, capped_halfway, random_problem, table_3, table_3_problem
+from testkit.solutions import check_found, check_solution, solution_in
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
-from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
+from rlhfuse.schedule.rules.builders import greedy, one_at_a_time, serial_1f1b
 from rlhfuse.schedule.search.dispatch import Dispatcher
 from rlhfuse.schedule.search.solution import schedule_of
 from rlhfuse.schedule.search.steady_state import (
     FEWEST_UNITS,
+    CappedExtender,
     SteadyStateExtender,
     coarser_problem,
+    few_units,
     period_of,
     units_of,
     with_units,
@@ -138,18 +140,39 @@ def test_a_fused_schedule_at_its_bound_extends_to_the_next_bound(row, extra, bef
 
 @examples(30)
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
-def test_the_best_of_the_better_tries_within_every_nodes_cap(seed, choice):
-    """Caps halfway between the peaks of two tries, node by node, beside static memory: some fit, or none."""
+def test_under_caps_every_try_fits_and_the_best_of_the_better_is_taken(seed, choice):
+    """Caps halfway between the peaks of two tries, node by node, beside static memory."""
     problem = random_problem(seed)
     start, large = greedy(with_units(problem, 2)), with_units(problem, 5)
     _, _, tries, graph = extended(start, large)
-    peaks = [peaks_of(graph, solution) for solution in tries]
-    a, b = peaks[choice % len(peaks)], peaks[choice // 7 % len(peaks)]
-    caps, static = [(x + y) / 2 for x, y in zip(a, b)], 1 + choice % 3
-    capped = replace(large, memory_cap=tuple(cap + static for cap in caps), static_memory=static)
-    fitting = [f[:2] for f, p in zip(tries, peaks) if all(x <= cap + 1e-9 for x, cap in zip(p, caps))]
-    for above in ((0, 0), min(fitting, default=(0, 0))):  # as if only what is slower were better
-        lifted, fastest, again, _ = extended(start, capped, better=lambda solution, above=above: solution[:2] > above)
-        assert [solution[:2] for solution in again] == [solution[:2] for solution in tries]
-        assert (lifted[:2] if lifted else None) == min((f for f in fitting if f > above), default=None)
-    assert fastest.makespan == min(solution.makespan for solution in tries)  # it may be above the caps
+    a, b = peaks_of(graph, tries[choice % len(tries)]), peaks_of(graph, tries[choice // 7 % len(tries)])
+    static = 1 + choice % 3
+    capped = replace(large, memory_cap=tuple((x + y) / 2 + static for x, y in zip(a, b)), static_memory=static)
+    lifted, fastest, again, graph = extended(start, capped)
+    for solution in again:
+        check_found(graph, solution)
+    assert lifted[:2] == fastest[:2] == min(solution[:2] for solution in again)
+    slower = min((s[:2] for s in again if s[:2] > lifted[:2]), default=None)
+    lifted, fastest, _, _ = extended(start, capped, better=lambda solution: solution[:2] > fastest[:2])
+    assert (lifted[:2] if lifted else None) == slower
+
+
+@examples(30)
+@given(st.integers(0, 10**6), st.sampled_from([0.0, 0.3]))
+def test_a_steady_state_repeated_under_a_cap_fits(seed, gap):
+    """Whatever the period, and as fast as the fastest of fewer tries."""
+    small, large = with_units(random_problem(seed), 5), with_units(random_problem(seed), 11)
+    small, large = (replace(problem, memory_cap=capped_halfway(large).memory_cap) for problem in (small, large))
+    start, graph = solution_in(one_at_a_time(small)), build_graph(large)
+    bounds = float(latency_bound(small)), float(latency_bound(large))
+    once, often = (
+        CappedExtender(build_graph(small), Dispatcher(graph), bounds).repeat(start, gap, decodes) for decodes in (1, 9)
+    )
+    check_found(graph, once)
+    check_found(graph, often)
+    assert often.makespan <= once.makespan
+
+
+def test_few_units_are_those_of_a_problem_that_is_soon_searched():
+    units = [units_of(few) if (few := few_units(table_3(number))) else None for number in range(len(TABLE_3))]
+    assert units == [None, None, None, None, None, None, 6, 6, None, 9, 9, None]

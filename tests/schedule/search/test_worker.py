@@ -140,12 +140,6 @@ def test_a_cap_that_only_one_micro_batch_at_a_time_meets():
     assert solution.timeline.makespan <= best.timeline.makespan
 
 
-def test_a_worker_without_a_schedule_that_fits_is_refused():
-    problem = table_3(2, memory_cap=2)
-    with pytest.raises(ValueError):
-        SearchWorker(build_graph(problem), Objective(problem), [Incumbent.of(greedy(problem))], 1, 0)
-
-
 def test_same_seed_and_rank_same_rounds():
     def rounds(seed, rank):
         worker, best = worker_of(TWO_LEVELS, seed=seed, rank=rank)

@@ -29,7 +29,7 @@ from rlhfuse.costs.layout_moves import model_load
 from rlhfuse.costs.machine import SharedCores
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.price import minibatch_seconds, schedule_seconds
+from rlhfuse.planning.price import bound_seconds
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.ranks import plain_cells
@@ -248,7 +248,7 @@ def alone(ranks=4, **keys):
 
 def price_of(draft):
     """Seconds of training in an iteration, as the plan has them."""
-    minibatch = minibatch_seconds(draft, schedule_seconds(draft))
+    minibatch = bound_seconds(draft)
     return draft.batch.optimizer_steps * (minibatch + optimizer_step_seconds(draft.analytic))
 
 

@@ -1,0 +1,174 @@
+"""Whether what is in flight can still drain under the memory caps, in numba: the banker's test.
+
+Micro-batches are drained one after the other, the oldest of a pipeline first, and each gives back all that it holds. So
+a schedule that begins nothing after which this fails never comes to an end where no operation fits.
+"""
+
+# An element of an array is a number to numba, and may be an array to the stubs.
+# pyright: reportArgumentType=false, reportReturnType=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from rlhfuse.schedule.ir.action import Kind
+from rlhfuse.schedule.ir.graph import OperationGraph
+
+
+class Stages(NamedTuple):
+    """Arrays over the stages of all pipelines, pipeline by pipeline; those of p begin at `first[p]`."""
+
+    first: np.ndarray  # int64[pipelines + 1]
+    pipeline: np.ndarray  # int64
+    node: np.ndarray  # int64
+    forward: np.ndarray  # int64, lanes
+    backward: np.ndarray
+    weight: np.ndarray  # -1 where the backward is not split
+    activation: np.ndarray  # float64
+    later: np.ndarray  # float64, held from B to W
+    grows: bool  # whether that is more than the activation anywhere, so that a B takes memory
+
+
+class Drain(NamedTuple):
+    """What micro-batches under way will need, and scratch."""
+
+    claimed: np.ndarray  # float64[nodes], held at once if none under way gave anything back before the last stage
+    free: np.ndarray  # float64[nodes]
+    need: np.ndarray  # float64[nodes], zero between tests
+    oldest: np.ndarray  # int64[pipelines]
+
+
+def stages_of(graph: OperationGraph) -> Stages:
+    """The stages of the graph's problem."""
+    pipelines = graph.problem.pipelines
+    first = np.concatenate([[0], np.cumsum([pipeline.stages for pipeline in pipelines])])
+    lanes = {kind: np.full(first[-1], -1) for kind in (Kind.F, Kind.B, Kind.W)}
+    for number, lane in enumerate(graph.lanes):
+        lanes[lane.kind][first[lane.pipeline] + lane.stage] = number
+    activation = np.concatenate([pipeline.activation for pipeline in pipelines]).astype(float)
+    later = np.concatenate([pipeline.held_for_weights for pipeline in pipelines]).astype(float)
+    return Stages(
+        first,
+        np.repeat(np.arange(len(pipelines)), np.diff(first)),
+        np.concatenate([pipeline.placement for pipeline in pipelines]),
+        lanes[Kind.F],
+        lanes[Kind.B],
+        lanes[Kind.W],
+        activation,
+        later,
+        bool((later > activation).any()),
+    )
+
+
+def new_drain(graph: OperationGraph) -> Drain:
+    """The drain of a schedule that has not begun."""
+    claimed, free, need = np.zeros((3, graph.problem.nodes))
+    return Drain(claimed, free, need, np.zeros(len(graph.problem.pipelines), np.int64))
+
+
+@njit(cache=True)
+def claim(stages: Stages, stage: int, drain: Drain) -> None:
+    """A forward begins: on the first stage its micro-batch claims room on all, on the last it has had all of it."""
+    p = stages.pipeline[stage]
+    low, high = stages.first[p], stages.first[p + 1]
+    sign = int(stage == low) - int(stage == high - 1)
+    if sign != 0:
+        for g in range(low, high):
+            drain.claimed[stages.node[g]] += sign * stages.activation[g]
+
+
+@njit(cache=True)
+def can_drain(
+    stages: Stages,
+    done: np.ndarray,
+    level: np.ndarray,
+    caps: np.ndarray,
+    pipeline: int,
+    microbatch: int,
+    drain: Drain,
+) -> bool:
+    """Whether what is in flight can drain after an operation of `microbatch`; before it all could.
+
+    `done[lane]` operations are begun, a node holds `level` of its `caps`. Once `microbatch` is drained the others can,
+    as before. Exact where no B takes memory; else it may refuse what could drain in turns. Where it is exact, an
+    operation for which its node has room and that is refused stays refused whatever other nodes do: they could do that
+    after it as well.
+    """
+    plenty = not stages.grows
+    for node in range(len(caps)):
+        plenty = plenty and drain.claimed[node] <= caps[node]
+        drain.free[node] = caps[node] - level[node]
+    if plenty:
+        return True
+    for stage in range(len(stages.node)):
+        node, backward = stages.node[stage], done[stages.backward[stage]]
+        if stages.weight[stage] >= 0:  # a W that is due needs nothing
+            drain.free[node] += (backward - done[stages.weight[stage]]) * stages.later[stage]
+        if not stages.grows:  # nor does a micro-batch that has come to its last stage
+            arrived = done[stages.forward[stages.first[stages.pipeline[stage] + 1] - 1]]
+            drain.free[node] += (arrived - backward) * stages.activation[stage]
+    for p in range(len(drain.oldest)):
+        low, last = stages.first[p], stages.first[p + 1] - 1
+        drain.oldest[p] = done[stages.backward[low]] if stages.grows else done[stages.forward[last]]
+    drained, waiting = True, True
+    while drained and waiting:
+        drained, waiting = False, False
+        for p in range(len(drain.oldest)):
+            while drain.oldest[p] < done[stages.forward[stages.first[p]]]:
+                if stages.grows:
+                    drains = _drain_growing(stages, done, p, drain)
+                else:
+                    drains = _drain_oldest(stages, done, p, drain)
+                if not drains:
+                    waiting = True
+                    break
+                if p == pipeline and drain.oldest[p] == microbatch:
+                    return True
+                drain.oldest[p] += 1
+                drained = True
+    return not waiting
+
+
+@njit(cache=True)
+def _drain_oldest(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
+    """Give back what the oldest micro-batch of pipeline `p` holds, if there is room for the forwards that are left."""
+    microbatch, fits = drain.oldest[p], True
+    low, reached = stages.first[p], stages.first[p + 1] - 1
+    while reached >= low and done[stages.forward[reached]] <= microbatch:
+        node = stages.node[reached]
+        drain.need[node] += stages.activation[reached]
+        fits = fits and drain.need[node] <= drain.free[node]
+        reached -= 1
+    for stage in range(reached + 1, stages.first[p + 1]):
+        drain.need[stages.node[stage]] = 0.0
+    if fits:
+        for stage in range(low, reached + 1):
+            drain.free[stages.node[stage]] += stages.activation[stage]
+    return fits
+
+
+@njit(cache=True)
+def _drain_growing(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
+    """The same where a B may take memory: room is needed for backwards too, each W behind its B."""
+    microbatch, fits = drain.oldest[p], True
+    low, last = stages.first[p], stages.first[p + 1] - 1
+    for stage in range(last, low - 1, -1):
+        if done[stages.forward[stage]] > microbatch:
+            break
+        node = stages.node[stage]
+        drain.need[node] += stages.activation[stage]
+        fits = fits and drain.need[node] <= drain.free[node]
+    for stage in range(last, low - 1, -1):
+        if done[stages.backward[stage]] <= microbatch:
+            node, more = stages.node[stage], stages.later[stage] - stages.activation[stage]
+            fits = fits and (more <= 0 or drain.need[node] + more <= drain.free[node])
+            drain.need[node] -= stages.activation[stage]
+    for stage in range(low, last + 1):
+        node = stages.node[stage]
+        if fits:
+            drain.free[node] -= drain.need[node]
+        drain.need[node] = 0.0
+    return fits

@@ -1,0 +1,1 @@
+"""What searches where a memory cap leaves no room for schedules made without one."""

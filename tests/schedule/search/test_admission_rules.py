@@ -1,0 +1,58 @@
+"""Schedules by admission rules: valid, within the caps, the same for a seed, no slower with more decodes."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from testkit.profiles import examples
+from testkit.schedule_cases import capped_halfway, random_problem, table_3
+from testkit.solutions import check_found
+
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.graph import build_graph
+from rlhfuse.schedule.rules.builders import min_memory, one_at_a_time
+from rlhfuse.schedule.search.admission_rules import AdmissionRules, reached_by_rule
+from rlhfuse.schedule.search.dispatch import KEPT, Dispatcher
+
+
+def reach(problem, tries, seed=1):
+    return AdmissionRules(Dispatcher(build_graph(problem)), str(seed)).search(tries)
+
+
+@examples(60)
+@given(st.integers(0, 10**6), st.booleans())
+def test_what_is_reached_is_valid_and_fits(seed, capped):
+    problem = capped_halfway(random_problem(seed, models=3)) if capped else random_problem(seed, models=3)
+    solutions = reach(problem, 60, seed)
+    assert 1 <= len(solutions) <= KEPT
+    for solution in solutions:
+        check_found(build_graph(problem), solution)
+    makespans = [solution.makespan for solution in solutions]
+    assert makespans == sorted(set(makespans)) and math.isfinite(makespans[-1])
+    again = reached_by_rule(problem, 60, seed)
+    assert again[:2] == solutions[0][:2] and again.sequence.tolist() == solutions[0].sequence.tolist()
+    assert latency_bound(problem) <= again.makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("tries", [1, 8, 30])
+def test_it_decodes_so_often(tries, monkeypatch):
+    made, dispatch = [], Dispatcher.dispatch
+    monkeypatch.setattr(Dispatcher, "dispatch", lambda *given: made.append(given) or dispatch(*given))
+    reached_by_rule(table_3(2, memory_cap=8), tries)
+    assert len(made) == tries
+
+
+def test_more_decodes_come_nearer_and_enough_ends_them():
+    problem = table_3(1, memory_cap=12)
+    few, more = (reached_by_rule(problem, tries).makespan for tries in (8, 600))
+    assert latency_bound(problem) <= more < few
+    assert reached_by_rule(problem, 600, enough=few).makespan == few
+
+
+def test_the_least_cap_is_met():
+    problem = table_3(0, memory_cap=max(min_memory(table_3(0))))
+    solution = reached_by_rule(problem, 100)
+    check_found(build_graph(problem), solution)
+    assert solution.makespan < evaluate(one_at_a_time(problem)).makespan
