@@ -59,6 +59,7 @@ class LayoutRules:
         if len(training_layouts(tasks)) == len(self.config.trained()):
             self._check_training(training_layouts(tasks))
         self._check_lengths()
+        self._check_minibatches()
         return tasks
 
     def _on_all_ranks(self, task: Task) -> Task:
@@ -123,7 +124,7 @@ class LayoutRules:
         if wrong := [token for token in stop if token >= vocab]:
             raise InputError(f"rollout.stop_token_ids={list(stop)}: {wrong[0]} is not an id in [0, {vocab})")
 
-    def _check_batch(self, tasks: tuple[Task, ...]) -> None:
+    def _check_minibatches(self) -> None:
         config = self.config
         samples, minibatches = config.samples_per_iteration, config.algorithm.minibatches
         prompts, copies = config.rollout.prompts_per_iteration, config.rollout.samples_per_prompt
@@ -132,6 +133,10 @@ class LayoutRules:
                 f"algorithm.minibatches={minibatches}: prompts({prompts}) * copies({copies}) = {samples} samples; "
                 f"{samples} % {minibatches} = {samples % minibatches}, must be 0"
             )
+
+    def _check_batch(self, tasks: tuple[Task, ...]) -> None:
+        config = self.config
+        samples, minibatches = config.samples_per_iteration, config.algorithm.minibatches
         if (m1 := config.fusion.actor_microbatches) == AUTO:
             self.batch(tasks)  # refuses tokens that cannot be
             return

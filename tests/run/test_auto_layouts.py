@@ -72,7 +72,13 @@ def test_where_nothing_fits_a_line_says_so_before_anything_is_launched(programs,
 
 
 def test_layouts_of_a_checkpoint_are_not_asked_for_where_none_is_auto(tmp_path):
-    fixed = ["trainer.device=cpu", *SHORT, f"trainer.output_dir={tmp_path / 'run'}", "trainer.resume=auto"]
+    fixed = [
+        "trainer.device=cpu",
+        "fusion.actor_microbatches=4",
+        *SHORT,
+        f"trainer.output_dir={tmp_path / 'run'}",
+        "trainer.resume=auto",
+    ]
     inputs = check_inputs(load_config(QUICKSTART, fixed), 4)
     assert not layout_lines("\n".join(inputs.notes)) and inputs.config.parallel.critic_train == "d2t1p2"
 

@@ -29,19 +29,19 @@ def exact(data_source, solution_str, ground_truth, extra_info=None):
 """
 D1, D2, D4 = "d1t1p1", "d2t1p1", "d4t1p1"
 # name: (algorithm, model, reward, prompts in the file, prompts_per_iteration, samples_per_prompt,
-#        layouts of actor_train, critic_train, generation, what is chosen: mini-batches, micro-batches)
+#        layouts of actor_train, critic_train, generation, mini-batches that are chosen)
 TABLE = {
-    "defaults": ("ppo", "tiny", "short", 4, None, None, (D1, D1, D1), (4, 4)),
-    "one sample": ("ppo", "tiny", "reward", 1, 1, 1, (D1, D1, D1), (1, 1)),
-    "three prompts": ("grpo", "tiny", "exact", 3, 3, 4, (D1, "", D1), (3, 4)),
-    "rloo": ("rloo", "tiny", "exact", 5, 5, 2, (D1, "", D1), (2, 4)),
-    "seven": ("rloo", "tiny", "short", 7, 7, 3, (D1, "", D1), (3, 4)),
-    "sixty-four": ("grpo", "tiny", "short", 64, 64, 4, (D1, "", D1), (4, 4)),
-    "stories grpo": ("grpo", "stories", "exact", 1, 1, 2, (D1, "", D1), (1, 2)),
-    "pipeline": ("ppo", "tiny", "reward", 4, 4, 4, ("d1t1p2", D2, D2), (4, 4)),
-    "tensor": ("grpo", "tiny", "exact", 16, 16, 2, ("d1t2p1", "", D2), (4, 4)),
-    "four ranks": ("ppo", "tiny", "reward", 4, None, None, ("d1t1p4", "d2t1p2", D4), (4, 4)),
-    "rloo on four": ("rloo", "tiny", "short", 3, 3, 3, ("d2t1p2", "", D4), (1, 4)),
+    "defaults": ("ppo", "tiny", "short", 4, None, None, (D1, D1, D1), 4),
+    "one sample": ("ppo", "tiny", "reward", 1, 1, 1, (D1, D1, D1), 1),
+    "three prompts": ("grpo", "tiny", "exact", 3, 3, 4, (D1, "", D1), 3),
+    "rloo": ("rloo", "tiny", "exact", 5, 5, 2, (D1, "", D1), 2),
+    "seven": ("rloo", "tiny", "short", 7, 7, 3, (D1, "", D1), 3),
+    "sixty-four": ("grpo", "tiny", "short", 64, 64, 4, (D1, "", D1), 4),
+    "stories grpo": ("grpo", "stories", "exact", 1, 1, 2, (D1, "", D1), 1),
+    "pipeline": ("ppo", "tiny", "reward", 4, 4, 4, ("d1t1p2", D2, D2), 4),
+    "tensor": ("grpo", "tiny", "exact", 16, 16, 2, ("d1t2p1", "", D2), 4),
+    "four ranks": ("ppo", "tiny", "reward", 4, None, None, ("d1t1p4", "d2t1p2", D4), 4),
+    "rloo on four": ("rloo", "tiny", "short", 3, 3, 3, ("d2t1p2", "", D4), 1),
 }
 TO_THE_END = ("one sample", "three prompts", "rloo", "pipeline", "defaults")
 SLOW = ("three prompts", "rloo")
@@ -89,10 +89,10 @@ def test_it_is_planned_at_once_and_says_what_it_chose(folder, name, capsys):
     said = capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(load_config(file).actor.tokenizer)
     prompt = len(tokenizer(words(TABLE[name][3] - 1))["input_ids"])
-    minibatches, microbatches = TABLE[name][-1]
+    minibatches = TABLE[name][-1]
     assert f"\n  data.max_prompt_tokens = {prompt}: the longest prompt; at most context(512) of " in said
     assert f"\n  algorithm.minibatches = {minibatches} (4 where possible): they cut " in said
-    assert f"\n  fusion.actor_microbatches = {microbatches} (4 where possible): " in said
+    assert "layouts of the search: microbatch_tokens=" in said and "the first with at most " in said
     signature = {"short": "trl", "exact": "verl"}.get(TABLE[name][2])
     assert ("\n  reward.signature = " in said) == bool(signature) and (not signature or f"= {signature}: by" in said)
 

@@ -61,9 +61,10 @@ def write_run(folder: Path, iterations: int = 5, reward: float | None = None) ->
     run_plan = make_plan(drafted(config, read_specs(config), RANKS))
     plan = run_plan.report
     write_json(folder / "plan.json", plan.to_dict())
-    save_schedule(folder / "schedule.json", run_plan.schedule)
+    save_schedule(folder / "schedule.json", run_plan.likeliest)
     write_json(folder / "costs.json", costs.to_dict())
-    times = program_times(run_plan.programs, run_plan.ranks, _action_seconds)
+    rung = plan.schedule.likeliest.microbatches
+    times = program_times(run_plan.programs[rung], run_plan.ranks, _action_seconds)
     spans, begin = [], 100.0
     with closing(MetricsWriter(folder / "metrics.jsonl")) as metrics:
         for number in range(iterations):

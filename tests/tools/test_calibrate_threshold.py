@@ -99,7 +99,7 @@ def test_bad_input_exits_2_and_leaves_no_file(run_yaml, lengths_csv, tmp_path, w
 def test_layouts_that_are_auto_are_those_that_the_run_would_choose(run_yaml, lengths_csv, tmp_path):
     found, told = calibrated(run_yaml, lengths_csv, tmp_path / "found.json", "parallel=auto", "--world-size", "4")
     chosen = next(line for line in told.splitlines() if line.startswith("layouts of the search: "))
-    layouts = [f"parallel.{word}" for word in chosen.split(": ")[1].split() if not word.startswith("actor_micro")]
+    layouts = [f"parallel.{word}" for word in chosen.split(": ")[1].split() if not word.startswith("microbatch_")]
     assert calibrated(run_yaml, lengths_csv, tmp_path / "given.json", *layouts)[0] == found
 
 

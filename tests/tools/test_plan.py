@@ -55,8 +55,7 @@ def test_layouts_that_are_auto_are_searched_and_told(run_yaml, tmp_path):
     layouts = {task["name"]: task["layout"] for task in found["tasks"]}
     chosen = next(line for line in done.stderr.splitlines() if line.startswith("layouts of the search: "))
     assert f"generation={layouts['generation']} " in chosen and f"actor_train={layouts['actor_train']} " in chosen
-    assert f"actor_microbatches={found['batch']['actor_microbatches']}" in chosen
-    assert not any("actor_microbatches = " in reason for reason in found["reasons"]), "not by the rule"
+    assert f"microbatch_tokens={found['batch']['cut']['tokens']:.0f}" in chosen
     assert any(reason.startswith("lengths are assumed: responses lognormal") for reason in found["reasons"])
     (tmp_path / "past.csv").write_text("output_tokens\n3\n40\n")
     done = plan(run_yaml, *words, "--lengths", f"{tmp_path}/past.csv")
@@ -111,7 +110,7 @@ def test_the_problem_of_the_schedule_is_written_for_the_search(run_yaml, tmp_pat
 
 def test_kernels_are_compiled_before_the_search_begins(programs, run_yaml, tmp_path):
     """On a fresh clone the search has its whole time, and a line says what came before it."""
-    begin = ("plan", "--config", run_yaml, "--json")
+    begin = ("plan", "--config", run_yaml, "--json", "fusion.actor_microbatches=4")
     done, again = (programs.tool(*begin, NUMBA_CACHE_DIR=str(tmp_path / "cache")) for _ in range(2))
     source = json.loads(done.stdout)["schedule"]["source"]
     assert int(source.split(" moves")[0].split()[-1]) > 1000, source
@@ -180,7 +179,7 @@ def test_the_best_is_written_as_a_run_and_what_is_printed_as_json_can_be_tried(r
     found = json.loads(plan(file, "--json", "--world-size", "4").stdout)
     layouts = {task["name"]: task["layout"] for task in found["tasks"]}
     assert layouts["generation"] == str(table.generation) and layouts["actor_train"].startswith(str(table.actor_train))
-    assert found["batch"]["actor_microbatches"] == table.microbatches
+    assert (table.cut.name, table.cut.value) == ("microbatch_tokens", found["batch"]["cut"]["tokens"])
 
 
 def test_the_command_that_is_named_prints_the_plan_of_the_best(run_yaml):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, product
 from math import inf
+from operator import itemgetter
 from statistics import fmean
 
 from rlhfuse.base.errors import InputError
@@ -125,7 +126,7 @@ class Ranking:
         self._moved: dict[Hashable, float] = {}
         self._bounds: dict[tuple[int, int], float] = {}  # seconds
         self._rows: dict[tuple[int, int], Row] = {}
-        self._lacking: list[tuple[float, str, Table, str]] = []
+        self._lacking: list[tuple[float, str, Table, str, str]] = []
 
     def fastest(self, top: int) -> FastestTables:
         """Raises InputError where nothing fits."""
@@ -276,7 +277,7 @@ class Ranking:
         except MemoryRefusal as error:
             self._refuse(f"memory of {error.phase}", error)
             left = 0.0 if draft or error.phase == "generation" else share * self.whole_limit
-            self._lacking.append((error.missing_bytes + left, table.text, table, error.phase))
+            self._lacking.append((error.missing_bytes + left, table.text, table, error.phase, str(error)))
             return None
         except InputError as error:  # such as fusion.intra_stage=time_sharing: ..., or host memory: ...
             self._refuse(str(error).partition(":")[0].partition("=")[0], error)
@@ -364,7 +365,9 @@ class Ranking:
             return InputError(
                 f"no layouts can run on {world} ranks: {told}; the first: {next(iter(self._said.values()), '')}"
             )
-        missing, _, table, phase = min(self._lacking)
+        missing, _, table, phase, told = min(self._lacking, key=itemgetter(0, 1))
+        if not auto_layouts(self.setting.config):  # there is one table, as far as anybody can tell
+            return MemoryRefusal(phase, missing, told)
         free = f" beside parallel.headroom={share:g}" if share and phase != "generation" else ""
         return MemoryRefusal(
             phase,

@@ -149,7 +149,7 @@ def _cuts(longest: int, samples: int, pipelines: int) -> list[CutSetting]:
 def token_budgets(longest: int, samples: int, pipelines: int) -> list[int]:
     """Most tokens of a micro-batch that are tried for a mini-batch of so many samples: a few from the longest sample
     up, and all that a pipeline has."""
-    every = -(-samples // pipelines) * longest
+    every = max(1, -(-samples // pipelines)) * longest
     return sorted({min(math.ceil(times * longest), every) for times in LONGEST_TIMES} | {every})
 
 

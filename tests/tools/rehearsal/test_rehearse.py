@@ -109,7 +109,7 @@ def test_split_backwards_hold_what_was_planned(programs, run_yaml, tmp_path):
     save_schedule(file, search(draft.training.problem, SearchSettings(iterations=20_000, objective="memory"))[0])
     draft = rehearsal_draft(load_config(run_yaml, [*asked, f"fusion.schedule={file}"]), 16)
     plan = make_plan(draft)
-    peaks = draft.memory.held_by(plan.schedule)
+    peaks = draft.memory.held_by(*plan.schedules.values())
     rank = max(distinct_ranks(draft), key=lambda rank: planned_bytes(draft, plan, rank)["training"])
     assert max(peaks) > 0 and all(pipeline.split for pipeline in plan.likeliest.problem.pipelines)
     found = rehearse(run_yaml, [*asked, f"fusion.schedule={file}"], plan, rank, ("training",), print)
