@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import combinations
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -14,9 +15,10 @@ from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import reaches
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.rules.builders import greedy, min_memory, one_at_a_time, serial_1f1b
+from rlhfuse.schedule.search.annealing_run import AnnealingRun
 from rlhfuse.schedule.search.solution import Incumbent, Objective, schedule_of
 from rlhfuse.schedule.search.steady_state import units_of, with_units
-from rlhfuse.schedule.search.worker import SearchWorker
+from rlhfuse.schedule.search.worker import SearchWorker, Turns
 
 TWO_LEVELS = table_3_problem(4, 2, 16, 8, 1, 1, 2, 1)  # 8 units and 4: 75 and 39 ticks
 
@@ -138,6 +140,43 @@ def test_a_cap_that_only_one_micro_batch_at_a_time_meets():
     solution, _ = play(worker, best, 30, 5000)
     assert solution.timeline.node_peak_memory == (1, 1, 1, 1)
     assert solution.timeline.makespan <= best.timeline.makespan
+
+
+def test_under_a_tight_cap_all_ways_take_turns():
+    """Polishing, admissions, few units and their repetition: what comes out is faster than what rules made."""
+    problem = table_3_problem(4, 2, 32, 16, 1, 1, 1, 1)
+    problem = replace(problem, memory_cap=max(min_memory(problem)) * 2)
+    with patch("rlhfuse.schedule.search.steady_state.CAPPED_OPERATIONS", 150):
+        worker, start = worker_of(problem, "latency")
+    (small, _), top = worker.repeated, worker.levels[-1]
+    assert top.tight and small.tight and units_of(small.objective.problem) == 6
+    ruled = top.best.makespan
+    best, _ = play(worker, start, 60, 20_000)
+    assert best.timeline.makespan <= ruled
+    assert min(worker.turns.work) > 0 and min(top.turns.work) > 0
+
+
+def test_turns_go_to_the_least_work_and_count_more_in_vain():
+    turns = Turns(2)
+    order = []
+    for _ in range(60):
+        order.append(turns.next())
+        turns.taken(order[-1], 100, gained=order[-1] == 0)
+    assert order[:2] == [0, 1] and order.count(0) > 3 * order.count(1)
+    turns.taken(1, 100, gained=True)
+    assert turns.weight == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("cap, late", [(None, True), (1000, False)])
+def test_under_a_cap_no_time_goes_into_memory_before_the_bound_is_reached(cap, late, monkeypatch):
+    """Its peak is then what the cap allows; without a cap the second half of a search lowers it."""
+    asked, advance = [], AnnealingRun.advance
+    monkeypatch.setattr(AnnealingRun, "advance", lambda *given: asked.append(given[-1]) or advance(*given))
+    worker, best = worker_of(table_3(11, memory_cap=cap))
+    play(worker, best, 1)
+    asked.clear()
+    play(worker, Incumbent.of(serial_1f1b(worker.levels[-1].objective.problem)), 1, share=0.9)
+    assert asked == [late]
 
 
 def test_same_seed_and_rank_same_rounds():
