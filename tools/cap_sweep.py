@@ -51,14 +51,16 @@ def sweep(
     observer = observer or SearchObserver()
     rank, ranks = (comm.Get_rank(), comm.Get_size()) if comm is not None else (0, 1)
     free = replace(problem, memory_cap=None)
-    _, found = search(free, replace(settings, objective="memory"), comm=comm, observer=_Quiet(observer))
+    fastest, found = search(free, replace(settings, objective="memory"), comm=comm, observer=_Quiet(observer))
     own, start = [], None
-    for cap in np.array_split(caps(problem, found, count), ranks)[rank].tolist():
+    every = caps(problem, found, count)
+    for cap in np.array_split(every, ranks)[rank].tolist():
         capped = replace(problem, memory_cap=tidy(cap))
         if observer.stop():
             break
         known = library.find(capped) if settings.iterations is None else None
-        start = min(filter(None, (known, start)), key=_makespan, default=None)
+        fitting = known, start, fastest if cap == every[-1] else None
+        start = min(filter(None, fitting), key=_makespan, default=None)
         schedule, report = search(capped, settings, start=start, observer=_Quiet(observer))
         library.keep(schedule)
         own.append(CapPoint(tidy(cap), latency_bound(capped), report.makespan, schedule, report.peak_memory))

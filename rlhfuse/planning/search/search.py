@@ -20,6 +20,7 @@ from statistics import fmean
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.readable_bytes import readable_bytes
+from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.costs.machine import memory_limit
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.graph_capture import graph_capture
@@ -130,12 +131,11 @@ class Ranking:
 
     def fastest(self, top: int) -> FastestTables:
         """Raises InputError where nothing fits."""
-        ranked = self.ranked()
-        rows = sorted((row for row, _ in islice(ranked, top)), key=lambda row: (row.seconds, row.table.text))
-        if not rows:
+        ranked = [row for row, _ in islice(self.ranked(), top + 1)]
+        if not ranked:
             raise self._nothing_fits()
-        following = next(ranked, None)
-        least = following[0].seconds * (1 - WORTH_REACHING) if following else inf  # of all that was not reached
+        rows = sorted(self.priced, key=lambda row: (row.seconds, row.table.text))[:top]
+        least = ranked[top].seconds * (1 - WORTH_REACHING) if len(ranked) > top else inf  # of all that was not reached
         others = [row for row in self.priced if row not in rows]
         return FastestTables(
             self.setting.world_size,
