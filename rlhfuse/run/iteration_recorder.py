@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhfuse.base.clock import wall_seconds
@@ -125,6 +126,7 @@ class IterationRecorder:
             metrics[f"timing_s/{key}"] = ranks[0].seconds[key]
         metrics["perf/microbatch_tokens"] = max(max(result.parts_tokens) for result in done.minibatches)
         rungs = [self._plan.batch.cut.rung_of(result.parts_tokens) for result in done.minibatches]
+        metrics["fusion/microbatches"] = fmean(rungs)
         metrics["fusion/makespan_predicted_seconds"] = sum(map(self._plan.schedule.seconds_of, rungs))
         metrics["fusion/makespan_measured_seconds"] = max(stats.program_seconds for stats in ranks)
         return metrics | memory_metrics(ranks)

@@ -1,5 +1,7 @@
 """Layouts that are auto get values: from the checkpoint that is resumed, else from a search; what is given stays."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,6 +153,19 @@ def test_a_resumed_run_has_the_layouts_that_it_had():
     (line,) = found.lines
     told = "layouts of run/checkpoints/iteration-3, which had: generation=d2t2p1 inference=d2t2p1 actor"
     assert line.startswith(told)
+
+
+@pytest.mark.parametrize("rows", [{}, GIVEN], ids=["auto layouts", "given layouts"])
+@pytest.mark.parametrize("name, value", [("microbatch_tokens", 777), ("actor_microbatches", 4)])
+def test_a_resumed_run_cuts_its_mini_batches_as_it_did(rows, name, value):
+    """By tokens or into a number, whatever a search would choose now; else sums would end in other bits."""
+    layouts = {key: text for key, text in STORED.layouts.items() if not key.startswith("fusion.")}
+    stored = replace(STORED, layouts={**layouts, f"fusion.{name}": str(value)})
+    made = everything(**{f"parallel__{row}": layout for row, layout in rows.items()})
+    found = settled(made, stored=stored).config.fusion
+    assert {"microbatch_tokens": AUTO, "actor_microbatches": AUTO, name: value} == {
+        key: getattr(found, key) for key in ("microbatch_tokens", "actor_microbatches")
+    }
 
 
 def test_recomputation_is_searched_beside_the_layouts_of_a_checkpoint():

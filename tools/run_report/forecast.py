@@ -8,9 +8,10 @@ is the serial run that was not run. Predicted spans are laid beside the measured
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from run_report.program_times import TimedAction, makespan, program_times
@@ -62,7 +63,8 @@ class Forecaster:
             if not (run.folder / name).exists():
                 raise InputError(f"{run.folder} has no {name}: nothing can be predicted without it")
         assert run.schedule is not None
-        self._rows, self._schedule = run.rows, run.schedule
+        self._rows, family = run.rows, (*run.others, run.schedule)
+        self._schedules = {schedule.problem.pipelines[0].microbatches: schedule for schedule in family}
         self._costs = load_measured_cost(run.folder / "costs.json")
         self._plan = PlanReport.from_dict(read_json(run.folder / "plan.json"), str(run.folder / "plan.json"))
         self._ranks = rank_map(training_layouts(self._plan.tasks), self._plan.schedule.alternates)
@@ -105,9 +107,12 @@ class Forecaster:
         """Seconds of a traced iteration's mini-batches as they were ordered, and one model after the other, both
         simulated at the mean seconds that each action took in it; every rank on a core or GPU of its own."""
         spans = self._traced[iteration]
-        orders = self._schedule, RULES["serial"](self._schedule.problem, self._ranks.shape)
-        count = len(_minibatch_starts(spans))
-        fused, serial = (count * makespan(self._training_times(order, spans)) for order in orders)
+        fused, serial = 0.0, 0.0
+        for microbatches, count in Counter(microbatches for _, microbatches in _minibatches(spans)).items():
+            schedule = self._schedules[microbatches]
+            orders = schedule, RULES["serial"](schedule.problem, self._ranks.shape)
+            seconds = [count * makespan(self._training_times(order, spans)) for order in orders]
+            fused, serial = fused + seconds[0], serial + seconds[1]
         return fused, serial
 
     def _simulate(self, lengths_of: int, index: int, serial: bool = False) -> GenInferTimeline:
@@ -152,12 +157,12 @@ class Forecaster:
         seen = [span for past in before for span in self._traced[past]]
         measured = statistics.mean(self._rows[self._index[past]]["timing_s/train"] for past in before)
         scale = forecast.seconds["train"] / measured
-        times = self._training_times(self._schedule, seen, scale)
-        spans, length, end = [], makespan(times), begin
-        starts = _minibatch_starts(self._traced[number])
-        for start in starts:  # as far apart as measured, where the prediction leaves room: each above the measured one
-            start = max(end, begin + start - starts[0])
-            end = start + length
+        spans, end, minibatches = [], begin, _minibatches(self._traced[number])
+        # As far apart as measured, where the prediction leaves room: each above the measured one.
+        for measured_start, microbatches in minibatches:
+            times = self._training_times(self._schedules[microbatches], seen, scale)
+            start = max(end, begin + measured_start - minibatches[0][0])
+            end = start + makespan(times)
             for rank, timed in times.items():
                 for action, first, last in timed:
                     kind = f"{action.pipeline.partition('.')[0]} {action.kind}"
@@ -235,10 +240,22 @@ def _edges(spans: Sequence[Span]) -> tuple[float, float]:
     return max(0.0, starts.get("generate", 0.0) - ends["reshard"]), max(0.0, starts["adv"] - last)
 
 
-def _minibatch_starts(spans: Sequence[Span]) -> list[float]:
-    """When the first action of a mini-batch began on the first rank that trains, once for every mini-batch."""
-    training = sorted((span for span in spans if " " in span.kind), key=lambda span: (span.rank, span.start_seconds))
-    return [span.start_seconds for span in training if (span.rank, span.name) == (training[0].rank, training[0].name)]
+def _minibatches(spans: Sequence[Span]) -> list[tuple[float, int]]:
+    """When the first rank that trains began each mini-batch, and how many micro-batches its first pipeline had.
+
+    An action comes once in a mini-batch, so that what comes again begins the next.
+    """
+    training = [(Action.parse(span.name), span) for span in spans if " " in span.kind]
+    first = min(span.rank for _, span in training)
+    mine = sorted(((s.start_seconds, action) for action, s in training if s.rank == first), key=itemgetter(0))
+    found: list[tuple[float, set[Action]]] = []
+    for start, action in mine:
+        if not found or action in found[-1][1]:
+            found.append((start, set()))
+        found[-1][1].add(action)
+    stage = min((action.pipeline, action.stage) for _, action in mine if action.kind is Kind.F)
+    forwards = [[a for a in actions if (a.pipeline, a.stage) == stage and a.kind is Kind.F] for _, actions in found]
+    return [(start, len(some)) for (start, _), some in zip(found, forwards)]
 
 
 def _phase_spans(name: str, ranks: range, begin: float, seconds: float) -> list[Span]:

@@ -20,14 +20,14 @@ from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.monitor.samples import SampleText, read_samples
 from rlhfuse.monitor.trace import Span, load_trace
 from rlhfuse.planning.run_plan import VERSION
-from rlhfuse.schedule.io import load_schedule
+from rlhfuse.schedule.io import load_family, load_schedule
 from rlhfuse.schedule.ir.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """`plan` is plan.json as it is written, None too where another release has written it; `rows` one object per
-    iteration; `spans` those of trace.json.
+    """`plan` is plan.json as it is written, None too where another release has written it; `others`: schedules for
+    other numbers of micro-batches; `rows` one object per iteration; `spans` those of trace.json.
 
     `evaluations`: lines of metrics.jsonl with held-out scores; the first may be of iteration -1, which is none of
     `rows`. One of the two has an entry.
@@ -39,6 +39,7 @@ class RunFiles:
     evaluations: tuple[dict[str, Any], ...]
     plan: dict[str, Any] | None
     schedule: Schedule | None
+    others: tuple[Schedule, ...]
     spans: tuple[Span, ...]
     samples: tuple[SampleText, ...]
     finished: bool
@@ -60,6 +61,7 @@ class RunFiles:
             evaluations=tuple(row for row in rows if "val/score/mean" in row),
             plan=_plan(run / "plan.json"),
             schedule=load_schedule(run / "schedule.json") if (run / "schedule.json").exists() else None,
+            others=tuple(load_family(run / "schedule.json").values()) if (run / "schedule.json").exists() else (),
             spans=tuple(load_trace(run / "trace.json")) if (run / "trace.json").exists() else (),
             samples=tuple(read_samples(run / "samples.jsonl")) if (run / "samples.jsonl").exists() else (),
             finished=(run / "finished.json").exists(),
