@@ -23,13 +23,6 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list
     return gathered
 
 
-def gather_on_rank_0(value: T) -> list[T] | None:
-    """The value of each rank, pickled, in rank order, on rank 0; None elsewhere. A collective."""
-    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, gathered)
-    return gathered
-
-
 def any_rank(yes: bool) -> bool:
     """Whether it is so on any rank. A collective."""
     answer = torch.tensor([yes], dtype=torch.int32)

@@ -18,7 +18,7 @@ from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import Span
-from rlhfuse.parallel.collectives import gather_on_rank_0
+from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch, given
 from rlhfuse.run.iteration_metrics import (
@@ -93,10 +93,10 @@ class IterationRecorder:
             self._closed += seconds
 
     def finish(self, done: IterationResult) -> IterationRecord:
-        """Tell rank 0 what the ranks measured, which records it; the others' records are empty. A collective."""
-        ranks = gather_on_rank_0(IterationStats.of(done.minibatches, done.timer, done.peak_bytes))
+        """Exchange what the ranks measured; rank 0 records it, the others' records are empty. A collective."""
+        ranks = all_gather_objects(IterationStats.of(done.minibatches, done.timer, done.peak_bytes))
         number = done.timer.iteration
-        if ranks is None:
+        if self._rank:
             self._threshold.observe(number, done.report, done.batch)
             return IterationRecord({}, [], [])
         metrics = {"iteration": number, **rollout_metrics(done.batch, done.algorithm)}

@@ -188,7 +188,7 @@ def test_objects_timeouts_and_the_end_of_a_group(workers):
 
 
 def config(layout: str = "d4t1p1", **trainer) -> RunConfig:
-    return with_models(parallel={"generation": layout}, trainer=trainer)
+    return with_models(parallel={"generation": layout}, trainer=trainer, fusion={"actor_microbatches": 1})
 
 
 def settled(made: RunConfig) -> SettledRun:

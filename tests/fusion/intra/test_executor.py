@@ -213,7 +213,7 @@ def stepped(rank: int, folders: dict, plan: Plan, options: dict) -> dict:
     before, seen = pair.digest(), []
     for model in pair.models.values():
         model.optimizer.dry_step = mock.Mock(wraps=model.optimizer.dry_step)
-    executor_run = pair.step._executor.run
+    executor_run = pair.step._executors[pair.plan.microbatches].run
 
     def run(work):
         seen.append(pair.digest())
@@ -222,7 +222,7 @@ def stepped(rank: int, folders: dict, plan: Plan, options: dict) -> dict:
                 assert not buffer.grad_data.any(), "gradients of the dry run are gone"
         return executor_run(work)
 
-    pair.step._executor.run = run
+    pair.step._executors[pair.plan.microbatches].run = run
     after = []
     for seed in range(2):
         pair.step.dry_run_first = True
