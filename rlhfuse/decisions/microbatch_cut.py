@@ -57,7 +57,8 @@ class MicrobatchCut:
             told = f"{samples} samples of {longest} tokens do not fit one by one into {parts}"
             raise InputError(f"{key}: {told}; use at least {enough}")
         first = min(last, -(-least // multiple) * multiple)
-        return MicrobatchCut(pipelines, tuple(_ladder(first, last, multiple)), tokens)
+        most_tokens = -(-samples // (pipelines * first)) * longest  # of any micro-batch, where that is less
+        return MicrobatchCut(pipelines, tuple(_ladder(first, last, multiple)), min(tokens, most_tokens))
 
     def split(self, token_lengths: Sequence[int]) -> list[list[int]]:
         """The samples of each micro-batch, all pipelines' together, as `split_microbatches` lists them."""

@@ -179,7 +179,7 @@ def test_the_best_is_written_as_a_run_and_what_is_printed_as_json_can_be_tried(r
     found = json.loads(plan(file, "--json", "--world-size", "4").stdout)
     layouts = {task["name"]: task["layout"] for task in found["tasks"]}
     assert layouts["generation"] == str(table.generation) and layouts["actor_train"].startswith(str(table.actor_train))
-    assert (table.cut.name, table.cut.value) == ("microbatch_tokens", found["batch"]["cut"]["tokens"])
+    assert table.cut.name == "microbatch_tokens" and table.cut.value >= found["batch"]["cut"]["tokens"]
 
 
 def test_the_command_that_is_named_prints_the_plan_of_the_best(run_yaml):

@@ -26,12 +26,13 @@ reward: {{path: {folder}}}
 data: {{train_files: [none.jsonl], max_prompt_tokens: 512}}
 rollout: {{prompts_per_iteration: 32, samples_per_prompt: 4, max_response_tokens: 1024}}
 algorithm: {{minibatches: 2}}
-fusion: {{actor_microbatches: 4, intra_stage: false}}
+fusion: {{microbatch_tokens: 12288, intra_stage: false}}
 parallel: {{actor_train: d2t2p4, critic_train: d2t2p4, generation: d8t2p1}}
 trainer: {{dtype: bfloat16, device: cuda, hardware: h100}}
 """
 OF_FOUR = """data.max_prompt_tokens=64 rollout.prompts_per_iteration=16 rollout.samples_per_prompt=1
-    rollout.max_response_tokens=64 fusion.actor_microbatches=2 parallel.actor_train=d1t2p2 parallel.critic_train=d1t2p2
+    rollout.max_response_tokens=64 fusion.microbatch_tokens=auto fusion.actor_microbatches=2
+    parallel.actor_train=d1t2p2 parallel.critic_train=d1t2p2
     parallel.generation=d2t2p1 parallel.inference=d2t2p1""".split()
 
 
@@ -55,11 +56,12 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(programs, run_yaml):
-    """Rank 6: the actor's last stage and the critic's first."""
-    draft = rehearsal_draft(load_config(run_yaml, []), 16)
+    """Rank 6: the actor's last stage and the critic's first; micro-batches that no whole number of samples fills."""
+    asked = ["fusion.microbatch_tokens=11000"]
+    draft = rehearsal_draft(load_config(run_yaml, asked), 16)
     plan = make_plan(draft)
     assert plan.report.memory.keeps_generation
-    found = rehearse(run_yaml, [], plan, 6, WHOLE, print)
+    found = rehearse(run_yaml, asked, plan, 6, WHOLE, print)
     return tool.RankReport(found, planned_bytes(draft, plan, 6), plan.report.memory.limit)
 
 
@@ -169,7 +171,7 @@ def test_no_kernel_is_compiled_in_the_middle_of_a_program(programs, tmp_path):
     """Micro-batches of two samples of 33 tokens, and of one: positions begin at any alignment behind the tokens."""
     run_yaml = write(tmp_path, SMALL | dict(hidden_size=64, num_key_value_heads=2, vocab_size=304))
     asked = ["data.max_prompt_tokens=13", "rollout.max_response_tokens=20", "rollout.prompts_per_iteration=2"]
-    asked += ["fusion.actor_microbatches=3", "parallel.generation=d2t1p1"]
+    asked += ["fusion.microbatch_tokens=auto", "fusion.actor_microbatches=3", "parallel.generation=d2t1p1"]
     asked += ["parallel.actor_train=d1t1p2", "parallel.critic_train=d1t1p2"]
     draft = rehearsal_draft(load_config(run_yaml, asked), 2)
     found = rehearse(run_yaml, asked, make_plan(draft), 1, ("training",), print)

@@ -62,9 +62,15 @@ class Samples:
         return found
 
     def training_batch(self, minibatches: int, batch: BatchArithmetic) -> RolloutBatch:
-        """Mini-batches of samples so long that as few as can fill a micro-batch to its last token."""
-        length = int(batch.cut.tokens / math.ceil(batch.cut.tokens / self.longest)) if batch.by_tokens else self.longest
-        count = minibatches * batch.samples_per_minibatch
+        """Mini-batches of samples so long that as few as can fill a micro-batch to its last token, and as many as fill
+        all of a number of micro-batches that there is."""
+        cut, count, length = batch.cut, batch.samples_per_minibatch, self.longest
+        if batch.by_tokens:
+            each = math.ceil(cut.tokens / self.longest)
+            length = int(cut.tokens / each)
+            filled = [each * cut.pipelines * rung for rung in cut.rungs]
+            count = max((samples for samples in filled if samples <= count), default=count)
+        count *= minibatches
         made = RolloutBatch.from_rollouts([self.rollout(number, length=length) for number in range(count)])
         zeros = torch.zeros(made.response_tokens)
         return made.with_fields(advantages=zeros, returns=zeros)
