@@ -27,6 +27,7 @@ from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
 GENERATION, SCHEDULES, STEPS = "generation and inference", "schedules of training", "optimizer steps"
 MOVES, OFFLOAD, CAPTURE = "weight moves", "optimizer to the host and back", "graphs recorded"
+NEAR = 0.005  # of a bound: a schedule made by rule that is so near it is near enough
 DECODES, DECODED = 300, 3_000_000  # rules tried, at most, and tasks x nodes of all of them: a third of a second
 
 
@@ -123,7 +124,9 @@ def _schedule_seconds(draft: PlanDraft, ticks: Callable[[FusionProblem], Number]
 @lru_cache(maxsize=64)  # as for bounds: tables of layouts that differ beside training have one problem
 def _reached_ticks(problem: FusionProblem) -> float:
     bound, work = float(latency_bound(problem)), problem.tasks * problem.nodes
-    return max(bound, reached_by_rule(problem, max(1, min(DECODES, DECODED // work)), enough=bound).makespan)
+    return max(
+        bound, reached_by_rule(problem, max(1, min(DECODES, DECODED // work)), enough=(1 + NEAR) * bound).makespan
+    )
 
 
 def minibatch_seconds(draft: PlanDraft, schedule_seconds: Callable[[int], float]) -> float:

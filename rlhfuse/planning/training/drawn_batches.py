@@ -40,8 +40,10 @@ class DrawnBatches:
 
     def rungs(self, cut: MicrobatchCut) -> Mapping[int, float]:
         """Shares of mini-batches by their micro-batches per actor pipeline (M1), ascending."""
-        rungs = [cut.rung_of(weights) for weights in self._weights(cut)]
-        return {rung: rungs.count(rung) / len(rungs) for rung in sorted(set(rungs))}
+        if cut not in self._shares:
+            rungs = [cut.rung_of(weights) for weights in self._weights(cut)]
+            self._shares[cut] = {rung: rungs.count(rung) / len(rungs) for rung in sorted(set(rungs))}
+        return self._shares[cut]
 
     def microbatch(self, cut: MicrobatchCut, rung: int, pipelines: int, depth: int) -> MicrobatchTokens:
         """The micro-batch of which a pipeline of `depth` stages, of so many `pipelines`, takes as long as the real ones
@@ -102,6 +104,10 @@ class DrawnBatches:
 
     @cached_property
     def _made(self) -> dict[tuple[MicrobatchCut, int, int, int], MicrobatchTokens]:
+        return {}
+
+    @cached_property
+    def _shares(self) -> dict[MicrobatchCut, Mapping[int, float]]:
         return {}
 
     @cached_property
