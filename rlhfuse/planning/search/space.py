@@ -18,7 +18,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
-from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.batch_arithmetic import BatchArithmetic, multiple_of
 from rlhfuse.decisions.layouts import fits_model, possible_layouts
 from rlhfuse.planning.search.table import NUMBER, TOKENS, CutSetting, Table
 from rlhfuse.planning.settled_run import SettledRun
@@ -165,7 +165,7 @@ def _batch(
     config = run.config
     samples = config.samples_per_iteration // config.algorithm.minibatches
     if cut.name == NUMBER:
-        if critic and actor.dp * cut.value % critic.dp:
+        if cut.value % multiple_of(actor, critic, by_rule=False):
             refused["K1*M1 != K2*M2"] += 1
             return None
         if actor.dp * cut.value > samples:
