@@ -50,7 +50,7 @@ class MicrobatchCut:
             parts = f"{pipelines} pipelines x a multiple of {multiple} micro-batches"
             if not most:
                 raise InputError(
-                    f"{key}: a mini-batch of {samples} samples cannot fill {parts}; lower algorithm.minibatches, raise "
+                    f"a mini-batch of {samples} samples cannot fill {parts}; lower algorithm.minibatches, raise "
                     "rollout.prompts_per_iteration or use other layouts"
                 )
             enough = -(-samples // (pipelines * most)) * longest

@@ -96,3 +96,12 @@ def test_an_auto_beside_what_cannot_be_is_refused_by_its_key(rows, message):
     with pytest.raises(InputError) as caught:
         check_inputs(load_config(QUICKSTART, [*AUTO, *SHORT, *rows]), 4)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_mini_batch_that_does_not_reach_all_pipelines_says_what_would_do():
+    few = (
+        "rollout.prompts_per_iteration=1 rollout.samples_per_prompt=1 algorithm.minibatches=1 fusion.least_threshold=0"
+    )
+    rows = "parallel.actor_train=d4t1p1 parallel.critic_train=d4t1p1"
+    with pytest.raises(InputError, match="a mini-batch of 1 samples cannot fill 4 pipelines .* lower algorithm.minib"):
+        check_inputs(load_config(QUICKSTART, [*SHORT, "trainer.device=cpu", *few.split(), *rows.split()]), 4)

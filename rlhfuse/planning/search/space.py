@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
@@ -97,6 +98,10 @@ class Space:
         generation = sorted(_generation_rows(run, devices_per_node, given), key=_generation_text)
         for rows, names in ((training, ("actor_train", "critic_train")), (generation, ("generation", "inference"))):
             if not rows:
+                if rows is training and not auto_layouts(run.config):
+                    tokens = run.config.samples_per_iteration * sum(run.config.longest_sample)
+                    cut = given.cut or CutSetting(TOKENS, tokens)
+                    run.with_config(run.config.with_(fusion=cut.settings)).rules.table()  # which says why
                 fixed = [f"parallel.{name}={getattr(given, name)}" for name in names if getattr(given, name)]
                 if rows is training and given.cut:
                     fixed.append(f"fusion.{given.cut.name}={given.cut.value}")
