@@ -6,8 +6,9 @@ ladder, for which a schedule is ready. By samples M is given. Memory, prices and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.decisions.balance import split_microbatches
@@ -60,12 +61,15 @@ class MicrobatchCut:
         most_tokens = -(-samples // (pipelines * first)) * longest  # of any micro-batch, where that is less
         return MicrobatchCut(pipelines, tuple(_ladder(first, last, multiple)), min(tokens, most_tokens))
 
-    def split(self, token_lengths: Sequence[int]) -> list[list[int]]:
-        """The samples of each micro-batch, all pipelines' together, as `split_microbatches` lists them."""
-        parts: list[list[int]] = []
+    def split(
+        self, token_lengths: Sequence[int], into: Callable[[int], list[list[int]]] | None = None
+    ) -> list[list[int]]:
+        """The samples of each micro-batch, all pipelines' together, as `split_microbatches` lists them; `into`: it, of
+        these samples, from one who remembers what it gave."""
+        into, parts = into or partial(split_microbatches, token_lengths), []
         enough = (rung for rung in self.rungs if rung * self.pipelines * self.tokens >= sum(token_lengths))
         for rung in (*enough, self.rungs[-1]):
-            parts = split_microbatches(token_lengths, self.pipelines * rung)
+            parts = into(self.pipelines * rung)
             if sum(token_lengths[sample] for sample in parts[0]) <= self.tokens:
                 break
         return parts

@@ -15,8 +15,7 @@ from rlhfuse.costs.layout_moves import LayoutMove, layout_moves
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
-from rlhfuse.planning.training.training_problem import TICK_SECONDS
-from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.planning.training.training_problem import TICK_SECONDS, planned_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.rules.builders import min_memory
@@ -103,7 +102,7 @@ def with_schedules(draft: PlanDraft, generation: GenerationPrice, moves: float, 
 def bound_seconds(draft: PlanDraft) -> float:
     """Mean seconds of a mini-batch, by the makespans of schedules that are given, else the proved bounds of those that
     will be searched: each mini-batch by the one of its own number of micro-batches."""
-    return _schedule_seconds(draft, latency_bound)
+    return _schedule_seconds(draft, planned_bound)
 
 
 def reached_seconds(draft: PlanDraft) -> float:
@@ -121,9 +120,13 @@ def _schedule_seconds(draft: PlanDraft, ticks: Callable[[FusionProblem], Number]
     return minibatch_seconds(draft, seconds)
 
 
-@lru_cache(maxsize=64)  # as for bounds: tables of layouts that differ beside training have one problem
 def _reached_ticks(problem: FusionProblem) -> float:
-    bound, work = float(latency_bound(problem)), problem.tasks * problem.nodes
+    return _reached(problem.without_idle_cap())
+
+
+@lru_cache(maxsize=64)  # as for bounds: tables of layouts that differ beside training have one problem
+def _reached(problem: FusionProblem) -> float:
+    bound, work = float(planned_bound(problem)), problem.tasks * problem.nodes
     return max(
         bound, reached_by_rule(problem, max(1, min(DECODES, DECODED // work)), enough=(1 + NEAR) * bound).makespan
     )

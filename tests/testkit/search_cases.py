@@ -172,7 +172,7 @@ def drawn_table(space: Space, rng: random.Random) -> Table:
 
 def space_of_setting(setting: Setting) -> Space:
     devices = setting.inputs.hardware.devices_per_node
-    return Space.of(setting.run, devices, setting.given)
+    return Space.of(setting.run, devices, setting.given, setting.inputs.drawn)
 
 
 def with_little_memory(case: SearchCase, rng: random.Random) -> SearchCase:

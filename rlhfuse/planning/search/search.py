@@ -107,7 +107,7 @@ class Ranking:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         hardware, config = setting.inputs.hardware, setting.config
-        self.space = Space.of(setting.run, hardware.devices_per_node, setting.given)
+        self.space = Space.of(setting.run, hardware.devices_per_node, setting.given, setting.inputs.drawn)
         limit, _ = memory_limit(config.trainer, hardware, setting.world_size, setting.run.host)
         self.whole_limit = limit  # bytes of a rank
         self.limit = self.whole_limit - hardware.process_bytes

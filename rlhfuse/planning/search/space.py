@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -23,6 +23,7 @@ from rlhfuse.decisions.batch_arithmetic import BatchArithmetic, multiple_of
 from rlhfuse.decisions.layouts import fits_model, possible_layouts
 from rlhfuse.planning.search.table import NUMBER, TOKENS, CutSetting, Table
 from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
 
 CHUNKS = (1, 2)  # virtual stages of a rank
@@ -88,13 +89,14 @@ class Space:
     refused: Mapping[str, int]
 
     @staticmethod
-    def of(run: SettledRun, devices_per_node: int, given: Given) -> Space:
-        """All rows of a run whose layouts are open, held to what is `given`.
+    def of(run: SettledRun, devices_per_node: int, given: Given, drawn: DrawnBatches) -> Space:
+        """All rows of a run whose layouts are open, held to what is `given`; of the budgets of tokens that cut all
+        that is `drawn` alike the smallest, which takes least memory.
 
         Raises InputError naming a row that is given and can be with nothing, or for want of any row.
         """
         refused: Counter[str] = Counter()
-        training = sorted(_training_rows(run, devices_per_node, given, refused), key=_training_text)
+        training = sorted(_training_rows(run, devices_per_node, given, drawn, refused), key=_training_text)
         generation = sorted(_generation_rows(run, devices_per_node, given), key=_generation_text)
         for rows, names in ((training, ("actor_train", "critic_train")), (generation, ("generation", "inference"))):
             if not rows:
@@ -118,7 +120,9 @@ class Space:
         return Table(*layouts, row.cut, row.recompute, row.sequence_parallel)
 
 
-def _training_rows(run: SettledRun, devices: int, given: Given, refused: Counter[str]) -> Iterator[TrainingRow]:
+def _training_rows(
+    run: SettledRun, devices: int, given: Given, drawn: DrawnBatches, refused: Counter[str]
+) -> Iterator[TrainingRow]:
     config, specs = run.config, run.specs
     samples = config.samples_per_iteration // config.algorithm.minibatches
     rows = {Role.ACTOR: given.actor_train, Role.CRITIC: given.critic_train}
@@ -141,8 +145,15 @@ def _training_rows(run: SettledRun, devices: int, given: Given, refused: Counter
         sharding = [given.sequence_parallel] if given.sequence_parallel is not None else [False, True]
         sharding = [sharded for sharded in sharding if not sharded or shape.node_ranks > 1]
         cuts = [given.cut] if given.cut else _cuts(sum(config.longest_sample), samples, actor.dp)
+        seen: set[Sequence[int]] = set()
         for cut in cuts:
-            if (batch := _batch(run, cut, actor, critic, refused)) is not None:
+            if (batch := _batch(run, cut, actor, critic, refused)) is None:
+                continue
+            rungs = drawn.rung_of_each(batch.cut)
+            if rungs in seen:
+                refused["micro-batches as of fewer tokens"] += 1
+            else:
+                seen.add(rungs)
                 for recompute, sharded in product(recomputes, sharding):
                     yield TrainingRow(actor, critic, cut, recompute, sharded, shape, batch)
 

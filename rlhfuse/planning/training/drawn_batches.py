@@ -6,15 +6,15 @@ mini-batch costs what equal micro-batches of somewhat more than the mean tokens 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from statistics import fmean
 
 import numpy as np
 
 from rlhfuse.costs.cost_model import MicrobatchTokens
-from rlhfuse.decisions.balance import deal, split_minibatches
+from rlhfuse.decisions.balance import deal, split_microbatches, split_minibatches
 from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.simulator.lengths import SampleLengths
 
@@ -41,9 +41,17 @@ class DrawnBatches:
     def rungs(self, cut: MicrobatchCut) -> Mapping[int, float]:
         """Shares of mini-batches by their micro-batches per actor pipeline (M1), ascending."""
         if cut not in self._shares:
-            rungs = [cut.rung_of(weights) for weights in self._weights(cut)]
+            rungs = self.rung_of_each(cut)
             self._shares[cut] = {rung: rungs.count(rung) / len(rungs) for rung in sorted(set(rungs))}
         return self._shares[cut]
+
+    def rung_of_each(self, cut: MicrobatchCut) -> tuple[int, ...]:
+        """M1 of each mini-batch of each batch: cuts for which these are alike cut alike."""
+        if cut not in self._rungs:
+            of = enumerate(self._minibatch_tokens)
+            parts = (cut.split(tokens, partial(self._into, number)) for number, tokens in of)
+            self._rungs[cut] = tuple(map(cut.rung_of, parts))
+        return self._rungs[cut]
 
     def microbatch(self, cut: MicrobatchCut, rung: int, pipelines: int, depth: int) -> MicrobatchTokens:
         """The micro-batch of which a pipeline of `depth` stages, of so many `pipelines`, takes as long as the real ones
@@ -56,26 +64,15 @@ class DrawnBatches:
         return self._made[key]
 
     def _tokens(self, cut: MicrobatchCut, rung: int, pipelines: int, depth: int) -> float:
-        weights = [weights for weights in self._weights(cut) if cut.rung_of(weights) == rung]
-        if not weights:
+        of = [number for number, own in enumerate(self.rung_of_each(cut)) if own == rung]
+        if not of:
             return cut.tokens
-        count = cut.pipelines * rung // pipelines
+        parts = cut.pipelines * rung
+        loads, count = [self._loads(number, parts, pipelines) for number in of], parts // pipelines
         if self.even:
-            return sum(map(sum, weights)) / (len(weights) * pipelines * count)
-        slowest = []
-        for parts in weights:
-            own = (deal(parts, pipelines, pipeline) for pipeline in range(pipelines))
-            slowest.append(max(sum(dealt) + (depth - 1) * max(dealt) for dealt in own) / (count + depth - 1))
-        return fmean(slowest)
-
-    def _weights(self, cut: MicrobatchCut) -> list[list[int]]:
-        """Tokens of the micro-batches of each mini-batch of each batch, the heaviest first."""
-        if cut not in self._cuts:
-            self._cuts[cut] = [
-                [sum(tokens[sample] for sample in part) for part in cut.split(tokens)]
-                for tokens in self._minibatch_tokens
-            ]
-        return self._cuts[cut]
+            return sum(tokens for load in loads for tokens, _ in load) / (len(of) * parts)
+        slowest = (max(tokens + (depth - 1) * heaviest for tokens, heaviest in load) for load in loads)
+        return fmean(slowest) / (count + depth - 1)
 
     def _proportioned(self, tokens: float) -> MicrobatchTokens:
         """A micro-batch of so many tokens in the proportions of all batches."""
@@ -103,6 +100,24 @@ class DrawnBatches:
         return tuple(made)
 
     @cached_property
+    def _into(self) -> Callable[[int, int], list[list[int]]]:
+        """A mini-batch in so many micro-batches, remembered: many budgets of tokens come to the same."""
+        return cache(lambda number, parts: split_microbatches(self._minibatch_tokens[number], parts))
+
+    @cached_property
+    def _loads(self) -> Callable[[int, int, int], list[tuple[int, int]]]:
+        """Of a mini-batch in so many micro-batches, dealt over pipelines: tokens of each pipeline and of its heaviest
+        micro-batch."""
+
+        def loads(number: int, parts: int, pipelines: int) -> list[tuple[int, int]]:
+            tokens = self._minibatch_tokens[number]
+            weights = [sum(tokens[sample] for sample in part) for part in self._into(number, parts)]
+            dealt = (deal(weights, pipelines, pipeline) for pipeline in range(pipelines))
+            return [(sum(own), max(own)) for own in dealt]
+
+        return cache(loads)
+
+    @cached_property
     def _made(self) -> dict[tuple[MicrobatchCut, int, int, int], MicrobatchTokens]:
         return {}
 
@@ -111,5 +126,5 @@ class DrawnBatches:
         return {}
 
     @cached_property
-    def _cuts(self) -> dict[MicrobatchCut, list[list[int]]]:
+    def _rungs(self) -> dict[MicrobatchCut, tuple[int, ...]]:
         return {}

@@ -15,7 +15,7 @@ from math import inf
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import FusionConfig
 from rlhfuse.costs.cost_model import TrainingCost
-from rlhfuse.planning.training.training_problem import TICK_SECONDS
+from rlhfuse.planning.training.training_problem import TICK_SECONDS, planned_bound
 from rlhfuse.schedule.bounds.bounds import latency_bound, quick_bound
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
@@ -42,7 +42,7 @@ class SplitChoice:
         """A line for the plan; it takes as long as two bounds."""
         if self.compared is None:
             return self.because
-        before, after = _bound(self.whole), _bound(self.compared)
+        before, after = _bound(self.whole, latency_bound), _bound(self.compared, latency_bound)
         told = f"{self.because}: {_named(self.models, self.whole.models)}"
         if before is None or after is None:  # no schedule fits: the memory's check says so
             return told
@@ -112,17 +112,17 @@ def _cheapest(whole: FusionProblem, stated: Stated) -> frozenset[str]:
         return none
     for some in sorted(quick, key=lambda some: (quick[some], sets.index(some))):
         if quick[some] <= (1 + WORTH_ONE_MORE) * least:
-            bounds[some] = float(latency_bound(problems[some]))
+            bounds[some] = float(planned_bound(problems[some]))
             least = min(least, bounds[some])
     without = bounds.get(none, quick[none])
     if least > (1 - WORTH_SPLITTING) * without:
-        without = bounds.get(none) or float(latency_bound(whole))
+        without = bounds.get(none) or float(planned_bound(whole))
     if least > (1 - WORTH_SPLITTING) * without:
         return none
     return next(some for some in sets if some in bounds and bounds[some] <= (1 + WORTH_ONE_MORE) * least)
 
 
-def _bound(problem: FusionProblem, bound: Callable[[FusionProblem], Number] = latency_bound) -> float | None:
+def _bound(problem: FusionProblem, bound: Callable[[FusionProblem], Number]) -> float | None:
     """None where no schedule fits into memory."""
     try:
         return float(bound(problem))

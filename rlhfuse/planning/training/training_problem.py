@@ -11,10 +11,18 @@ from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import TASK_ROLES, TRAINED
 from rlhfuse.planning.training.drawn_batches import DrawnBatches
-from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.ir.problem import FusionProblem, Number, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
 
 TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
+
+BOUND_PRECISION = 0.0005  # of a bound that layouts are chosen by; what is proved beyond it costs most of the time
+
+
+def planned_bound(problem: FusionProblem) -> Number:
+    """The latency bound of a problem, as near as choices of a plan want it. Raises InputError alike."""
+    return latency_bound(problem, BOUND_PRECISION)
 
 
 def longest_microbatch(longest: tuple[int, int], batch: BatchArithmetic) -> MicrobatchTokens:

@@ -24,20 +24,27 @@ from rlhfuse.schedule.ir.problem import FusionProblem, Number
 _PRECISION = SLACK * 10  # relative, of a latency bound whose times have no common tick
 
 
-@lru_cache(maxsize=64)  # tables of layouts that differ beside training have one problem
-def latency_bound(problem: FusionProblem) -> Number:
-    """A time that no schedule of `problem` within its memory cap beats.
+def latency_bound(problem: FusionProblem, precision: float = 0.0) -> Number:
+    """A time that no schedule of `problem` within its memory cap beats: the longest that is proved to be one, or less
+    by that part of it.
 
     Raises InputError where the cap leaves no room for one micro-batch.
     """
+    return _latency_bound(problem.without_idle_cap(), precision)
+
+
+@lru_cache(maxsize=64)  # tables of layouts that differ beside training have one problem
+def _latency_bound(problem: FusionProblem, precision: float) -> Number:
     windows, tick = _windows(problem), _tick(problem)
     low = _round_up(max(windows.least_makespan(), configurations_bound(problem)), tick)
     if not windows.excludes(low, disjunctions=True):
         return tidy(low)
-    unit, step = (tick, 1) if tick else (low * _PRECISION, 2**20)
+    unit = tick or low * _PRECISION
+    least = 2 ** max(0, int(math.log2(max(1, precision * low / unit))))
+    step = least if tick else max(least, 2**20)
     while windows.excludes(low + step * unit, disjunctions=True):
         low, step = low + step * unit, 2 * step
-    while step > 1:  # excluded at low, not at low + step * unit
+    while step > least:  # excluded at low, not at low + step * unit
         step //= 2
         low += step * unit * windows.excludes(low + step * unit, disjunctions=True)
     return tidy(low + unit if tick else low)

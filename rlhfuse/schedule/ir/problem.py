@@ -158,6 +158,18 @@ class FusionProblem:
             self, pipelines=tuple(replace(p, microbatches=count) for p, count in zip(self.pipelines, counts))
         )
 
+    def without_idle_cap(self) -> FusionProblem:
+        """Without the cap and amounts of memory, if every node has room for all micro-batches of all its stages, so
+        that no schedule can break the cap: then problems of equal times are equal. Else as it is."""
+        most = [0.0] * self.nodes
+        for p in self.pipelines:
+            for node, *held in zip(p.placement, p.activation, p.held_for_weights):
+                most[node] += p.microbatches * max(held)
+        if any(held > self.node_cap(node) for node, held in enumerate(most)):
+            return self
+        bare = (p.with_facts(tuple, lambda amounts: (0,) * len(amounts)) for p in self.pipelines)
+        return replace(self, pipelines=tuple(bare), memory_cap=None, static_memory=0)
+
     def node_cap(self, node: int) -> float:
         """Memory left for activations on `node`: memory_cap minus static_memory (inf without a cap)."""
         cap = self.memory_cap[node] if isinstance(self.memory_cap, tuple) else self.memory_cap

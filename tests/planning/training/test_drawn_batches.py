@@ -1,5 +1,6 @@
 """Micro-batches of a plan: those that the run's own cut of drawn lengths gives, and what they change."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from rlhfuse.decisions.balance import deal, split_minibatches
 from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.planning.planned_lengths import assumed_lengths
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.training import drawn_batches
 from rlhfuse.planning.training.drawn_batches import DRAWS, DrawnBatches
 from rlhfuse.planning.training.training_problem import equal_microbatch, training_problem
 from rlhfuse.schedule.bounds.bounds import latency_bound
@@ -49,6 +51,7 @@ def test_a_microbatch_is_what_the_runs_own_cut_takes(minibatches, pipelines, man
     sizes = many, pipelines, samples, 300
     cut = MicrobatchCut.by_tokens(*sizes) if many >= 300 else MicrobatchCut.by_samples(*sizes)
     wanted, shares = by_hand(drawn, cut, depth), drawn.rungs(cut)
+    assert Counter(drawn.rung_of_each(cut)) == {rung: len(tokens) for rung, tokens in wanted.items()}
     assert shares == pytest.approx({rung: len(wanted[rung]) / (3 * minibatches) for rung in sorted(wanted)})
     everything = sum(sum(batch.prompt) + sum(batch.output) for batch in drawn.batches)
     even, total = replace(drawn, even=True), 0.0
@@ -80,10 +83,11 @@ def test_samples_that_do_not_divide_make_some_heavier():
 
 def test_what_was_cut_once_is_not_cut_again(monkeypatch):
     drawn, asked, cut = DrawnBatches(TAIL.draw(64, 2, 1), 4, 1), [], by_samples(16, 2, 4)
-    split = MicrobatchCut.split
-    monkeypatch.setattr(MicrobatchCut, "split", lambda *cutting: asked.append(1) or split(*cutting))
+    split = drawn_batches.split_microbatches
+    monkeypatch.setattr(drawn_batches, "split_microbatches", lambda *cutting: asked.append(1) or split(*cutting))
     for pipelines, depth in ((2, 1), (2, 4), (4, 4), (4, 4)):
         drawn.microbatch(cut, 4, pipelines, depth)
+    drawn.rungs(replace(cut, tokens=cut.tokens + 1))  # cuts alike
     assert len(asked) == 2 * 4
 
 

@@ -175,6 +175,9 @@ def test_bounds_move_with_what_they_are_asked(seed):
     latencies = [latency_bound(replace(problem, memory_cap=least * more)) for more in (1, 1.5, 2, 4, 100)]
     assert all(late >= soon * (1 - EDGE) for late, soon in zip(latencies, latencies[1:]))
     assert latencies[-1] == pytest.approx(free, rel=EDGE)
+    for more, latency in zip((1, 1.5, 2, 4, 100), latencies):
+        rough = latency_bound(replace(problem, memory_cap=least * more), precision=0.02)
+        assert latency * 0.98 * (1 - EDGE) <= rough <= latency * (1 + EDGE)
 
 
 def test_one_stage_that_must_hold_two():

@@ -1,6 +1,7 @@
 """Schedules by admission rules: valid, within the caps, the same for a seed, no slower with more decodes."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -34,6 +35,24 @@ def test_what_is_reached_is_valid_and_fits(seed, capped):
     again = reached_by_rule(problem, 60, seed)
     assert again[:2] == solutions[0][:2] and again.sequence.tolist() == solutions[0].sequence.tolist()
     assert latency_bound(problem) <= again.makespan * (1 + 1e-9)
+
+
+@examples(40)
+@given(st.integers(0, 10**6))
+def test_a_cap_that_nothing_can_break_changes_nothing(seed):
+    """Above all micro-batches of all stages at once it goes, with the amounts; a little below it stays."""
+    problem = random_problem(seed, models=3)
+    most = [0.0] * problem.nodes
+    for p in problem.pipelines:
+        for stage, node in enumerate(p.placement):
+            most[node] += p.microbatches * max(p.activation[stage], p.held_for_weights[stage])
+    idle = replace(problem, memory_cap=tuple(held * (1 + 1e-9) for held in most))
+    bare = idle.without_idle_cap()
+    assert bare.memory_cap is None and not any(any(p.activation) for p in bare.pipelines)
+    assert bare == problem.without_idle_cap()
+    assert reached_by_rule(idle, 40).sequence.tolist() == reached_by_rule(bare, 40).sequence.tolist()
+    tight = replace(problem, memory_cap=tuple(held * 0.99 for held in most))
+    assert tight.without_idle_cap() == tight or not any(most)
 
 
 @pytest.mark.parametrize("tries", [1, 8, 30])
