@@ -30,7 +30,7 @@ PHASES = {  # columns of the table, and the parts of a price that each sums
     "other": (OFFLOAD, CAPTURE),
 }
 HEAD = ("", "seconds", "bound", *PHASES, "peak GB", "phase", "generation", "inference", "actor_train", "critic_train")
-HEAD += ("M1", "recompute", "sequence_parallel")
+HEAD += ("cut", "recompute", "sequence_parallel")
 LEFT = range(HEAD.index("phase"), len(HEAD))  # columns that begin at the left
 
 
@@ -233,7 +233,7 @@ def _cells(number: int, row: Row) -> tuple[str, ...]:
         gigabytes(row.needed_bytes),
         row.fullest.phase,
         *map(str, layouts),
-        str(table.cut.value),
+        str(table.cut),
         table.recompute,
         str(table.sequence_parallel).lower(),
     )

@@ -18,7 +18,7 @@ from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.settle import Facts, settle_but_layouts
 
 HEAD = ("ranks", "seconds", "samples/s", "per rank", "rank-s/sample", "generation", "inference", "actor_train")
-HEAD += ("critic_train", "M1", "recompute")
+HEAD += ("critic_train", "cut", "recompute")
 LEFT = range(HEAD.index("generation"), len(HEAD))  # columns that begin at the left
 
 
@@ -82,4 +82,4 @@ def _cells(size: Size) -> tuple[str, ...]:
     table, rate = row.table, size.samples / row.seconds
     numbers = f"{row.seconds:.4g}", f"{rate:.4g}", f"{rate / size.world_size:.3g}", f"{size.rank_seconds:.3g}"
     layouts = table.generation, table.inference, table.actor_train, table.critic_train or "-"
-    return str(size.world_size), *numbers, *map(str, layouts), str(table.cut.value), table.recompute
+    return str(size.world_size), *numbers, *map(str, layouts), str(table.cut), table.recompute

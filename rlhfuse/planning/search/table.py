@@ -34,6 +34,10 @@ class CutSetting(NamedTuple):
     def text(self) -> str:
         return f"{self.name} {self.value:09d}"
 
+    def __str__(self) -> str:
+        """For a column of a table."""
+        return f"{'T' if self.name == TOKENS else 'M1'}={self.value}"
+
 
 @dataclass(frozen=True)
 class Table:
