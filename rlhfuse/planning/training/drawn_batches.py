@@ -106,8 +106,7 @@ class DrawnBatches:
 
     @cached_property
     def _loads(self) -> Callable[[int, int, int], list[tuple[int, int]]]:
-        """Of a mini-batch in so many micro-batches, dealt over pipelines: tokens of each pipeline and of its heaviest
-        micro-batch."""
+        """Tokens of each pipeline and of its heaviest micro-batch, of a mini-batch in so many of them that are dealt."""
 
         def loads(number: int, parts: int, pipelines: int) -> list[tuple[int, int]]:
             tokens = self._minibatch_tokens[number]

@@ -56,7 +56,7 @@ def every_table(case) -> list[Table]:
 
 
 def smallest_budgets(case, tables: list[Table]) -> list[Table]:
-    """Of tables that differ in their budget alone and cut all that is drawn alike, the one of fewest tokens."""
+    """The tables, but those that another with fewer tokens, else the same, cuts alike all that is drawn."""
     kept, setting = {}, case.setting
     for table in sorted(tables, key=lambda table: -table.cut.value):
         config, alone = table.of(setting.config), replace(table, cut=CutSetting(TOKENS, 1))
