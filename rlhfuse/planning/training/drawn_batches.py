@@ -106,7 +106,7 @@ class DrawnBatches:
 
     @cached_property
     def _loads(self) -> Callable[[int, int, int], list[tuple[int, int]]]:
-        """Tokens of each pipeline and of its heaviest micro-batch, of a mini-batch in so many of them that are dealt."""
+        """Tokens of each pipeline and of its heaviest micro-batch, of a mini-batch that is dealt in so many parts."""
 
         def loads(number: int, parts: int, pipelines: int) -> list[tuple[int, int]]:
             tokens = self._minibatch_tokens[number]
