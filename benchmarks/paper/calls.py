@@ -110,7 +110,9 @@ class CallWork:
     def on(self, layout: ParallelLayout, machine: HardwareSpec, kernels: Kernels | None = None) -> ModelCall:
         """In bf16; training recomputes. `kernels`: those of this project between the products."""
         head = self.name.startswith(("Rew", "Critic"))
-        cost = AnalyticCost(self.spec, layout, machine, WEIGHT_BYTES, head, recompute=self.trains, kernels=kernels)
+        cost = AnalyticCost(
+            self.spec, layout, machine, WEIGHT_BYTES, head, recompute="full" if self.trains else "none", kernels=kernels
+        )
         return ModelCall(cost)
 
     def seconds(self, call: ModelCall) -> float:

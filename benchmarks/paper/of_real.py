@@ -41,7 +41,7 @@ def first_table(_: Results) -> Content:
     """ReaLHF, Table 1: pipelines against tensor parallelism, of generation and of training."""
     seconds = {"generation": [], "training": []}
     for layout in (ParallelLayout(1, 1, 8), ParallelLayout(1, 8, 1)):
-        calls = [ModelCall(AnalyticCost(llama("7B"), layout, a100(), 2, recompute=one)) for one in (False, True)]
+        calls = [ModelCall(AnalyticCost(llama("7B"), layout, a100(), 2, recompute=one)) for one in ("none", "full")]
         seconds["generation"].append(calls[0].generate_seconds(BATCH, PROMPT, OUTPUT))
         seconds["training"].append(calls[1].train_seconds(BATCH, PROMPT + OUTPUT, MINIBATCHES, 2 * layout.pp))
     rows = []

@@ -158,6 +158,9 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         yield "trainer.share_gpu=true needs a GPU to share, and trainer.device=cpu; use trainer.share_gpu=false"
     if trainer.transformer_impl == "transformer_engine" and trainer.device == "cpu":
         yield "trainer.transformer_impl=transformer_engine needs a GPU, and trainer.device=cpu; use auto"
+    if trainer.transformer_impl == "transformer_engine" and trainer.recompute == "selective":
+        fix = "use trainer.recompute=full or trainer.transformer_impl=local"
+        yield f"trainer.recompute=selective needs our own layers, not Transformer Engine's; {fix}"
     if not data.train_files and trainer.iterations:
         yield "data.train_files is empty; give at least one prompt file"
 

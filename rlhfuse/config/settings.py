@@ -30,6 +30,7 @@ from rlhfuse.config.values import (
     PositiveOrAuto,
     Processes,
     Real,
+    Recompute,
     Share,
     Text,
     TokenId,
@@ -385,10 +386,10 @@ class TrainerConfig(Settings):
         "auto",
         "whose layers train and score on GPUs: transformer_engine, local, or auto: local until the first is measured",
     )
-    recompute: Literal["none", "full", "auto"] = key(
+    recompute: Literal[Recompute, "auto"] = key(
         "none",
-        "none, or full: training keeps each layer's input alone and runs the layer again; same bits; auto: searched, "
-        "as layouts are",
+        "what training runs again in backwards and does not keep till then, same bits: none; selective: norms and "
+        "SwiGLU; full: whole layers, of which it keeps the input alone; auto: searched, as layouts are",
     )
     offload_optimizer: AutoOrTruth = key(
         "auto",

@@ -113,6 +113,7 @@ Name = Annotated[Text, Field(strict=True)]  # not even a number
 TokenId = Annotated[int, _WHOLE, AfterValidator(_not_negative)]
 Layout = Annotated[str, AfterValidator(_check_layout)]  # or AUTO, until planning/search has chosen one
 LayoutOrDefault = Annotated[str, AfterValidator(lambda text: text and _check_layout(text))]
+Recompute = Literal["none", "selective", "full"]  # what of training's forwards is run again for their backwards
 AutoOrTruth = Annotated[  # texts that YAML may give as true and false
     Literal["auto", "true", "false"],
     BeforeValidator(_truth_as_text),

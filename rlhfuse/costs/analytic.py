@@ -7,6 +7,7 @@ from functools import cached_property
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
+from rlhfuse.config.values import Recompute
 from rlhfuse.costs.collectives import RankGroup, send_seconds
 from rlhfuse.costs.cost_model import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.forms import roofline
@@ -41,7 +42,7 @@ class AnalyticCost:
     element_bytes: int
     scalar_head: bool = False
     sequence_parallel: bool = False  # in training
-    recompute: bool = False  # in training: each layer runs again before its backward
+    recompute: Recompute = "none"  # in training
     kernels: Kernels | None = None  # None: of other software, where rates hold for all of a layer
 
     def with_cut(self, cut: tuple[int, ...] | None) -> AnalyticCost:
@@ -196,15 +197,17 @@ class AnalyticCost:
         tokens, sequences, outputs = micro
         hardware, passed = self.hardware, self.hardware.pass_seconds
         layer, head = self.layer_seconds(tokens, sequences), self.head_seconds(outputs)
-        again = layer if self.recompute else 0.0
+        again = layer if self.recompute == "full" else 0.0
         backward, head_backward = BACKWARD_OVER_FORWARD * layer + again, BACKWARD_OVER_FORWARD * head
         if self.in_turns:
             backward -= hardware.launch_seconds  # it launches as much as a forward does
         if kernels := self.kernels:
             width, tp = self.memory.hidden, self.layout.tp
             backward -= BACKWARD_OVER_FORWARD * roofline.moved_seconds(self.roofline, tokens)
-            back = tokens * kernels.backward_bytes(self.spec, width, tp, self.element_bytes)
-            backward += back / self.moving_bandwidth
+            moved = self.spec, width, tp, self.element_bytes
+            back = kernels.backward_bytes(*moved)
+            back += kernels.remade_bytes(*moved) if self.recompute == "selective" else 0.0
+            backward += tokens * back / self.moving_bandwidth
             weights = self.spec.layer_parameters / tp
             product = 2 * weights * tokens / hardware.flops  # of the weight gradients, among the others
             backward += max(0.0, weights * kernels.gradient_sum_bytes / hardware.memory_bandwidth - product)

@@ -56,6 +56,10 @@ class Kernels:
         queries, keys = spec.heads * spec.head_dim / tp, spec.kv_heads * spec.head_dim / tp
         return element_bytes * (10 * hidden + 4 * queries + 4 * keys + 3 * spec.mlp / tp)
 
+    def remade_bytes(self, spec: ModelSpec, hidden: float, tp: int, element_bytes: int) -> float:
+        """Those of a forward's norms and SwiGLU."""
+        return element_bytes * (4 * hidden + 3 * spec.mlp / tp)
+
     def backward_bytes(self, spec: ModelSpec, hidden: float, tp: int, element_bytes: int) -> float:
         queries, keys = spec.heads * spec.head_dim / tp, spec.kv_heads * spec.head_dim / tp
         return element_bytes * (12 * hidden + 6 * queries + 6 * keys + 5 * spec.mlp / tp)

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import CPU, GPU, HardwareSpec, ModelSpec
+from rlhfuse.config.values import Recompute
 
 TILE_BYTES = 512 << 20  # of the loss: a tile of logits and what its gradient is made of
 LINE_BYTES = 128 << 20  # of each float32 sum of its gradients
@@ -29,7 +30,7 @@ class ModelMemory(ABC):
     element_bytes: int
     scalar_head: bool
     sequence_parallel: bool
-    recompute: bool
+    recompute: Recompute
 
     # ---- parameters
 
@@ -112,7 +113,10 @@ class ModelMemory(ABC):
 
     def kept_layer_bytes(self, tokens: float) -> float:
         """What one layer keeps from its forward to its backward: its input alone where it is run again."""
-        return self.hidden_bytes(tokens) if self.recompute else self.layer_activation_bytes(tokens)
+        if self.recompute == "full":
+            return self.hidden_bytes(tokens)
+        remade = self.remade_bytes(tokens) if self.recompute == "selective" else 0
+        return self.layer_activation_bytes(tokens) - remade
 
     def kept_for_weights(self, cut: Sequence[int], tokens: float) -> tuple[int, ...]:
         """What each stage keeps from B to W."""
@@ -140,6 +144,10 @@ class ModelMemory(ABC):
     @abstractmethod
     def layer_activation_bytes(self, tokens: float) -> float:
         """What the backward of one layer needs."""
+
+    def remade_bytes(self, tokens: float) -> float:
+        """What selective recomputation makes again of these: outputs of both norms and of SwiGLU."""
+        return tokens * (2 * self.hidden + self.spec.mlp / self.layout.tp) * self.element_bytes
 
     @abstractmethod
     def _kept_end_bytes(self, stage: int, tokens: float) -> float:
@@ -192,15 +200,21 @@ class CpuMemory(ModelMemory):
         divided = (4 * spec.heads + 3 * spec.kv_heads) * spec.head_dim + 4 * spec.mlp
         return tokens * (norms * (4 + 2 * self.element_bytes) + divided / self.layout.tp * self.element_bytes)
 
+    def remade_bytes(self, tokens: float) -> float:
+        """In others than float32 norms keep no input as it came: it is kept for this, in place of the output."""
+        norms = 0 if self.element_bytes == 4 else 2 * self.hidden_bytes(tokens)
+        return super().remade_bytes(tokens) - norms
+
     def _kept_end_bytes(self, stage: int, tokens: float) -> float:
         last = stage == self.layout.stages - 1
         return tokens * self.spec.vocab * 4 / self.layout.tp if last and not self.scalar_head else 0
 
     def passing_bytes(self, tokens: float, place: int | None = None) -> float:
-        """Gradients of one layer's activations, where layers are run again one of these, and on the last stage logits
-        and their gradient."""
-        last = place in (None, self.layout.pp - 1)
-        return self.layer_activation_bytes(tokens) * (2 if self.recompute else 1) + 2 * last * self.logits_bytes(tokens)
+        """Gradients of one layer's activations, what is run again of these, and on the last stage logits and their
+        gradient."""
+        last, layer = place in (None, self.layout.pp - 1), self.layer_activation_bytes(tokens)
+        again = {"none": 0.0, "selective": self.remade_bytes(tokens), "full": layer}[self.recompute]
+        return layer + again + 2 * last * self.logits_bytes(tokens)
 
     def prefilling_bytes(self, tokens: float, outputs: float) -> int:
         return int(max(self.layer_activation_bytes(tokens), 2 * self.logits_bytes(outputs)))
@@ -235,10 +249,10 @@ class GpuMemory(ModelMemory):
         return tuple(int(layers * layer - received * (stage < last)) for stage, layers in enumerate(cut))
 
     def passing_bytes(self, tokens: float, place: int | None = None) -> float:
-        """Gradients of one layer's activations, where layers are run again one of these; on the last stage a tile of
+        """Gradients of one layer's activations, and those of these that are made again; on the last stage a tile of
         logits and its gradient; on the first the table's gradient, when its layers keep nothing any more."""
-        back = self._layer_backward_bytes(tokens)  # a layer's input is kept already
-        back += self.layer_activation_bytes(tokens) - self.hidden_bytes(tokens) if self.recompute else 0
+        back = self._layer_backward_bytes(tokens)
+        back += self.layer_activation_bytes(tokens) - self.kept_layer_bytes(tokens)
         if place in (None, 0):
             kept = len(self.layout.stage_layers(self.spec.layers)[0]) * self.kept_layer_bytes(tokens)
             table = (tokens * self.spec.hidden + self.spec.embedding_parameters / self.layout.tp) * self.element_bytes

@@ -28,10 +28,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rlhfuse.config.settings import ParallelConfig, TrainerConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.config.values import Recompute, known
 from rlhfuse.models.attention.backends import varlen_attention
 from rlhfuse.models.heads import ScalarHead, VocabularyHead
 from rlhfuse.models.layers.operations import Operations, operations_for
+from rlhfuse.models.layers.remade_input import remake_inputs
 from rlhfuse.models.layers.rotation import RotaryTables
 from rlhfuse.models.layers.transformer_engine import LayerSlots, transformer_engine_slots
 from rlhfuse.parallel.device import Device, fake_cuda
@@ -43,7 +46,12 @@ class Activations:
     """How a training model keeps what its backward needs."""
 
     sequence_parallel: bool = False  # between the matrix products each tensor rank holds its part of the tokens
-    recompute: bool = False  # keep the input of each layer alone, and run the layer again before its backward
+    recompute: Recompute = "none"  # full: the input of each layer alone, which runs again before its backward
+
+    @staticmethod
+    def of(parallel: ParallelConfig, trainer: TrainerConfig) -> Activations:
+        """As a run's settings say, of which none is open any more."""
+        return Activations(parallel.sequence_parallel, known(trainer.recompute, "none"))
 
 
 WHOLE = Activations()
@@ -163,12 +171,12 @@ def local_slots(rotary: RotaryTables, device: torch.device) -> LayerSlots:
     )
 
 
-def layer_spec(spec: ModelSpec, slots: LayerSlots, recompute: bool = False) -> ModuleSpec:
+def layer_spec(spec: ModelSpec, slots: LayerSlots, recompute: Recompute = "none") -> ModuleSpec:
     """One decoder layer."""
     norm = slots.norm
     head_norm = norm if spec.qk_norm else IdentityOp
     return ModuleSpec(
-        module=RecomputedLayer if recompute else TransformerLayer,
+        module=RecomputedLayer if recompute == "full" else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
@@ -248,6 +256,8 @@ def build_model(
     _mark_tensor_parallel(model)
     for offset, decoder_layer in enumerate(model.decoder.layers):
         decoder_layer.layer_number = layers[stage][offset] + 1  # the resharder names layers by this
+        if activations.recompute == "selective":
+            remake_inputs(decoder_layer)
     if stage == layout.stages - 1 and scalar_head:
         gathered = groups.tp if shards else None
         model.output_layer = ScalarHead(spec.hidden, dtype, device.torch_device, gathered, on_host=on_host)

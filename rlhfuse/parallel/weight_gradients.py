@@ -89,14 +89,14 @@ class DeferredProducts:
         if not parts:
             raise InputError("a split backward needs Megatron's linear layers; set trainer.transformer_impl=local")
         for part in parts:
-            part._forward_impl = partial(self._forward, part)
+            part._forward_impl = partial(self._forward, part, part._forward_impl)
 
-    def _forward(self, layer: Any, input: Tensor, weight: Tensor, **settings: Any) -> Tensor:
+    def _forward(self, layer: Any, product: Any, input: Tensor, weight: Tensor, **settings: Any) -> Tensor:
         """Megatron's arguments."""
         if self.on:
             kept = _OutputGradient(self.kept, layer, input)
             settings |= dict(gradient_accumulation_fusion=True, grad_output_buffer=kept, wgrad_deferral_limit=0)
-        return type(layer)._forward_impl(layer, input, weight, **settings)
+        return product(input=input, weight=weight, **settings)
 
     def take(self) -> list[KeptProduct]:
         """What the last backward kept."""
@@ -108,10 +108,11 @@ class _OutputGradient:
     """The buffer of one layer and micro-batch, which Megatron appends to."""
 
     def __init__(self, kept: list[KeptProduct], layer: Any, x: Tensor) -> None:
-        self._kept, self._layer, self._x = kept, layer, x.detach()
+        self._kept, self._layer, self._x = kept, layer, x
 
     def append(self, gradient: Tensor) -> None:
-        self._kept.append(KeptProduct(self._layer, self._x, gradient))
+        """The input is there now, if it was let go meanwhile."""
+        self._kept.append(KeptProduct(self._layer, self._x.detach(), gradient))
 
 
 @torch.no_grad()

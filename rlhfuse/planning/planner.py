@@ -115,6 +115,7 @@ def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) ->
             draft.training.split.why,
             of_memory(memory, draft.memory.communicators),
             *of_keeping(draft.memory, peaks),
+            *reasons.recomputation(draft.analytic["actor_train"].memory),
             *reasons.offload(draft.memory, seen),
             *((str(capture),) if capture else ()),
             *reasons.early_loading(draft.memory, draft.costs),

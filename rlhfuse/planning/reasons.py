@@ -12,6 +12,7 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import GPU, HardwareSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import KEEPING_PART, MemoryBudget
@@ -138,6 +139,13 @@ class Reasons:
             yield f"{asked}: the optimizer stays on the device" + (
                 ", every phase fits beside it" if asked.endswith("auto") else ""
             )
+
+    def recomputation(self, actor: ModelMemory) -> Iterator[str]:
+        """What training keeps, where it does not keep all that backwards need."""
+        if actor.recompute != "none":
+            kept, needed = map(readable_bytes, (actor.kept_layer_bytes(1), actor.layer_activation_bytes(1)))
+            told = f"a layer of the actor keeps {kept} of a token until its backward, which needs {needed}"
+            yield f"trainer.recompute={actor.recompute}: {told}"
 
     def early_loading(self, memory: MemoryBudget, costs: CostModel) -> Iterator[str]:
         """On GPUs, which models that score are loaded before generation ends."""

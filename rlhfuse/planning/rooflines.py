@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rlhfuse.config.auto_layouts import SCORERS
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
+from rlhfuse.config.values import Recompute, known
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.kernels import Kernels
@@ -28,7 +29,7 @@ class Rooflines:
     cores: SharedCores
     element_bytes: int
     switch_sums: bool
-    recompute: bool
+    recompute: Recompute
     sequence_parallel: bool
 
     @staticmethod
@@ -41,7 +42,7 @@ class Rooflines:
             cores,
             trainer.element_bytes,
             switch_sums=run.config.rollout.all_reduce != "nccl",
-            recompute=trainer.recompute == "full",
+            recompute=known(trainer.recompute, "none"),
             sequence_parallel=parallel.sequence_parallel is True,
         )
 
@@ -57,7 +58,7 @@ class Rooflines:
             self.element_bytes,
             task.role.scalar_head,
             sequence_parallel=task.training and self.sequence_parallel,
-            recompute=task.training and self.recompute,
+            recompute=self.recompute if task.training else "none",
             kernels=Kernels.on(self.hardware, self.switch_sums),
         )
 

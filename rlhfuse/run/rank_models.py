@@ -120,7 +120,7 @@ def build_models(
     maker = GroupMaker()
     dtype = DTYPES[config.trainer.dtype]
     specs, paths = folders.specs, folders.paths
-    activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
+    activations = Activations.of(config.parallel, config.trainer)
     layers = layers_of(config, specs, device)
 
     def build(role: Role, grid: ModelGrid, groups: Any, **part: Any) -> torch.nn.Module:

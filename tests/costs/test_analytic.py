@@ -128,16 +128,19 @@ def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_
     cut = 1000 * (6 * 40 * 128 + 3 * 13824) * 2 + 1000 * 40 * 4
     assert made().memory.kept_layer_bytes(1000) == 4 * hidden + rows + cut / 8
     assert made(sequence_parallel=True).memory.kept_layer_bytes(1000) == (4 * hidden + rows + cut) / 8
-    assert made(recompute=True).memory.kept_layer_bytes(1000) == hidden
-    both = made(sequence_parallel=True, recompute=True)
+    assert made(recompute="full").memory.kept_layer_bytes(1000) == hidden
+    some, remade = made(recompute="selective"), 2 * hidden + 1000 * 13824 * 2 / 8  # outputs of norms and of SwiGLU
+    assert some.memory.kept_layer_bytes(1000) == made().memory.kept_layer_bytes(1000) - remade
+    both = made(sequence_parallel=True, recompute="full")
     assert both.memory.kept_layer_bytes(1000) == hidden / 8
     # of the layer's output, gate and up, their weights and input, whole on each rank; gate, up and product are gone
     first = (2 * 13824 * 5120 - 13824 * 1000) * 2 / 8
     back = hidden + first + hidden
     assert made().memory.passing_bytes(1000, 1) == made().memory.passing_bytes(1000, 0) == back
+    assert some.memory.passing_bytes(1000, 1) == back + remade  # those of one layer
     assert both.memory.passing_bytes(1000, 1) == (3 * hidden + rows + cut) / 8 + 2 * hidden / 8 + first + hidden
     table = LLAMA_13B.vocab * 5120 * 2 / 8  # its gradient, when the ten layers of the first stage keep nothing
-    again = made(recompute=True)
+    again = made(recompute="full")
     assert again.memory.passing_bytes(10, 0) == table - 9 * hidden / 100 > again.memory.passing_bytes(10, 1)
     tile = LLAMA_13B.vocab / 8 * 1000  # of the loss all columns at once
     loss = 10 * tile + 4 * 5120 * 1000 + 2 * hidden

@@ -52,9 +52,15 @@ def test_sequence_parallelism_gathers_once_more_and_recomputation_is_bs():
         2 * (message / 2 / H100.node_link_bandwidth + H100.collective_seconds) - kept * 2 / 2 / H100.memory_bandwidth
     )
     assert parallel[1] - plain[1] == pytest.approx(gathered)
-    again = cost(recompute=True).stage_seconds(MICRO)
+    again = cost(recompute="full").stage_seconds(MICRO)
     assert again.split[1] == cost().stage_seconds(MICRO).split[1]
     assert again.split[0] - cost().stage_seconds(MICRO).split[0] == pytest.approx(again.layer[0])
+    some, plain = cost(recompute="selective"), cost()
+    assert some.stage_seconds(MICRO).split[1] == plain.stage_seconds(MICRO).split[1]
+    assert some.stage_seconds(MICRO).split[0] > plain.stage_seconds(MICRO).split[0]
+    held, kept = some.memory.split_layer_bytes(TOKENS), some.memory.kept_layer_bytes(TOKENS)
+    assert some.memory.split_passing_bytes(TOKENS) == (held - kept, 0) and held > kept
+    assert plain.memory.split_passing_bytes(TOKENS) == (0, 0)  # what is kept has all that W needs
 
 
 def test_stages_have_b_w_and_what_w_keeps():

@@ -5,7 +5,9 @@ element of each tensor; padding, packing, tensor ranks, stages and chunks all li
 """
 
 import functools
+import gc
 from contextlib import nullcontext
+from typing import get_args
 from unittest.mock import patch
 
 import pytest
@@ -15,11 +17,13 @@ from testkit.tiny import write_checkpoint
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.config.values import Recompute
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.models import heads
 
 TOLERANCE = 2e-6
+MODES = get_args(Recompute)
 MODELS = {
     "llama": dict(model_type="llama", num_hidden_layers=5, num_key_value_heads=4),
     "tied qwen2": dict(model_type="qwen2", num_hidden_layers=5, tie_word_embeddings=True),
@@ -46,9 +50,7 @@ def references(tmp_path_factory):
     return reference
 
 
-def step(
-    rank, role: str, folder, gradients, layout: str, sequence_parallel: bool, recompute: bool, tiles=False
-) -> dict:
+def step(rank, role: str, folder, gradients, layout: str, sequence_parallel: bool, recompute: str, tiles=False) -> dict:
     """One step on `layout`: losses, the largest error of each tensor against the reference, and the gradients."""
     from rlhfuse.models.build import Activations
     from rlhfuse.models.hf import load_weights
@@ -117,7 +119,7 @@ SLOW = pytest.mark.slow
 def test_gradients_are_those_of_the_whole_model(workers, references, name, layout, sequence_parallel, tiles):
     """With `tiles` by the loss of other devices than the CPU, which adds to the weight's gradient by itself."""
     role, folder, gradients, losses = references(name)
-    check(workers.run(step, role, folder, gradients, layout, sequence_parallel, False, tiles), losses)
+    check(workers.run(step, role, folder, gradients, layout, sequence_parallel, "none", tiles), losses)
 
 
 @pytest.mark.parametrize(
@@ -126,58 +128,70 @@ def test_gradients_are_those_of_the_whole_model(workers, references, name, layou
 )
 def test_recomputation_gives_the_same_bits(workers, references, name, layout, sequence_parallel):
     role, folder, gradients, _ = references(name)
-    plain, again = (workers.run(step, role, folder, gradients, layout, sequence_parallel, on) for on in (False, True))
-    for a, b in zip(plain, again):
-        assert a["losses"] == b["losses"] and a["peak"] == b["peak"]
-        for key, gradient in a["gradients"].items():
-            assert torch.equal(gradient, b["gradients"][key]), f"{key} differs with recomputation"
+    plain, *others = (workers.run(step, role, folder, gradients, layout, sequence_parallel, how) for how in MODES)
+    for recompute, again in zip(MODES[1:], others):
+        for a, b in zip(plain, again):
+            assert a["losses"] == b["losses"] and a["peak"] == b["peak"]
+            for key, gradient in a["gradients"].items():
+                assert torch.equal(gradient, b["gradients"][key]), f"{key} differs with recompute={recompute}"
 
 
-def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, recompute: bool) -> int:
-    """Bytes that one layer of a middle stage keeps for its backward, weights apart; 0 on ranks without such a stage.
-
-    Recomputation keeps a layer's input outside of autograd, so it is counted where it enters.
-    """
+def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, split: bool, recompute: str) -> tuple[int, int]:
+    """Bytes that one layer of a middle stage keeps from its forward to its backward, and that are left of them after
+    it, weights and results apart; 0 on ranks without such a stage. With `split` W does not come."""
     from rlhfuse.models.build import Activations
     from rlhfuse.parallel.groups import GroupMaker
+    from rlhfuse.parallel.weight_gradients import DeferredProducts
 
     ranks, maker = ranks_of(actor=layout), GroupMaker(600)
     built = build(rank, maker, ranks, "actor", folder, Activations(sequence_parallel, recompute))
-    kept: dict[int, torch.Tensor] = {}
+    kept = left = 0
+    built.optimizer.zero_grad()  # gradients have memory from now on
     for stage in (part.stage for part in built.stages.values() if not part.stage.first and not part.stage.last):
         (batch,) = packed_for(built, random_rows(((200, 56),), 1))
         shape = stage.hidden_shape(len(batch))
+        with torch.no_grad():
+            stage.forward(batch, torch.zeros(shape))  # rotations are there from now on
+        DeferredProducts(stage.model).on = split
+        before = live_storages()
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
-        weights = {parameter.untyped_storage().data_ptr() for parameter in stage.model.parameters()}
-
-        def keep(tensor: torch.Tensor, weights=weights) -> torch.Tensor:
-            place = tensor.untyped_storage().data_ptr()
-            if place not in weights:
-                kept[place] = tensor  # held, so that no other one takes its place
-            return tensor
-
-        (layer,) = stage.model.module.decoder.layers
-        if recompute:
-            layer.register_forward_pre_hook(
-                lambda _, __, inputs: keep(inputs["hidden_states"]).numel() and None, with_kwargs=True
-            )
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            stage.forward(batch, hidden)
+        out = stage.forward(batch, hidden)
+        kept = added_bytes(live_storages(out.grad_fn), before, out)
+        with stage.running():
+            out.sum().backward()
+        left = added_bytes(live_storages(), before, out, hidden, hidden.grad)
     maker.close()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return kept, left
 
 
-@pytest.mark.parametrize("layout, sequence_parallel", [("d1t1p4", False), ("d1t2p2v2", True)])
-def test_a_layer_keeps_what_the_planner_counts(workers, references, layout, sequence_parallel):
-    """With recomputation its input alone, to the byte; without, what norms, attention and products keep."""
+def live_storages(node=None) -> dict[int, int]:
+    """Address -> bytes of what tensors hold that Python knows, and the graph below `node`."""
+    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    nodes, seen = [node] if node else [], set()
+    while nodes:
+        node = nodes.pop()
+        seen.add(node)
+        fields = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        tensors += [*getattr(node, "saved_tensors", ()), *(field for field in fields if torch.is_tensor(field))]
+        nodes += [before for before, _ in node.next_functions if before is not None and before not in seen]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def added_bytes(after: dict[int, int], before: dict[int, int], *results: torch.Tensor) -> int:
+    known = before.keys() | {tensor.untyped_storage().data_ptr() for tensor in results}
+    return sum(nbytes for place, nbytes in after.items() if place not in known)
+
+
+@pytest.mark.parametrize("layout, sequence_parallel, split", [("d1t1p4", False, False), ("d1t2p2v2", True, True)])
+def test_a_layer_keeps_what_the_planner_counts(workers, references, layout, sequence_parallel, split):
+    """To the byte: what norms, attention and products keep; of these what is not made of others; its input alone."""
     _, folder, _, _ = references("llama")
-    plain, again = (max(workers.run(kept_bytes, folder, layout, sequence_parallel, on)) for on in (False, True))
-    spec, hardware = ModelSpec.from_config(folder), hardware_by_name("cpu")
-
-    def planned(recompute: bool) -> float:
+    spec, hardware, kept = ModelSpec.from_config(folder), hardware_by_name("cpu"), {}
+    for recompute in MODES:
+        found = workers.run(kept_bytes, folder, layout, sequence_parallel, split, recompute)
+        kept[recompute], left = map(max, zip(*found))
         kind = dict(sequence_parallel=sequence_parallel, recompute=recompute)
-        return AnalyticCost(spec, ParallelLayout.parse(layout), hardware, 4, **kind).memory.kept_layer_bytes(256)
-
-    assert again == planned(True)
-    assert planned(False) == plain
-    assert again < plain / 8
+        memory = AnalyticCost(spec, ParallelLayout.parse(layout), hardware, 4, **kind).memory
+        assert kept[recompute] == memory.kept_layer_bytes(256), recompute
+        assert split or left == 0, recompute  # the graph is still there, with what was put off
+    assert kept["full"] < kept["none"] / 8 and kept["selective"] < 0.8 * kept["none"]

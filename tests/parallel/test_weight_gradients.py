@@ -26,7 +26,7 @@ def rows(count: int) -> list[list[list[int]]]:
 
 
 def gradients(
-    rank: int, folder, layout: str, dtype, fused: bool, apart: bool, parallel: bool, recompute: bool, late: int = 0
+    rank: int, folder, layout: str, dtype, fused: bool, apart: bool, parallel: bool, recompute: str, late: int = 0
 ) -> dict:
     """Weight -> (its main_grad after three micro-batches, whether its product added it). `apart`: summed here.
 
@@ -69,10 +69,10 @@ def gradients(
 @pytest.mark.parametrize(
     "layout, dtype, parallel, recompute",
     [
-        ("d2t1p1", torch.float32, False, False),
-        ("d2t1p1", torch.bfloat16, False, True),
-        ("d1t2p1", torch.float32, True, False),
-        ("d1t2p1", torch.bfloat16, False, False),
+        ("d2t1p1", torch.float32, False, "none"),
+        ("d2t1p1", torch.bfloat16, False, "full"),
+        ("d1t2p1", torch.float32, True, "selective"),
+        ("d1t2p1", torch.bfloat16, False, "none"),
     ],
     ids=str,
 )
@@ -94,12 +94,22 @@ def test_products_add_what_was_added_after_them(workers, folder, layout, dtype, 
     assert sum(added for _, added in fused[0].values()) == 8
 
 
-@pytest.mark.parametrize("layout, parallel, recompute", [("d2t1p1", False, True), ("d1t2p1", True, False)], ids=str)
+@pytest.mark.parametrize(
+    "layout, parallel, recompute",
+    [
+        ("d2t1p1", False, "full"),
+        ("d2t1p1", False, "selective"),
+        ("d1t2p1", True, "none"),
+        ("d1t2p1", True, "selective"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_that_are_put_off_have_the_same_bits(workers, folder, dtype, layout, parallel, recompute):
     for fused in (False, True):
-        ways = folder, layout, dtype, fused, False, parallel, recompute
-        for whole, split in zip(workers.run(gradients, *ways), workers.run(gradients, *ways, 2)):
+        ways = folder, layout, dtype, fused, False, parallel
+        plain = workers.run(gradients, *ways, "none")
+        for whole, split in zip(plain, workers.run(gradients, *ways, recompute, 2)):
             for name, (expected, _) in whole.items():
                 assert torch.equal(split[name][0], expected) and expected.any(), (name, fused)
 

@@ -132,8 +132,11 @@ def test_seconds_of_training_are_products_bytes_and_all_reduces():
     assert seconds.ends[-1][0] == pytest.approx(head + 8 * outputs * 128256 / rate)
     again = 3 * head + 18 * outputs * 128256 / rate + 16 * 4096 * 128256 / rate
     assert seconds.ends[-1][1] == pytest.approx(again)
-    recomputed = replace(made, recompute=True).stage_seconds(micro)
+    recomputed = replace(made, recompute="full").stage_seconds(micro)
     assert recomputed.layer[1] - seconds.layer[1] == pytest.approx(seconds.layer[0])
+    some = replace(made, recompute="selective").stage_seconds(micro)  # norms 2 in and out each, SwiGLU 2 in and 1 out
+    assert some.layer[0] == seconds.layer[0] and some.ends == seconds.ends
+    assert some.layer[1] - seconds.layer[1] == pytest.approx(tokens * 2 * (4 * 4096 + 3 * 14336) / rate)
     own = made.memory.parameters()
     exchanged = (4 + 2) * own / 2 / machine.node_link_bandwidth + 2 * machine.collective_seconds
     assert made.optimizer_step_seconds() == pytest.approx(own * (4 + 34 / 2) / rate + exchanged)

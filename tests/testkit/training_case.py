@@ -44,7 +44,7 @@ class Case:
     recipe: Recipe = SGD
     samples: int = SAMPLES
     sequence_parallel: bool = False
-    recompute: bool = False
+    recompute: str = "none"
     reduce: str = "early"
     alternate: bool = True
     split: tuple[str, ...] = ()

@@ -175,7 +175,7 @@ class TrainingWork:
     """A trained model of so many layers with both ends, without its optimizer."""
 
     def __init__(self, config: RunConfig, role: Role, spec: ModelSpec, layers: int, builder: Builder, tp: int) -> None:
-        activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
+        activations = Activations.of(config.parallel, config.trainer)
         spec = replace(spec, layers=layers)
         model, _ = builder.build(f"{role}_train", role, spec, tp, activations)
         self._stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)

@@ -9,7 +9,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
-from rlhfuse.config.values import AUTO
+from rlhfuse.config.values import AUTO, Recompute
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.decisions.layouts import TASK_ROLES, Task, possible_layouts
 from rlhfuse.planning.draft import DraftInputs
@@ -60,7 +60,7 @@ class RunWork:
         task: str,
         layout: ParallelLayout,
         hardware: HardwareSpec,
-        recompute: bool = False,
+        recompute: Recompute = "none",
         sequence_parallel: bool = False,
     ) -> AnalyticCost:
         """The roofline of a task in a layout; the last two are of training."""

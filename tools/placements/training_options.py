@@ -25,7 +25,7 @@ from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import TASK_ROLES
 from rlhfuse.planning.memory.memory_budget import RESTING, OptimizerOffload, input_bytes
 from rlhfuse.planning.search.floors import work_bound
-from rlhfuse.planning.search.space import token_budgets
+from rlhfuse.planning.search.space import recomputations, token_budgets
 from rlhfuse.planning.training.stage_cuts import with_cut
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, longest_microbatch, training_problem
 from rlhfuse.schedule.ir.problem import FusionProblem
@@ -36,7 +36,7 @@ def training_options(work: RunWork, task: str, ranks: int, hardware: HardwareSpe
     """Those of `actor_train` or `critic_train` that fit into `room` bytes of a rank."""
     options = []
     for layout in work.layouts(task, ranks, hardware.devices_per_node):
-        for recompute, sharded in product((False, True), work.sharding):
+        for recompute, sharded in product(recomputations(work.config.trainer), work.sharding):
             if not sharded or layout.tp > 1 or work.sharding == (True,):
                 options += _layout_options(work, task, work.cost(task, layout, hardware, recompute, sharded), room)
     return options
@@ -65,7 +65,7 @@ def _layout_options(work: RunWork, task: str, uncut: AnalyticCost, room: float) 
             step += share * max(work_bound(problem), float(least)) * TICK_SECONDS
         assert problem is not None, "a batch is drawn"
         seconds = batch.optimizer_steps * (step + cost.optimizer_step_seconds())
-        note = f"T{budget}" + (", recompute" if cost.recompute else "")
+        note = f"T{budget}" + ("" if cost.recompute == "none" else f", recompute {cost.recompute}")
         note += ", sequence parallel" if cost.sequence_parallel and len(work.sharding) > 1 else ""
         places = _fullest_places(cost)
         optimizer = [cost.memory.optimizer_bytes(place) for place in places]

@@ -39,8 +39,8 @@ REMEDIES = {
     "moves": "use more tensor ranks for parallel.generation and parallel.inference",
     "generation": "lower rollout.kv_blocks_per_instance or use more tensor ranks for parallel.generation",
     "inference": "lower rollout.max_batched_tokens or use more tensor ranks for parallel.inference",
-    "training": "lower fusion.microbatch_tokens or raise fusion.actor_microbatches, set trainer.recompute=full or use "
-    "more stages or tensor ranks",
+    "training": "lower fusion.microbatch_tokens or raise fusion.actor_microbatches, set trainer.recompute=selective or "
+    "full, or use more stages or tensor ranks",
 }
 
 

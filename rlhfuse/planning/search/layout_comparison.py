@@ -116,9 +116,9 @@ def _table_of(draft: PlanDraft) -> Table:
     assert rows.generation and rows.actor_train, "a draft has layouts"
     inference = Given.of(config.with_(parallel={"inference": inference_layout(config)})).inference
     critic = rows.critic_train if Role.CRITIC in config.trained() else None
-    recompute, sharded = config.trainer.recompute, bool(rows.sequence_parallel)
-    assert rows.cut, "and says how mini-batches are cut"
-    return Table(rows.generation, inference or rows.generation, rows.actor_train, critic, rows.cut, recompute, sharded)
+    assert rows.cut and rows.recompute, "and says how mini-batches are cut, and what is run again"
+    layouts = rows.generation, inference or rows.generation, rows.actor_train, critic
+    return Table(*layouts, rows.cut, rows.recompute, bool(rows.sequence_parallel))
 
 
 def _priced(setting: Setting, table: Table) -> tuple[PlanDraft, Price]:

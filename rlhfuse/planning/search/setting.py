@@ -109,7 +109,7 @@ class Setting:
 
     def training_costs(self, row: TrainingRow) -> dict[str, AnalyticCost]:
         """By task, whole layers cut evenly."""
-        how = {"recompute": row.recompute == "full", "sequence_parallel": row.sequence_parallel}
+        how = {"recompute": row.recompute, "sequence_parallel": row.sequence_parallel}
         return replace(self.rooflines, **how).costs(self._trainings(row.layouts))
 
     def training_cost(self, role: str, analytic: AnalyticCost) -> TrainingCost:

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.config.role import Role
-from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.values import AUTO
+from rlhfuse.config.settings import RunConfig, TrainerConfig
+from rlhfuse.config.values import AUTO, Recompute
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic, multiple_of
 from rlhfuse.decisions.layouts import fits_model, possible_layouts
 from rlhfuse.planning.search.table import NUMBER, TOKENS, CutSetting, Table
@@ -38,7 +38,7 @@ class TrainingRow:
     actor: ParallelLayout
     critic: ParallelLayout | None
     cut: CutSetting
-    recompute: str
+    recompute: Recompute
     sequence_parallel: bool
     shape: FusedShape
     batch: BatchArithmetic
@@ -63,7 +63,7 @@ class Given:
     actor_train: ParallelLayout | None = None
     critic_train: ParallelLayout | None = None
     cut: CutSetting | None = None
-    recompute: str | None = None
+    recompute: Recompute | None = None
     sequence_parallel: bool | None = None
 
     @staticmethod
@@ -132,7 +132,7 @@ def _training_rows(
         else list(possible_layouts(specs[role], run.world_size, devices, samples, CHUNKS))
         for role in config.trained()
     ]
-    recomputes = [given.recompute] if given.recompute else ["none", "full"]
+    recomputes = (given.recompute,) if given.recompute else recomputations(config.trainer)
     for layouts in product(*options):
         if len({layout.chunks for layout in layouts}) > 1:
             continue
@@ -156,6 +156,11 @@ def _training_rows(
                 seen.add(rungs)
                 for recompute, sharded in product(recomputes, sharding):
                     yield TrainingRow(actor, critic, cut, recompute, sharded, shape, batch)
+
+
+def recomputations(trainer: TrainerConfig) -> tuple[Recompute, ...]:
+    """Values of trainer.recompute that are tried, and can be."""
+    return ("none", "full") if trainer.transformer_impl == "transformer_engine" else get_args(Recompute)
 
 
 def _cuts(longest: int, samples: int, pipelines: int) -> list[CutSetting]:

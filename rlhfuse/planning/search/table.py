@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import FusionConfig, RunConfig
-from rlhfuse.config.values import AUTO
+from rlhfuse.config.values import AUTO, Recompute
 
 TOKENS, NUMBER = "microbatch_tokens", "actor_microbatches"
 
@@ -48,7 +48,7 @@ class Table:
     actor_train: ParallelLayout
     critic_train: ParallelLayout | None
     cut: CutSetting
-    recompute: str
+    recompute: Recompute
     sequence_parallel: bool
 
     @cached_property

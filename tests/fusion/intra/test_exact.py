@@ -21,7 +21,7 @@ FUSED, SERIAL, EAGER, CAPPED, SHARED, INTERLEAVED = (
     {"schedule": name} for name in ("fused", "serial", "eager", "capped", "time-shared", "interleaved")
 )
 RANDOM_SPLIT, CRITIC_SPLIT = {"schedule": "random", "split": BOTH}, {"split": ("critic",)}
-PARALLEL = {"sequence_parallel": True}
+PARALLEL, SELECTIVE = {"sequence_parallel": True}, {"recompute": "selective"}
 TIED = {"actor": "tied", "critic": "five"}
 
 
@@ -66,15 +66,24 @@ ROWS = [
     ("d2t1p2 d1t1p4", {"tokens": 56}, [SERIAL, RANDOM_SPLIT]),
     ("d1t1p4 d2t1p2", TIED, []),
     ("d1t2p2 d1t1p4", TIED, []),
-    ("d1t2p2 d2t1p2", {"recipe": ADAM, "actor": "tied"}, [{"reduce": "joint"}, {"recompute": True}]),
+    ("d1t2p2 d2t1p2", {"recipe": ADAM, "actor": "tied"}, [{"reduce": "joint"}, {"recompute": "full"}, SELECTIVE]),
     ("d1t1p4:1,1,2,1 d2t1p2:4,1", {"recipe": ADAM, **TIED}, [SERIAL]),
     ("d2t1p2v2:1,2,1,1 d1t2p2:1,4", {"recipe": ADAM, **TIED}, [SERIAL]),
     ("d2t1p2v2 d2t1p2v2", {"recipe": ADAM, **TIED}, [SERIAL, INTERLEAVED]),
     ("d1t1p4 d1t1p4", {"recipe": ADAM, "alternate": False}, [SERIAL, SHARED]),  # stage by stage on the same ranks
     ("d2t2p1 d1t2p2", {"recipe": ADAM, "steps": 2, **PARALLEL}, [RANDOM_SPLIT, CRITIC_SPLIT]),
-    ("d1t2p2 d1t1p4", {"actor": "qwen3", "critic": "five", "steps": 2, **PARALLEL}, [{**SERIAL, "recompute": True}]),
-    ("d2t1p2v2:1,2,1,1 d1t1p4:2,1,1,1", {"recipe": ADAM, "steps": 2, **TIED}, [RANDOM_SPLIT, CRITIC_SPLIT]),
-    ("d1t2p2 d2t1p2", {"recipe": ADAM, "steps": 2, "recompute": True, **PARALLEL}, [RANDOM_SPLIT, CRITIC_SPLIT]),
+    ("d1t2p2 d1t1p4", {"actor": "qwen3", "critic": "five", "steps": 2, **PARALLEL}, [{**SERIAL, "recompute": "full"}]),
+    (
+        "d2t1p2v2:1,2,1,1 d1t1p4:2,1,1,1",
+        {"recipe": ADAM, "steps": 2, **TIED},
+        [RANDOM_SPLIT, CRITIC_SPLIT, {**RANDOM_SPLIT, **SELECTIVE}],
+    ),
+    ("d1t2p2v2 d2t1p2v2", {"recipe": ADAM, **SELECTIVE, **PARALLEL}, [{"recompute": "none"}, RANDOM_SPLIT]),
+    (
+        "d1t2p2 d2t1p2",
+        {"recipe": ADAM, "steps": 2, "recompute": "full", **PARALLEL},
+        [RANDOM_SPLIT, CRITIC_SPLIT, {**RANDOM_SPLIT, **SELECTIVE}],
+    ),
     ("d2t2p1 d2t2p1", {"recipe": ADAM, "steps": 2, "actor": "tied"}, [RANDOM_SPLIT, CRITIC_SPLIT]),
     ("d1t1p4 d1t1p4", {"steps": 1, "microbatches": 2}, []),
     ("d1t1p4 d1t1p4", {"steps": 1, "microbatches": 8}, []),
