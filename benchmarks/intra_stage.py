@@ -1,201 +1,202 @@
 """Speed of fused training of an actor and a critic beside serial training, on two ranks of one CPU machine.
 
-    python benchmarks/intra_stage.py [--sizes 1:1] [--microbatches 2,4]
+    python benchmarks/intra_stage.py [--sizes 1:1] [--microbatches 2,4,samples,tokens] [--lengths FILE]
 
 Two processes of one thread train two random Llamas over gloo, the actor's stages on ranks 0 and 1, the critic's on 1
 and 0. Each side (intra_stage_sides.py) trains one mini-batch in turn, and all must leave the same gradients, bit for
 bit. Schedules are made of action times profiled with both ranks busy; what they promise stands beside what is measured.
+Micro-batches are so many equal ones, or cut of a trace's lengths by the product's MicrobatchCut, heaviest first and in
+the order of the draw: by samples each has one, by tokens as many as fit into two of the longest.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from harness import Figure, Measurement, Part, named, options, take_turns
+from harness import DATA, Measurement, named, options, take_turns
 from intra_stage_sides import (
+    BACKWARDS,
     FUSED,
-    INPUT,
     MEGATRON,
-    MICROSECONDS,
-    NO_BARRIER,
-    PLAIN,
     RANKS,
     SAME_GRADIENTS,
     SERIAL,
     SIDES,
+    SORTED,
     SPLIT,
-    STEPS,
-    WEIGHT,
-    WHOLE,
+    UNSORTED,
     Case,
     Sizes,
+    Times,
+    Turns,
 )
+from intra_stage_speeds import Answers, EqualSpeeds, UnequalSpeeds
 from processes import ALLOCATOR, Ranks
 
 from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 
 PROFILE_CYCLES = 5
 QUICK_ROUNDS = 2
-BASELINES = (MEGATRON, SERIAL)  # the headline is against the faster of them
+FULL = (Sizes("1:1", (8, 8), 512, 1376, 512, 3, 96, 16, 192), Sizes("2.5:1", (10, 4), 512, 1376, 512, 3, 96, 16, 192))
+QUICK = (Sizes("1:1", (2, 2), 128, 352, 256, 2, 32, 8, 64), Sizes("2.5:1", (5, 2), 128, 352, 256, 2, 32, 8, 64))
+TRACE = DATA / "traces" / "sharegpt8k_llama2tok.csv"
+LIMIT = 1024  # tokens of a prompt, and of a response, that the trace is cut to before it is scaled
+BY_SAMPLES, BY_TOKENS = "samples", "tokens"
+TOKENS = 2  # of the longest sample fit into a micro-batch by tokens
 
-PREDICTED_GOAL = 0.95  # of the predicted speedup
-STEPS_GOAL = 0.9  # with optimizer steps, of what the schedule promises without
-LARGE = 1.04  # a split that lowers the bound by so much has to be faster
-OVERHEAD_GOAL = 60.0  # microseconds of the executor's own Python per instruction
-SHARE_GOAL = 0.03  # of a rank's time
+PROMISE = ("speedup", "predicted", "of it")
+TABLES = {
+    "speed": (
+        "Fused beside serial training",
+        ("M", "Megatron 1F1B", "serial", "no barrier", "fused", *PROMISE, "bound"),
+    ),
+    "split": (
+        "Fused with split backwards",
+        ("M", "split", *PROMISE, "bound", "over fused", "predicted", "bound", "B + W over whole"),
+    ),
+    "steps": (
+        "With optimizer steps",
+        ("M", "serial", "fused", *PROMISE, "of schedule", "split", *PROMISE, "of schedule"),
+    ),
+    "unequal": (
+        "Fused beside serial training, unequal micro-batches of a real trace",
+        ("cut by", "M", "order", "serial", "planned / priced", "fused", "planned / priced", *PROMISE),
+    ),
+    "order": (
+        "Sorted beside unsorted micro-batches",
+        ("cut by", "M", "serial: speedup", *PROMISE[1:], "fused: speedup", *PROMISE[1:]),
+    ),
+}
 
-FULL = (Sizes("1:1", (8, 8), 512, 1376, 512, 3, 16, 80), Sizes("2.5:1", (10, 4), 512, 1376, 512, 3, 16, 80))
-QUICK = (Sizes("1:1", (2, 2), 128, 352, 256, 2, 8, 24), Sizes("2.5:1", (5, 2), 128, 352, 256, 2, 8, 24))
-
-Answers = Sequence[Mapping[str, Any]]  # of a run's ranks
-
-
-def seconds_of(answers: Answers) -> float:
-    """Seconds of a run over all ranks."""
-    return max(rank["end"] for rank in answers) - min(rank["start"] for rank in answers)
+Lengths = Sequence[tuple[int, ...]]  # tokens of each sequence of each micro-batch
 
 
 def main() -> None:
     arguments = parse_arguments()
     measurement = Measurement("intra_stage", arguments)
-    tables: dict[str, list[list[str]]] = {"speed": [], "split": [], "steps": []}
+    rows: dict[str, list[list[str]]] = defaultdict(list)
     for sizes in named("--sizes", arguments.sizes, {one.name: one for one in (QUICK if arguments.quick else FULL)}):
         made = {"sizes": asdict(sizes), "seed": arguments.seed}
         with Ranks("intra_stage_rank:TrainingRank", RANKS, ALLOCATOR, **made) as ranks:
-            for microbatches in arguments.microbatches:
-                for name, row in measure(sizes, microbatches, ranks, measurement).items():
-                    tables[name].append([sizes.name, str(microbatches), *row])
-    promise = ("speedup", "predicted", "of it")
-    head = ("models", "M", "Megatron 1F1B", "serial", "no barrier", "fused", *promise, "bound")
-    measurement.table("speed", "Fused beside serial training", head, tables["speed"])
-    head = ("models", "M", "split", *promise, "bound", "over fused", "predicted", "bound", "B + W over whole")
-    measurement.table("split", "Fused with split backwards", head, tables["split"])
-    head = ("models", "M", "serial", "fused", *promise, "of schedule", "split", *promise, "of schedule")
-    measurement.table("steps", "With optimizer steps", head, tables["steps"])
+            for word in arguments.microbatches:
+                for table, row in measure(sizes, word, ranks, measurement):
+                    rows[table].append([sizes.name, *row])
+    for name, (title, columns) in TABLES.items():
+        if rows[name]:
+            measurement.table(name, title, ("models", *columns), rows[name])
     measurement.finish()
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = options(__doc__, rounds=11)
     parser.add_argument("--sizes", default="1:1,2.5:1", help="layers of the actor over those of the critic")
-    parser.add_argument("--microbatches", default="2,4,8", help="such as 2,4")
+    parser.add_argument("--microbatches", default="2,4,8,samples,tokens", help="so many, or cut by [%(default)s]")
+    parser.add_argument("--lengths", default=TRACE, metavar="FILE", help="csv, jsonl or parquet, of prompts too")
     arguments = parser.parse_args()
-    words = arguments.microbatches.split(",")
-    for word in words:
-        if not word.strip().isdigit() or int(word) < 2:
-            raise InputError(f"--microbatches {arguments.microbatches}: {word!r} is not a number of at least 2")
-    arguments.microbatches = [int(word) for word in words]
+    arguments.microbatches = [word.strip() for word in arguments.microbatches.split(",")]
+    for word in arguments.microbatches:
+        if word not in (BY_SAMPLES, BY_TOKENS) and not (word.isdigit() and int(word) > 1):
+            told = f"{word!r} is not a number of at least 2, {BY_SAMPLES} or {BY_TOKENS}"
+            raise InputError(f"--microbatches {','.join(arguments.microbatches)}: {told}")
+    given = {BY_SAMPLES, BY_TOKENS} & set(arguments.microbatches)
+    arguments.trace = load_lengths(arguments.lengths).lengths.clip(LIMIT, LIMIT) if given else None
     arguments.rounds = QUICK_ROUNDS if arguments.quick else arguments.rounds
     return arguments
 
 
-def measure(sizes: Sizes, microbatches: int, ranks: Ranks, measurement: Measurement) -> dict[str, list[str]]:
-    """Profile, make the schedules, let the sides take turns; a row of each table."""
-    name = f"{sizes.name.replace(':', 'to').replace('.', '_')}_m{microbatches}"
-    ranks.ask("load", microbatches, {})
-    profiles = ranks.ask("profile", PROFILE_CYCLES)
-    times = {key: statistics.median(values) for answer in profiles for key, values in answer.items()}
-    case = Case.of(microbatches, times, measurement.arguments.seed)
+def measure(sizes: Sizes, word: str, ranks: Ranks, measurement: Measurement) -> Iterator[tuple[str, list[str]]]:
+    """Rows of the tables, each with its table's name, of a pair of models and a word of --microbatches.
+
+    Profile, make the schedules, let the sides take turns.
+    """
+    name, arguments = sizes.name.replace(":", "to").replace(".", "_"), measurement.arguments
+    if word.isdigit():
+        lengths = [(sizes.tokens,) * sizes.sequences] * int(word)
+        turns: Turns = {side: (side, range(int(word))) for side in SIDES}
+        speeds, same, backwards, head = EqualSpeeds, SAME_GRADIENTS, BACKWARDS, [word]
+    else:
+        (drawn,) = arguments.trace.draw(sizes.samples, 1, arguments.seed)
+        lengths, unsorted = cut(sizes, word, drawn)
+        orders = {SORTED: range(len(lengths)), UNSORTED: unsorted}
+        same = [[f"{side}_{name}" for side in (SERIAL, FUSED)] for name in orders]
+        turns = {f"{side}_{name}": (side, order) for name, order in orders.items() for side in (SERIAL, FUSED)}
+        speeds, backwards, head = UnequalSpeeds, BACKWARDS[:1], [word, str(len(lengths))]
+    ranks.ask("load", lengths, {})
+    case = Case.of(len(lengths), profiled(lengths, backwards, ranks), arguments.seed)
+    rounds = run(case, turns, lengths, ranks, arguments.rounds, same)
+    figures = measurement.part(f"{name}_{'m' * word.isdigit()}{word}")
+    for table, row in speeds(figures, case, turns, rounds).rows():
+        yield table, [*head, *row]
+
+
+def cut(sizes: Sizes, by: str, drawn: SampleLengths) -> tuple[Lengths, list[int]]:
+    """A mini-batch of these lengths, scaled, as the product cuts it for one pipeline, the heaviest first; and its
+    micro-batches in the order in which the first sample of each was drawn."""
+    tokens = [math.ceil((p + o) * sizes.longest / (2 * LIMIT)) for p, o in zip(drawn.prompt, drawn.output)]
+    batch = 1, sizes.samples, sizes.longest
+    cuts = {
+        BY_SAMPLES: MicrobatchCut.by_samples(sizes.samples, *batch),
+        BY_TOKENS: MicrobatchCut.by_tokens(TOKENS * sizes.longest, *batch, least=RANKS),
+    }
+    parts = cuts[by].split(tokens)
+    return [tuple(tokens[sample] for sample in part) for part in parts], sorted(
+        range(len(parts)), key=parts.__getitem__
+    )
+
+
+def profiled(lengths: Lengths, backwards: Sequence[Sequence[str]], ranks: Ranks) -> Times:
+    """Medians over cycles; where micro-batches are alike, of two of them together."""
+    alike = len(set(lengths)) == 1
+    found: dict[tuple[str, int, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for answer in ranks.ask("profile", PROFILE_CYCLES, 2 if alike else len(lengths), backwards):
+        for (model, stage, what, microbatch), seconds in answer.items():
+            found[model, stage, what][0 if alike else microbatch] += seconds
+    return {key: [statistics.median(values[mb]) for mb in sorted(values)] for key, values in found.items()}
+
+
+def run(
+    case: Case, turns: Turns, lengths: Lengths, ranks: Ranks, rounds: int, same: Sequence[Sequence[str]]
+) -> dict[str, list[Answers]]:
+    """All ranks' answers of every round, by name. Groups in `same` must leave the same gradients, bit for bit."""
     texts = {
         side: [tuple(phase[rank].text() for rank in range(RANKS)) for phase in case.phases(side)]
-        for side in SIDES
-        if side != MEGATRON
+        for side in {side for side, _ in turns.values()} - {MEGATRON}
     }
-    ranks.ask("load", microbatches, texts)
+    ranks.ask("load", lengths, texts)
     digests: dict[str, Any] = {}
 
-    def run(name: str, number: int) -> list[dict[str, Any]]:
-        answers = ranks.ask("run", name)
+    def train(name: str, number: int) -> Answers:
+        answers = ranks.ask("run", *turns[name])
         if number < 0:
             digests[name] = ranks.ask("digest")
         return answers
 
-    sides = {name: partial(run, name) for name in SIDES}
-    rounds = take_turns(sides, measurement.arguments.rounds, warm_up=True)
-    if not all(digests[one] == digests[group[0]] for group in SAME_GRADIENTS for one in group):
-        raise RuntimeError(f"{name}: the sides left different gradients")
-    check_peaks(case, rounds)
-    return Speeds(measurement.part(name), case, rounds).rows()
+    made = take_turns({name: partial(train, name) for name in turns}, rounds, warm_up=True)
+    for group in same:
+        if not all(digests[name] == digests[group[0]] for name in group):
+            raise RuntimeError(f"{', '.join(group)} left different gradients")
+    for name, (side, _) in turns.items():
+        if side in (FUSED, SPLIT):
+            check_peaks(case.schedules[side], made[name])
+    return made
 
 
-def check_peaks(case: Case, rounds: Mapping[str, Sequence[Answers]]) -> None:
+def check_peaks(schedule: Schedule, rounds: Sequence[Answers]) -> None:
     """Live micro-batches must be as scheduled."""
-    for side in (FUSED, SPLIT):
-        peaks = map(int, evaluate(case.schedules[side]).node_peak_memory)  # an activation counts 1
-        for rank, expected in enumerate(peaks):
-            live = max(answers[rank]["peak_live"] for answers in rounds[side])
-            assert live == expected, f"{side}, rank {rank}: kept {live} micro-batches, not {expected}"
-
-
-class Speeds:
-    """Speedups of a case beside what its schedules promise: figures, and rows of the tables."""
-
-    def __init__(self, figures: Part, case: Case, rounds: Mapping[str, Sequence[Answers]]) -> None:
-        self._figure, self._case = figures.value, case
-        self._seconds = {side: [seconds_of(answers) for answers in runs] for side, runs in rounds.items()}
-        self._medians = {side: self._figure(side, Figure.of(values, "s")) for side, values in self._seconds.items()}
-        self._predicted = {side: self._figure(f"{side}_predicted", case.predicted(side), "s") for side in SIDES}
-        self._baseline = min(BASELINES, key=self._medians.__getitem__)
-        self._executor([rank for answers in rounds[FUSED] for rank in answers])
-
-    def _executor(self, runs: Sequence[Mapping[str, Any]]) -> None:
-        """The executor's own time in fused runs, without stages and transport: medians over all ranks' runs."""
-        own = statistics.median(MICROSECONDS * rank["overhead"] / rank["instructions"] for rank in runs)
-        share = statistics.median(rank["overhead"] / (rank["end"] - rank["start"]) for rank in runs)
-        self._figure("instruction", Figure(own, "us").at_most(OVERHEAD_GOAL))
-        self._figure("share", Figure(share).at_most(SHARE_GOAL))
-
-    def _speedup(self, name: str, slow: str, fast: str, goal: float = PREDICTED_GOAL) -> Iterator[str]:
-        """Cells: measured, predicted, their quotient."""
-        head = Figure.ratio(self._seconds[slow], self._seconds[fast])
-        self._figure(name, head)
-        yield head.text()
-        predicted = self._figure(f"{name}.predicted", self._predicted[slow] / self._predicted[fast], "x")
-        yield f"{predicted:.2f}"
-        yield f"{self._figure(f'{name}.of_predicted', Figure(head.value / predicted).at_least(goal)):.3f}"
-
-    def rows(self) -> dict[str, list[str]]:
-        baseline, seconds = self._baseline, {side: f"{value:.3f} s" for side, value in self._medians.items()}
-        for side in (*BASELINES, NO_BARRIER):
-            list(self._speedup(f"speedup_over_{side}", side, FUSED))
-        speed = [*(seconds[side] for side in PLAIN[:-1]), *self._speedup("speedup", baseline, FUSED)]
-        speed.append(self._bound(FUSED))
-        split = [seconds[SPLIT], *self._speedup("split_speedup", baseline, SPLIT), self._bound(SPLIT)]
-        return {"speed": speed, "split": split + self._over_fused(), "steps": self._with_steps(seconds)}
-
-    def _bound(self, side: str) -> str:
-        return f"{self._figure(f'{side}_bound', self._predicted[SERIAL] / self._case.bounds[side], 'x'):.2f}"
-
-    def _over_fused(self) -> list[str]:
-        """Cells: measured, predicted, of the bounds; what a backward in two parts takes of a whole one."""
-        bound = self._figure("split_over_fused.bound", self._case.bounds[FUSED] / self._case.bounds[SPLIT], "x")
-        gain = Figure.ratio(self._seconds[FUSED], self._seconds[SPLIT])
-        self._figure("split_over_fused", gain.at_least(1.0) if bound > LARGE else gain)
-        predicted = self._figure("split_over_fused.predicted", self._predicted[FUSED] / self._predicted[SPLIT], "x")
-        parts, whole = (
-            sum(seconds for (_, _, what), seconds in self._case.times.items() if what in kinds)
-            for kinds in ((INPUT, WEIGHT), (WHOLE,))
-        )
-        overhead = self._figure("split_backward", parts / whole, "x")
-        return [gain.text(), f"{predicted:.2f}", f"{bound:.2f}", f"{overhead:.2f}"]
-
-    def _with_steps(self, seconds: Mapping[str, str]) -> list[str]:
-        """Cells: serial; of both fused sides measured, predicted with the steps' seconds, of what is without."""
-        cells = [seconds[STEPS[SERIAL]]]
-        for side in (FUSED, SPLIT):
-            name = f"{side}_with_steps"
-            cells += [seconds[STEPS[side]], *self._speedup(name, STEPS[SERIAL], STEPS[side], STEPS_GOAL)]
-            measured = Figure.ratio(self._seconds[STEPS[SERIAL]], self._seconds[STEPS[side]]).value
-            promise = self._predicted[SERIAL] / self._predicted[side]
-            share = self._figure(f"{name}.of_schedule", Figure(measured / promise).at_least(STEPS_GOAL))
-            cells.append(f"{share:.3f}")
-        return cells
+    for rank, expected in enumerate(map(int, evaluate(schedule).node_peak_memory)):  # an activation counts 1
+        live = max(answers[rank]["peak_live"] for answers in rounds)
+        assert live == expected, f"rank {rank}: kept {live} micro-batches, not {expected}"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from intra_stage_sides import (
     FORWARD,
-    INPUT,
     MEGATRON,
     MODELS,
     RANKS,
@@ -63,6 +62,7 @@ class TrainingRank(ModelRank):
     def __init__(self, rank: int, sizes: dict[str, Any], seed: int) -> None:
         super().__init__(rank, RANKS)
         self.seed, self.sizes = seed, Sizes(**sizes)
+        self.generator = torch.Generator().manual_seed(seed)  # of hidden states that are profiled with
         self.parts = {model: self._part(model) for model in MODELS}
         pairs = [pair for part in self.parts.values() for pair in neighbour_pairs(part.grid)]
         self.channels = Channels(rank, self.maker.channels("pipeline", pairs), self.device.torch_device)
@@ -78,18 +78,21 @@ class TrainingRank(ModelRank):
         ends = PipelineStage(optimizer.module, first=number == 0, last=number == grid.layout.pp - 1, scalar_head=head)
         return Part(grid, number, TrainingStage(ends), optimizer, groups)
 
-    def load(self, microbatches: int, programs: Mapping[str, tuple[tuple[str, ...], ...]]) -> None:
-        """Take a case: `programs[side][phase][rank]` is the text of what a rank runs, phases parted by a barrier."""
+    def load(self, microbatches: Sequence[Sequence[int]], programs: Mapping[str, tuple[tuple[str, ...], ...]]) -> None:
+        """Take a case: tokens of each sequence of its micro-batches, and `programs[side][phase][rank]`, the text of
+        what a rank runs, phases parted by a barrier."""
         self.batches = batches = draw_batch(self.sizes, microbatches, self.seed)
-        actor_loss = policy_loss(self.sizes.vocab, batches)
-        losses = {"actor": actor_loss, "critic": value_loss(batches)}
-        rows = tuple(map(len, batches))
-        self.work = {model: PipelineWork(rows, batches.__getitem__, losses[model], lr=0.0) for model in MODELS}
+        self.losses = {"actor": policy_loss(self.sizes.vocab, batches), "critic": value_loss(batches)}
         self.sides = {
             side: [self._phase(Program.parse(texts[self.rank])) for texts in phases]
             for side, phases in programs.items()
         }
         self.sides[MEGATRON] = [self._megatron(model) for model in MODELS]
+
+    def _work(self, model: str, order: Sequence[int]) -> PipelineWork:
+        batches, loss = [self.batches[at] for at in order], self.losses[model]
+        rows = tuple(map(len, batches))
+        return PipelineWork(rows, batches.__getitem__, lambda output, number: loss(output, order[number]), lr=0.0)
 
     def _phase(self, program: Program) -> Phase:
         parts = {
@@ -100,16 +103,20 @@ class TrainingRank(ModelRank):
         return lambda: executor.run(self.work)
 
     def _megatron(self, model: str) -> Phase:
-        part, work = self.parts[model], self.work[model]
+        part, loss = self.parts[model], self.losses[model]
 
         def phase() -> None:
             part.stage.split_backward(False)
-            megatron_1f1b(part.stage.stage, self.batches, work.loss, part.groups, self.device)
+            megatron_1f1b(part.stage.stage, self.batches, loss, part.groups, self.device)
 
         return phase
 
-    def run(self, side: str) -> dict[str, Any]:
-        """Train one mini-batch as `side` does, from a barrier on; of Megatron's own loop only the whole is known."""
+    def run(self, side: str, order: Sequence[int]) -> dict[str, Any]:
+        """Train one mini-batch as `side` does, from a barrier on; of Megatron's own loop only the whole is known.
+
+        `order`: which micro-batch is trained n-th, but by Megatron's loop.
+        """
+        self.work = {model: self._work(model, order) for model in MODELS}
         for part in self.parts.values():
             part.optimizer.zero_grad()
         reports: list[StepReport] = []
@@ -138,41 +145,48 @@ class TrainingRank(ModelRank):
                 sha.update(parameter.main_grad.clone().numpy().tobytes())  # numpy pins the memory it looks at
         return sha.hexdigest()
 
-    def profile(self, cycles: int) -> dict[tuple[str, int, str], list[float]]:
-        """Seconds of each action of this rank's stages, measured without waits while the other rank does the same.
+    def profile(
+        self, cycles: int, microbatches: int, backwards: Sequence[Sequence[str]]
+    ) -> dict[tuple[str, int, str, int], list[float]]:
+        """Seconds of each action of this rank's stages on the first `microbatches`, measured without waits while the
+        other rank does the same; by (model, stage, what, micro-batch).
 
-        A cycle is two micro-batches of each model, forwards first and backwards in reverse, as in a fused step: once
-        with whole backwards, once with split ones, and a step of each model at the end.
+        A cycle goes through pairs of micro-batches, forwards of both models first and backwards in reverse, as in a
+        fused step: once for each of `backwards`, whole or split, and there is a step of each model at the end.
         """
-        order = [(model, mb) for model in MODELS for mb in (0, 1)]
-        found: dict[tuple[str, int, str], list[float]] = {}
-        generator = torch.Generator().manual_seed(self.seed)
-        shape = (len(self.batches[0]), 1, self.sizes.hidden)
+        found: dict[tuple[str, int, str, int], list[float]] = {}
         for cycle in range(WARM_CYCLES + cycles):
             kept = found if cycle >= WARM_CYCLES else {}
             for part in self.parts.values():
                 part.optimizer.zero_grad()
-            for backward in ((WHOLE,), (INPUT, WEIGHT)):
+            for backward in backwards:
                 for part in self.parts.values():
                     part.stage.split_backward(WEIGHT in backward)
-                barrier()
-                for what in (FORWARD, *backward):
-                    for model, mb in order if what == FORWARD else (order[2:] + order[:2]):
-                        tensor = torch.randn(shape, generator=generator)
-                        seconds = self._timed(model, mb, what, tensor)
-                        if what != FORWARD or WHOLE in backward:
-                            kept.setdefault((model, self.parts[model].number, what), []).append(seconds)
+                for first in range(0, microbatches, 2):
+                    self._profile_pair(range(first, min(first + 2, microbatches)), backward, kept)
             for model, part in self.parts.items():
                 for what in (REDUCTION, STEP):
                     barrier()
-                    kept.setdefault((model, part.number, what), []).append(self._timed_step(part, what))
+                    kept.setdefault((model, part.number, what, 0), []).append(self._timed_step(part, what))
         return found
 
-    def _timed(self, model: str, mb: int, what: str, tensor: Tensor) -> float:
-        stage, work = self.parts[model].stage, self.work[model]
+    def _profile_pair(
+        self, pair: Sequence[int], backward: Sequence[str], kept: dict[tuple[str, int, str, int], list[float]]
+    ) -> None:
+        barrier()
+        for what in (FORWARD, *backward):
+            for model in MODELS if what == FORWARD else MODELS[::-1]:
+                for mb in pair:
+                    seconds = self._timed(model, mb, what)
+                    if what != FORWARD or WHOLE in backward:
+                        kept.setdefault((model, self.parts[model].number, what, mb), []).append(seconds)
+
+    def _timed(self, model: str, mb: int, what: str) -> float:
+        stage = self.parts[model].stage
+        tensor = torch.randn((len(self.batches[mb]), 1, self.sizes.hidden), generator=self.generator)
         start = time.perf_counter()
         if what == FORWARD:
-            stage.forward(mb, self.batches[mb], None if stage.stage.first else tensor, work.loss)
+            stage.forward(mb, self.batches[mb], None if stage.stage.first else tensor, self.losses[model])
         elif what == WEIGHT:
             stage.backward_weight(mb)
         else:
@@ -190,11 +204,14 @@ class TrainingRank(ModelRank):
         return time.perf_counter() - start
 
 
-def draw_batch(sizes: Sizes, microbatches: int, seed: int) -> tuple[PackedTokens, ...]:
-    """The case's micro-batches of random tokens, all of one shape."""
-    generator, length = torch.Generator().manual_seed(seed), sizes.prompt_tokens + sizes.response_tokens
-    rows = torch.randint(3, sizes.vocab, (microbatches, sizes.sequences, length), generator=generator).tolist()
-    return tuple(PackedTokens.pack(cut, torch.device("cpu")) for cut in rows)
+def draw_batch(sizes: Sizes, microbatches: Sequence[Sequence[int]], seed: int) -> tuple[PackedTokens, ...]:
+    """Micro-batches of random tokens, of sequences of so many each."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def sequence(length: int) -> list[int]:
+        return torch.randint(3, sizes.vocab, (length,), generator=generator).tolist()
+
+    return tuple(PackedTokens.pack([*map(sequence, lengths)], torch.device("cpu")) for lengths in microbatches)
 
 
 def policy_loss(vocab: int, batches: Sequence[PackedTokens]) -> LossFunction:

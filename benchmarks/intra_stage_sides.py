@@ -1,12 +1,13 @@
 """The sides of the intra-stage benchmark: what each rank runs, and when it is done if actions take their profiled time.
 
 Actor stages are on ranks 0 and 1, critic stages on 1 and 0. Of what is profiled, `WHOLE` is a backward and `INPUT` the
-one that leaves weights to `WEIGHT`; times of the schedules' problems are in whole microseconds.
+one that leaves weights to `WEIGHT`. Schedules are made for equal micro-batches, as a plan has them, in whole
+microseconds; what a side promises is of the micro-batches as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhfuse.base.parallel_layout import ParallelLayout
@@ -40,13 +41,17 @@ SIDES = (*PLAIN, *STEPS.values())
 SAME_GRADIENTS = (PLAIN, tuple(STEPS.values()))  # an optimizer step clips the gradients that it leaves
 
 FORWARD, WHOLE, INPUT, WEIGHT, REDUCTION, STEP = "F", "B", "B of input", "W", "RG", "ST"
-Times = Mapping[tuple[str, int, str], float]  # profiled seconds of an action, by (model, stage, what)
+BACKWARDS = ((WHOLE,), (INPUT, WEIGHT))
+# Profiled seconds of an action by (model, stage, what), of each micro-batch, or one value that is that of all.
+Times = Mapping[tuple[str, int, str], Sequence[float]]
 Phase = dict[int, Program]  # of all ranks, from a barrier on
+SORTED, UNSORTED = "sorted", "unsorted"
+Turns = Mapping[str, tuple[str, Sequence[int]]]  # by name: a side, and which micro-batch it trains n-th
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A pair of models and what one micro-batch of them holds."""
+    """A pair of models, what one of equal micro-batches of them holds, and the samples that unequal ones are cut of."""
 
     name: str  # "1:1"
     layers: tuple[int, int]  # of actor and critic
@@ -54,12 +59,13 @@ class Sizes:
     mlp: int
     vocab: int
     sequences: int  # of one micro-batch
-    prompt_tokens: int
-    response_tokens: int
+    tokens: int  # of one of them
+    samples: int
+    longest: int  # of them, in tokens
 
     def spec(self, model: str) -> ModelSpec:
         layers, heads = self.layers[MODELS.index(model)], self.hidden // HEAD_DIM
-        context = self.prompt_tokens + self.response_tokens
+        context = max(self.tokens, self.longest)
         return ModelSpec("llama", layers, self.hidden, heads, heads, HEAD_DIM, self.mlp, self.vocab, context)
 
 
@@ -67,11 +73,16 @@ def rank_layout() -> FusedRanks:
     return rank_map(dict.fromkeys(MODELS, LAYOUT))
 
 
+def equal(seconds: Sequence[float]) -> float:
+    """Seconds of equal micro-batches that take a pipeline as long as these do, as plans count (planning/training)."""
+    return (sum(seconds) + (LAYOUT.pp - 1) * max(seconds)) / (len(seconds) + LAYOUT.pp - 1)
+
+
 def problem_of(microbatches: int, times: Times, split: bool = False) -> FusionProblem:
     """An activation counts 1."""
 
     def row(model: str, what: str) -> tuple[int, ...]:
-        return tuple(round(times[model, stage, what] * MICROSECONDS) for stage in range(LAYOUT.pp))
+        return tuple(round(equal(times[model, stage, what]) * MICROSECONDS) for stage in range(LAYOUT.pp))
 
     def costs(model: str) -> StageCosts:
         whole = StageCosts(row(model, FORWARD), row(model, WHOLE), (1,) * LAYOUT.pp)
@@ -82,7 +93,10 @@ def problem_of(microbatches: int, times: Times, split: bool = False) -> FusionPr
 
 @dataclass(frozen=True)
 class Case:
-    """The schedules of one problem by side, and no schedule's makespan is below `bounds`, in seconds."""
+    """The schedules of one problem by side, and no schedule's makespan is below `bounds`, in seconds.
+
+    Without times of split backwards there is no such side.
+    """
 
     times: Times
     schedules: Mapping[str, Schedule]
@@ -90,7 +104,9 @@ class Case:
 
     @staticmethod
     def of(microbatches: int, times: Times, seed: int) -> Case:
-        problems = {FUSED: problem_of(microbatches, times), SPLIT: problem_of(microbatches, times, split=True)}
+        problems = {FUSED: problem_of(microbatches, times)}
+        if any(what == WEIGHT for _, _, what in times):
+            problems[SPLIT] = problem_of(microbatches, times, split=True)
         settings = SearchSettings(iterations=SEARCH_MOVES, seed=seed)
         found = {side: search(problem, settings)[0] for side, problem in problems.items()}
         bounds = {side: float(latency_bound(problem)) / MICROSECONDS for side, problem in problems.items()}
@@ -116,12 +132,26 @@ class Case:
 
         return [of([model]) for model in MODELS] if apart else [of(MODELS)]
 
-    def predicted(self, side: str) -> float:
-        """Seconds of a side if every action takes its profiled time and transfers take none."""
-        side = SERIAL if side == MEGATRON else side
+    def predicted(self, side: str, order: Sequence[int] = ()) -> float:
+        """Seconds of a side if every action takes its profiled time and transfers take none.
+
+        `order`: which micro-batch is trained n-th, where they are not all alike.
+        """
 
         def seconds(action: Action) -> float:
-            split = SPLIT in side and action.kind is Kind.B
-            return self.times[action.pipeline, action.stage, INPUT if split else str(action.kind)]
+            values = self._profiled(side, action)
+            return values[0] if len(values) == 1 else values[order[action.microbatch or 0]]
 
-        return sum(makespan(program_times(phase, rank_layout(), seconds)) for phase in self.phases(side))
+        return self._seconds(side, seconds)
+
+    def planned(self, side: str) -> float:
+        """The same with equal micro-batches."""
+        return self._seconds(side, lambda action: equal(self._profiled(side, action)))
+
+    def _seconds(self, side: str, seconds: Callable[[Action], float]) -> float:
+        phases = self.phases(SERIAL if side == MEGATRON else side)
+        return sum(makespan(program_times(phase, rank_layout(), seconds)) for phase in phases)
+
+    def _profiled(self, side: str, action: Action) -> Sequence[float]:
+        split = SPLIT in side and action.kind is Kind.B
+        return self.times[action.pipeline, action.stage, INPUT if split else str(action.kind)]

@@ -1,9 +1,12 @@
 """Figures of the benchmarks against numbers worked out by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from endurance import CPU, Look, Slope, cpu_of, slopes_of, windows
 from inter_stage import Point, Run, fit_costs
+from intra_stage import QUICK, cut
 from intra_stage_sides import MODELS, SIDES, Case
 from kills import lost
 from learning import Rise
@@ -53,12 +56,19 @@ def test_runs_of_generation_with_inference():
     assert found.seconds == 0.4
 
 
-def trained(actor):
-    """Two micro-batches of a critic whose forward takes 1 ms and whose backward 2 ms, and an actor `actor` times it."""
+def trained(actor, weights=(1,), microbatches=2):
+    """Micro-batches of a critic whose forward takes 1 ms and whose backward 2 ms, and an actor `actor` times it; of
+    micro-batches that are not alike so many times that by `weights`."""
     seconds = {"F": 0.001, "B": 0.002, "B of input": 0.001, "W": 0.001, "RG": 0.0, "ST": 0.0005}
     sizes = dict(zip(MODELS, (actor, 1)))
-    times = {(m, s, what): sizes[m] * value for m in MODELS for s in (0, 1) for what, value in seconds.items()}
-    return Case.of(2, times, seed=1)
+    times = {
+        (m, s, what): [sizes[m] * value * weight for weight in (weights if what in "FBW" else weights[:1])]
+        for m in MODELS
+        for s in (0, 1)
+        for what, value in seconds.items()
+        if len(weights) == 1 or what in "FB"
+    }
+    return Case.of(microbatches, times, seed=1)
 
 
 def test_predictions_of_training_by_hand():
@@ -70,6 +80,31 @@ def test_predictions_of_training_by_hand():
     assert predicted == pytest.approx(plain | steps) and equal.bounds == pytest.approx({"fused": 0.012, "split": 0.012})
     for side, seconds in (("fused", 0.0225), ("split", 0.0215)):
         assert larger.predicted(side) == pytest.approx(seconds) == pytest.approx(larger.bounds[side])
+
+
+def test_unequal_microbatches_of_training_by_hand():
+    """A forward is 3 ms of the first two and 1 ms of the others, on each of two ranks. Serial 1F1B, one of the models:
+
+    sorted   F0 0-3, F1 3-6, B0 12-18, F2, B1 21-27, F3, B2 28-30, B3 31-33 on the first rank
+    mixed    F2 0-1, F0 1-4, B2 4-6, F3 6-7, B0 13-19, F1 19-22, B3 22-24, B1 31-37
+    """
+    case, mixed = trained(1, weights=(3, 3, 1, 1), microbatches=4), (2, 0, 3, 1)
+    assert case.predicted("serial", range(4)) == pytest.approx(2 * 0.033)
+    assert case.predicted("serial", mixed) == pytest.approx(2 * 0.037)
+    assert case.predicted("fused", range(4)) == pytest.approx(0.048), "nobody waits"
+    assert 0.048 < case.predicted("fused", mixed) < 0.06
+    equal = (8 + 3) / 5  # of the heaviest one more, for the second rank
+    assert case.planned("serial") == pytest.approx(2 * 0.003 * equal * 5)
+    assert set(case.schedules) == {"serial_no_barrier", "fused"}, "without times of split backwards"
+
+
+def test_a_trace_is_cut_as_a_run_would_and_drawn_order_is_known():
+    sizes = replace(QUICK[0], samples=4, longest=64)
+    drawn = SampleLengths((512, 1024, 256, 1024), (512, 1024, 256, 512))  # scaled to 32, 64, 16, 48
+    assert cut(sizes, "samples", drawn) == ([(64,), (48,), (32,), (16,)], [2, 0, 3, 1])
+    by_tokens, unsorted = cut(sizes, "tokens", drawn)
+    assert sorted(map(sorted, by_tokens)) == [[16, 64], [32, 48]] and sorted(unsorted) == [0, 1]
+    assert set(by_tokens[unsorted[0]]) == {32, 48}, "the first sample that was drawn is in it"
 
 
 def test_sides_of_training_run_the_same_instructions():
