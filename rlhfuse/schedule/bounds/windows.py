@@ -16,9 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from rlhfuse.schedule.bounds.window_rules import SLACK, contradiction, least_makespan, propagate_precedence
-from rlhfuse.schedule.ir.action import Kind
-from rlhfuse.schedule.ir.graph import OperationGraph, build_graph, kinds_of
-from rlhfuse.schedule.ir.problem import FusionProblem
+from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 
 MAX_PASSES = 60  # stopping early proves less, never something false
 NARROW_WORK = 3_000_000  # the rule takes the squares of the nodes' operations; with more in all it is left out
@@ -67,21 +65,21 @@ class Windows:
     @staticmethod
     def of(problem: FusionProblem) -> Windows:
         """Windows of `problem` with every rule still to be applied and memory not regarded."""
-        graph = build_graph(problem)
-        number = _numbers(graph)
-        order = np.argsort(number)
-        previous = np.arange(graph.size) - 1
-        previous[[lane.first for lane in graph.lanes]] = -1
-        number_or_none = np.append(number, -1)
+        parts, holds, base = [], [], 0
+        for number, pipeline in enumerate(problem.pipelines):
+            parts.append(_chains(problem, pipeline, base))
+            holds += _holds(number, pipeline, base)
+            base += len(parts[-1][0])
+        node, duration, lag, upstream, previous = (np.concatenate(column) for column in zip(*parts))
         return Windows(
-            node=graph.node[order],
-            duration=graph.duration[order],
-            upstream=number_or_none[graph.upstream[order]],
-            lag=graph.lag[order],
-            previous=number_or_none[previous[order]],
-            room=np.full((graph.size, 2), -1),
-            first=graph.tables.first,
-            holds=tuple(_holds(graph, number)),
+            node=node,
+            duration=duration,
+            upstream=upstream,
+            lag=lag,
+            previous=previous,
+            room=np.full((base, 2), -1),
+            first=np.concatenate(([0], np.cumsum(np.bincount(node, minlength=problem.nodes)))),
+            holds=tuple(holds),
         )
 
     def within(self, capacity: Sequence[float]) -> Windows | None:
@@ -148,36 +146,46 @@ class Windows:
         return np.lexsort((heads, self.node)), np.lexsort((tails, self.node))
 
 
-def _numbers(graph: OperationGraph) -> np.ndarray:
-    """Number here of each operation of the graph. A micro-batch's chain is F at stage 0..P-1, B at stage P-1..0, then W
-    at stage 0..P-1 when split."""
-    number, base = np.empty(graph.size, np.int64), 0
-    for lane in graph.lanes:
-        pipeline = graph.problem.pipelines[lane.pipeline]
-        stages, kinds = pipeline.stages, kinds_of(pipeline)
-        if lane.stage == 0 and lane.kind is Kind.F:
-            base = lane.first
-        place = {Kind.F: lane.stage, Kind.B: 2 * stages - 1 - lane.stage, Kind.W: 2 * stages + lane.stage}[lane.kind]
-        microbatch = np.arange(lane.microbatches)
-        number[lane.first + microbatch] = base + len(kinds) * stages * microbatch + place
-    return number
+def _chains(problem: FusionProblem, pipeline: Pipeline, base: int) -> tuple[np.ndarray, ...]:
+    """node, duration, lag, upstream and previous of a pipeline's operations, numbered from `base`.
+
+    One micro-batch is F at stage 0..P-1, B at stage P-1..0, then W at stage 0..P-1 when split.
+    """
+    stages, count = pipeline.stages, pipeline.microbatches
+    placement = np.array(pipeline.placement)
+    node = np.concatenate((placement, placement[::-1]))
+    duration = np.concatenate((pipeline.forward, pipeline.backward[::-1]))
+    upstream = np.arange(-1, 2 * stages - 1)
+    lag = np.where(node != np.roll(node, 1), problem.transfer, 0).astype(float)
+    if pipeline.weight_gradient is not None:
+        node = np.concatenate((node, placement))
+        duration = np.concatenate((duration, pipeline.weight_gradient))
+        upstream = np.concatenate((upstream, np.arange(2 * stages - 1, stages - 1, -1)))
+        lag = np.concatenate((lag, np.zeros(stages)))
+    lag[0] = 0
+    length = len(node)
+    start = base + length * np.repeat(np.arange(count), length)
+    upstream = np.tile(upstream, count)
+    upstream = np.where(upstream >= 0, upstream + start, -1)
+    previous = base + np.arange(length * count) - length
+    previous[:length] = -1
+    return np.tile(node, count), np.tile(duration.astype(float), count), np.tile(lag, count), upstream, previous
 
 
-def _holds(graph: OperationGraph, number: np.ndarray) -> list[Hold]:
-    lanes = {(lane.pipeline, lane.stage, lane.kind): number[lane.first :][: lane.microbatches] for lane in graph.lanes}
+def _holds(number: int, pipeline: Pipeline, base: int) -> list[Hold]:
+    stages = pipeline.stages
+    length = (3 if pipeline.split else 2) * stages
+    start = base + length * np.arange(pipeline.microbatches)
     holds = []
-    for p, pipeline in enumerate(graph.problem.pipelines):
-        for stage, node in enumerate(pipeline.placement):
-            before = zip(pipeline.placement[: stage + 1], pipeline.activation)
-            activation = float(sum(amount for other, amount in before if other == node))
-            own, later = float(pipeline.activation[stage]), float(pipeline.held_for_weights[stage])
-            single = activation + max(0.0, later - own)
-            forward, backward = lanes[p, stage, Kind.F], lanes[p, stage, Kind.B]
-            if activation > min(own, later) or not pipeline.split:
-                holds.append(Hold(p, node, activation, single, forward, backward))
-            if pipeline.split:
-                weight = lanes[p, stage, Kind.W]
-                holds.append(Hold(p, node, min(own, later), single, forward, weight))
-                if later > own:
-                    holds.append(Hold(p, node, later, single, backward, weight))
+    for stage, node in enumerate(pipeline.placement):
+        activation = float(sum(a for n, a in zip(pipeline.placement[: stage + 1], pipeline.activation) if n == node))
+        own, later = float(pipeline.activation[stage]), float(pipeline.held_for_weights[stage])
+        single = activation + max(0.0, later - own)
+        forward, backward, weight = start + stage, start + 2 * stages - 1 - stage, start + 2 * stages + stage
+        if activation > min(own, later) or not pipeline.split:
+            holds.append(Hold(number, node, activation, single, forward, backward))
+        if pipeline.split:
+            holds.append(Hold(number, node, min(own, later), single, forward, weight))
+        if later > own:
+            holds.append(Hold(number, node, later, single, backward, weight))
     return holds

@@ -50,6 +50,7 @@ class OperationGraph:
     """
 
     problem: FusionProblem
+    actions: tuple[Action, ...]
     lanes: tuple[Lane, ...]
     node: np.ndarray
     lane: np.ndarray
@@ -61,17 +62,7 @@ class OperationGraph:
 
     @property
     def size(self) -> int:
-        return len(self.node)
-
-    @cached_property
-    def actions(self) -> tuple[Action, ...]:
-        """Action of each operation."""
-        names = [pipeline.name for pipeline in self.problem.pipelines]
-        return tuple(
-            Action(names[lane.pipeline], lane.stage, lane.kind, m)
-            for lane in self.lanes
-            for m in range(lane.microbatches)
-        )
+        return len(self.actions)
 
     @cached_property
     def number(self) -> dict[Action, int]:
@@ -101,11 +92,13 @@ def build_graph(problem: FusionProblem) -> OperationGraph:
     lanes = _lanes(problem)
     first = {(lane.pipeline, lane.stage, lane.kind): lane.first for lane in lanes}
     n = sum(lane.microbatches for lane in lanes)
+    actions: list[Action] = []
     node, lane_of, upstream = (np.full(n, -1, np.int64) for _ in range(3))
     duration, lag, memory = (np.zeros(n) for _ in range(3))
     for number, lane in enumerate(lanes):
         pipeline = problem.pipelines[lane.pipeline]
         mine = slice(lane.first, lane.first + lane.microbatches)
+        actions += [Action(pipeline.name, lane.stage, lane.kind, m) for m in range(lane.microbatches)]
         node[mine], lane_of[mine] = lane.node, number
         duration[mine] = _times(pipeline, lane.kind)[lane.stage]
         memory[mine] = memory_of(pipeline, lane.kind, lane.stage)
@@ -113,7 +106,9 @@ def build_graph(problem: FusionProblem) -> OperationGraph:
         if source is not None:
             upstream[mine] = np.arange(lane.microbatches) + first[(lane.pipeline, *source)]
             lag[mine] = problem.transfer if pipeline.placement[source[0]] != lane.node else 0
-    return OperationGraph(problem, lanes, node, lane_of, duration, upstream, lag, _downstream(upstream), memory)
+    return OperationGraph(
+        problem, tuple(actions), lanes, node, lane_of, duration, upstream, lag, _downstream(upstream), memory
+    )
 
 
 def _lanes(problem: FusionProblem) -> tuple[Lane, ...]:
