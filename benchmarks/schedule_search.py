@@ -22,6 +22,7 @@ import resource
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from rlhfuse.schedule.ir.evaluate import TOLERANCE, evaluate, tidy
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import greedy, serial_makespan, serial_peak_memory
-from rlhfuse.schedule.search.mpi import world_communicator
+from rlhfuse.schedule.search.mpi import load_mpi
 from rlhfuse.schedule.search.search import SearchObserver, SearchReport, SearchSettings, search
 
 SIZES = "8x6,8x16,16x16,16x64,32x64,32x128,64x128,64x256"
@@ -294,6 +295,8 @@ class Search:
     latency: Number | None = None
     enough: Number | None = None
     until: Number | None = None  # ends at a schedule at the latency bound with no more memory
+    objective: str = "memory"
+    cpu: bool = False  # the seconds are those that each rank computes
 
 
 def launch(searches: Sequence[Search], measurement: Measurement) -> list[Outcome]:
@@ -320,7 +323,7 @@ def launch(searches: Sequence[Search], measurement: Measurement) -> list[Outcome
 
 def rank_main(asked: Path, answers: Path, ranks: int, seconds: float) -> None:
     """The program of a rank: one JSON line for each search, written by rank 0."""
-    comm = world_communicator() if ranks > 1 else None
+    comm = load_mpi().COMM_WORLD if ranks > 1 else None
     search(SETTINGS[0].problem(), SearchSettings(iterations=1000, objective="memory"), comm=comm)
     last: tuple[str, Number] = "", 0  # the name of the search before and the memory that it has come to
     for raw in json.loads(asked.read_text()):
@@ -328,8 +331,9 @@ def rank_main(asked: Path, answers: Path, ranks: int, seconds: float) -> None:
         observer = Watcher(one.until)
         if one.enough is not None and last[0] == one.name and last[1] <= one.enough * (1 + TOLERANCE):
             continue
-        settings = SearchSettings(time_limit=seconds, seed=one.seed, objective="memory", latency=one.latency)
-        _, report = search(one.problem, settings, comm=comm, observer=observer)
+        settings = SearchSettings(time_limit=seconds, seed=one.seed, objective=one.objective, latency=one.latency)
+        clock = time.process_time if one.cpu else time.monotonic
+        _, report = search(one.problem, settings, comm=comm, observer=observer, clock=clock)
         last = one.name, report.peak_memory
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         facts = {

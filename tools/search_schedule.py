@@ -36,7 +36,7 @@ from rlhfuse.schedule.ir.problem import FusionProblem, load_problem
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import check_caps
 from rlhfuse.schedule.search.library import Library
-from rlhfuse.schedule.search.mpi import world_communicator
+from rlhfuse.schedule.search.mpi import load_mpi
 from rlhfuse.schedule.search.search import SearchObserver, SearchReport, SearchSettings, search
 from rlhfuse.schedule.search.solution import OBJECTIVES, Objective
 
@@ -284,7 +284,7 @@ def communicator() -> Any:
     launchers = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_SIZE")
     if not any(name in os.environ for name in launchers):
         return None
-    comm = world_communicator()
+    comm = load_mpi().COMM_WORLD
     return comm if comm.Get_size() > 1 else None
 
 

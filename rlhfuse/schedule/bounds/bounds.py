@@ -56,6 +56,7 @@ def quick_bound(problem: FusionProblem) -> Number:
     return tidy(_round_up(_windows(problem).least_makespan(), _tick(problem)))
 
 
+@lru_cache(maxsize=256)  # a search asks for the same ones all the time
 def memory_bound(problem: FusionProblem, makespan: Number) -> Number:
     """A peak activation memory that no schedule as fast as `makespan` goes below (its fullest node's)."""
     windows = Windows.of(problem)
@@ -93,10 +94,8 @@ def _peaks(windows: Windows) -> tuple[np.ndarray, np.ndarray]:
 
 def _windows(problem: FusionProblem) -> Windows:
     windows = Windows.of(problem)
-    return windows if problem.memory_cap is None else _under_cap(problem, windows)
-
-
-def _under_cap(problem: FusionProblem, windows: Windows) -> Windows:
+    if problem.memory_cap is None:
+        return windows
     room = [problem.node_cap(node) for node in range(problem.nodes)]
     capped = windows.within([cap * (1 + TOLERANCE) for cap in room])
     if capped is None:

@@ -135,11 +135,20 @@ def list_schedule(graph: OperationGraph, caps: Caps, ranks: Sequence[int]) -> Sc
     free = [0.0] * problem.nodes
     orders: list[list[Action]] = [[] for _ in range(problem.nodes)]
     wakes = [(0.0, node) for node in range(problem.nodes)]
+    now = 0.0
+
+    def may_begin(number: int) -> bool:
+        """Whether the lane's next operation has its input and room under the cap."""
+        lane: Lane = graph.lanes[number]
+        if done[number] == lane.microbatches or arrival[lane.first + done[number]] > now:
+            return False
+        return lane.kind is not Kind.F or held[lane.pipeline, lane.stage] < caps[lane.pipeline, lane.stage]
+
     while wakes:
         now, node = heapq.heappop(wakes)
         if now < free[node]:
             continue
-        number = _pick(graph, lanes_on[node], ranks, done, arrival, now, held, caps)
+        number = min(filter(may_begin, lanes_on[node]), key=ranks.__getitem__, default=None)
         if number is None:
             continue
         lane = graph.lanes[number]
@@ -154,31 +163,6 @@ def list_schedule(graph: OperationGraph, caps: Caps, ranks: Sequence[int]) -> Sc
                 arrival[target] = free[node] + lag[target]
                 heapq.heappush(wakes, (arrival[target], node_of[target]))
     return Schedule(problem, tuple(tuple(order) for order in orders))
-
-
-def _pick(
-    graph: OperationGraph,
-    candidates: list[int],
-    ranks: Sequence[int],
-    done: list[int],
-    arrival: list[float],
-    now: float,
-    held: Mapping[tuple[int, int], int],
-    caps: Caps,
-) -> int | None:
-    """The lane of `candidates` with the best operation next that has its input and room under the cap."""
-    best, best_rank = None, math.inf
-    for number in candidates:
-        lane: Lane = graph.lanes[number]
-        operation = lane.first + done[number]
-        if done[number] == lane.microbatches or arrival[operation] > now:
-            continue
-        if ranks[number] >= best_rank:
-            continue
-        if lane.kind is Kind.F and held[lane.pipeline, lane.stage] >= caps[lane.pipeline, lane.stage]:
-            continue
-        best, best_rank = number, ranks[number]
-    return best
 
 
 def _stages(problem: FusionProblem) -> list[tuple[int, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from rlhfuse.schedule.ir.action import Kind
@@ -26,6 +28,8 @@ class Annealer:
         self.caps = np.array([loosen(graph.problem.node_cap(node)) for node in range(graph.problem.nodes)])
         self.state: State | None = None
         self.restarts = 0
+        self.begin = self.end = self.unit  # temperatures of the present run
+        self.length = self.spent = 0  # moves of the present run, and how many are made
 
     def go_on_from(self, start: Solution, *stream: int) -> None:
         """Begin at `start`, with random numbers of `stream` and of how often this has been called."""
@@ -40,6 +44,17 @@ class Annealer:
         tried, accepted, makespan, _ = anneal(self.graph.tables, self.state, rule, moves, *temperatures, sequence, beat)
         solution = Solution(makespan, max(node_peaks(self.graph, sequence)), sequence) if makespan < beat else None
         return Round(max(1, tried), solution, accepted)
+
+    def go_on(self, rule: Rule, moves: int, beat: float) -> Round:
+        """A part of the present run: at most `moves` moves of what is left of it."""
+        moves = max(1, min(moves, self.length - self.spent))
+        temperatures = self._temperature(self.spent), self._temperature(self.spent + moves)
+        done = self.anneal(rule, moves, temperatures, beat)
+        self.spent += done.tried
+        return done
+
+    def _temperature(self, done: int) -> float:
+        return self.begin * math.exp(math.log(self.end / self.begin) * min(1.0, done / self.length))
 
     def limits(self, makespan: float, peak: float, penalty: float) -> Rule:
         """As fast as `makespan` with no more memory than `peak`; `penalty` is in mean forward times."""

@@ -36,9 +36,6 @@ class AnnealingRun(Annealer):
         super().__init__(graph, objective, seed, number)
         self.aim: tuple[bool | str, Key | float] | None = None  # (improve memory?, key to beat), or ("leaner", peak)
         self.own = False  # whether this run itself has found the solution to beat
-        self.begin = 0.0  # temperature at the start and the end of the present run
-        self.end = 0.0
-        self.length = self.spent = 0  # moves of the present run or step, and how many are made
         self.step = 0
         self.drift = 0  # moves to make before `find_leaner` may report again
         self.patience = PATIENCE
@@ -74,11 +71,7 @@ class AnnealingRun(Annealer):
         elif self.spent >= self.length:
             self._next(best, starts)
             return self.advance(best, starts, moves, late)
-        moves = max(1, min(moves, self.length - self.spent))
-        beat = key[0] * (1 + 4 * TOLERANCE) if polish else key[0]
-        temperatures = self._temperature(self.spent), self._temperature(self.spent + moves)
-        done = self.anneal(self._rule(polish, key), moves, temperatures, beat)
-        self.spent += done.tried
+        done = self.go_on(self._rule(polish, key), moves, key[0] * (1 + 4 * TOLERANCE) if polish else key[0])
         if done.solution is None:
             return done
         self.own = True
@@ -176,9 +169,6 @@ class AnnealingRun(Annealer):
         bound = float(self.objective.memory_bound(key[0]))
         wanted = key[1] - max(0.0, key[1] - bound) * CAP_STEPS[self.step]
         return self.limits(key[0], min(wanted, key[1] * (1 - 4 * TOLERANCE)), PENALTY)
-
-    def _temperature(self, done: int) -> float:
-        return self.begin * math.exp(math.log(self.end / self.begin) * min(1.0, done / self.length))
 
     def _promise(self, start: Solution) -> float:
         """How good a start is, smaller is better: its makespan, longer by the share it is above the caps."""

@@ -33,7 +33,6 @@ class CappedRun(Annealer):
         self.share = FIRST_SHARE
         self.failures = 0  # runs that have ended with nothing since the best last changed
         self.cap = math.inf  # of the present run
-        self.length = self.spent = 0  # moves of the present run, and how many are made
         self.runs = 0
         self.found = False  # whether it ended with a solution
         self.beaten = math.inf  # peak of the solution to beat when it began
@@ -48,12 +47,8 @@ class CappedRun(Annealer):
         makespan = self.objective.key(best)[0]
         if self.spent >= self.length or best.peak_memory <= self.cap * (1 + 2 * TOLERANCE):
             self._begin(best, starts)
-        moves = max(1, min(moves, self.length - self.spent))
-        warm = WARM[(self.number // 2 + self.runs) % len(WARM)] * self.unit
-        temperatures = [warm * COOLED ** (-done / self.length) for done in (self.spent, self.spent + moves)]
         rule = self.limits(makespan, self.cap, PENALTY)._replace(pull=PULL)
-        done = self.anneal(rule, moves, (temperatures[0], temperatures[1]), makespan * (1 + 4 * TOLERANCE))
-        self.spent += done.tried
+        done = self.go_on(rule, moves, makespan * (1 + 4 * TOLERANCE))
         if done.solution is not None:
             self.found, self.spent = True, self.length
         return done
@@ -71,5 +66,7 @@ class CappedRun(Annealer):
         self.cap, self.beaten, self.found = min(wanted, peak * (1 - 4 * TOLERANCE)), peak, False
         self.length, self.spent = min(LONGEST_RUN_MOVES, RUN_MOVES * 2**self.failures) * self.graph.size, 0
         self.runs += 1
+        self.begin = WARM[(self.number // 2 + self.runs) % len(WARM)] * self.unit
+        self.end = self.begin / COOLED
         if self.state is None or (self.failures and self.failures % len(SHARES) == 0):
             self.go_on_from(min([best, *starts], key=lambda start: (start.makespan, -start.peak_memory)), STREAM)

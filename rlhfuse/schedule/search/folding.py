@@ -30,12 +30,13 @@ def folded_problem(problem: FusionProblem) -> FusionProblem | None:
     number = _pairs(problem)
     if number is None:
         return None
+    caps = tuple(min(problem.node_cap(n) for n in number if number[n] == k) for k in range(problem.nodes // 2))
     folded = replace(
         problem,
         nodes=problem.nodes // 2,
         pipelines=tuple(_folded(pipeline, number) for pipeline in problem.pipelines),
         transfer=2 * problem.transfer,
-        memory_cap=None if problem.memory_cap is None else _least(problem, number),
+        memory_cap=None if problem.memory_cap is None else caps,
         static_memory=0,
     )
     return folded if over_cap(folded, min_memory(folded)) is None else None
@@ -65,14 +66,6 @@ def _folded(pipeline: Pipeline, number: dict[int, int]) -> Pipeline:
 
     placement = tuple(number[node] for node in pipeline.placement[::2])
     return pipeline.with_facts(both, fuller, placement=placement, microbatches=(pipeline.microbatches + 1) // 2)
-
-
-def _least(problem: FusionProblem, number: dict[int, int]) -> tuple[Number, ...]:
-    """What is left for activations on either node of every pair."""
-    caps = [float("inf")] * (problem.nodes // 2)
-    for node, pair in number.items():
-        caps[pair] = min(caps[pair], problem.node_cap(node))
-    return tuple(caps)
 
 
 class Unfolder:

@@ -62,38 +62,6 @@ def new_state(sequence: np.ndarray, seed: int) -> State:
 
 
 @njit(cache=True)
-def arrival(t: Tables, s: State, o: int) -> float:
-    """When the input of `o` is there."""
-    source = t.upstream[o]
-    return s.head[source] + t.duration[source] + t.lag[o] if source >= 0 else 0.0
-
-
-@njit(cache=True)
-def outgoing(t: Tables, s: State, o: int) -> float:
-    """Longest path from the end of `o` through what it feeds."""
-    longest = 0.0
-    for k in range(2):
-        target = t.downstream[o, k]
-        if target >= 0:
-            longest = max(longest, t.lag[target] + t.duration[target] + s.tail[target])
-    return longest
-
-
-@njit(cache=True)
-def before(t: Tables, s: State, o: int) -> int:
-    """The operation before `o` on its node, or -1."""
-    i = s.position[o]
-    return s.sequence[i - 1] if i > t.first[t.node[o]] else -1
-
-
-@njit(cache=True)
-def after(t: Tables, s: State, o: int) -> int:
-    """The operation after `o` on its node, or -1."""
-    i = s.position[o] + 1
-    return s.sequence[i] if i < t.first[t.node[o] + 1] else -1
-
-
-@njit(cache=True)
 def makespan_of(t: Tables, s: State) -> float:
     """Largest end over the last operations of the nodes."""
     longest = 0.0
@@ -108,17 +76,19 @@ def makespan_of(t: Tables, s: State) -> float:
 def refresh(t: Tables, s: State) -> bool:
     """Compute positions, levels, order, heads and tails from the sequence. False when it holds a cycle."""
     n = len(s.sequence)
-    for i in range(n):
-        s.position[s.sequence[i]] = i
+    before, after, waits = np.full(n, -1), np.full(n, -1), np.zeros(n, np.int64)
     for node in range(len(t.first) - 1):
         level = 0.0
         for i in range(t.first[node], t.first[node + 1]):
-            level += t.memory[s.sequence[i]]
+            o = s.sequence[i]
+            s.position[o] = i
+            level += t.memory[o]
             s.level[i] = level
-    waits = np.zeros(n, np.int64)
+            if i > t.first[node]:
+                before[o], after[s.sequence[i - 1]] = s.sequence[i - 1], o
     ready = 0
     for o in range(n):
-        waits[o] = (t.upstream[o] >= 0) + (before(t, s, o) >= 0)
+        waits[o] = (t.upstream[o] >= 0) + (before[o] >= 0)
         if waits[o] == 0:
             s.order[ready] = o
             ready += 1
@@ -127,12 +97,14 @@ def refresh(t: Tables, s: State) -> bool:
         o = s.order[done]
         s.rank[o] = done
         done += 1
-        previous = before(t, s, o)
-        s.head[o] = arrival(t, s, o)
+        source, previous, head = t.upstream[o], before[o], 0.0
+        if source >= 0:
+            head = s.head[source] + t.duration[source] + t.lag[o]
         if previous >= 0:
-            s.head[o] = max(s.head[o], s.head[previous] + t.duration[previous])
+            head = max(head, s.head[previous] + t.duration[previous])
+        s.head[o] = head
         for k in range(3):
-            target = t.downstream[o, k] if k < 2 else after(t, s, o)
+            target = t.downstream[o, k] if k < 2 else after[o]
             if target >= 0:
                 waits[target] -= 1
                 if waits[target] == 0:
@@ -142,10 +114,14 @@ def refresh(t: Tables, s: State) -> bool:
         return False
     for i in range(n - 1, -1, -1):
         o = s.order[i]
-        following = after(t, s, o)
-        s.tail[o] = outgoing(t, s, o)
+        following, tail = after[o], 0.0
+        for k in range(2):
+            target = t.downstream[o, k]
+            if target >= 0:
+                tail = max(tail, t.lag[target] + t.duration[target] + s.tail[target])
         if following >= 0:
-            s.tail[o] = max(s.tail[o], t.duration[following] + s.tail[following])
+            tail = max(tail, t.duration[following] + s.tail[following])
+        s.tail[o] = tail
     return True
 
 

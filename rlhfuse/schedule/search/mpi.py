@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.schedule.search.solution import Round
 
 FIRST_NAP_SECONDS = 0.0002
 LONGEST_NAP_SECONDS = 0.001
@@ -28,11 +29,6 @@ def load_mpi() -> Any:
     except (ImportError, RuntimeError) as error:
         raise InputError(f"started under mpirun but MPI cannot be loaded ({error}); pip install rlhfuse[mpi]") from None
     return MPI
-
-
-def world_communicator() -> Any:
-    """MPI's world communicator. Raises InputError as `load_mpi` does."""
-    return load_mpi().COMM_WORLD
 
 
 @contextmanager
@@ -48,30 +44,21 @@ def in_turn(comm: Any) -> Iterator[None]:
     host = comm.Split_type(load_mpi().COMM_TYPE_SHARED)
     turn = 0 if comm.Get_rank() == 0 else 1 if host.Get_rank() == 0 else 2
     for _ in range(turn):
-        _barrier(comm)
+        _wait([comm.Ibarrier()])
     try:
         yield
     finally:
         for _ in range(2 - turn):
-            _barrier(comm)
+            _wait([comm.Ibarrier()])
         host.Free()
 
 
-def _barrier(comm: Any) -> None:
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(LONGEST_NAP_SECONDS)
-
-
-class RoundMessage(NamedTuple):
-    """What one rank brings to the end of a round. `key` is (makespan, peak memory), infinite without a solution."""
-
-    key: tuple[float, float] = (math.inf, math.inf)
-    sequence: np.ndarray | None = None
-    share: float = 0.0  # of its budget used, 1 when it is spent
-    signal: int = 0  # a signal that asks for the end; 0 for none
-    tried: int = 0
-    accepted: int = 0
+def _wait(requests: Sequence[Any], idle: Callable[[], None] = lambda: None) -> None:
+    nap = FIRST_NAP_SECONDS
+    while not all([request.Test() for request in requests]):
+        time.sleep(nap)
+        nap = min(2 * nap, LONGEST_NAP_SECONDS)
+        idle()
 
 
 class RoundResult(NamedTuple):
@@ -95,19 +82,27 @@ class Exchange:
         self.rank = comm.Get_rank() if comm is not None else 0
         self.min = load_mpi().MIN if comm is not None else None
 
-    def agree(self, message: RoundMessage, beats: Callable[[tuple[float, float]], bool]) -> RoundResult:
-        """Exchange one round. A sequence is passed on only if `beats` its key: a pure function, equal on all ranks."""
+    def agree(
+        self, done: Round, share: float, signal: int, beats: Callable[[tuple[float, float]], bool]
+    ) -> RoundResult:
+        """Exchange a round; `share` of this rank's budget is used, `signal` asks for the end (0: none does).
+
+        A sequence is passed on only if `beats` its (makespan, peak memory): a pure function, equal on all ranks.
+        """
+        own, key = None, (math.inf, math.inf)
+        if done.solution is not None:
+            own, key = done.solution.sequence, done.solution[:2]
         if self.comm is None:
-            return RoundResult(message.sequence if beats(message.key) else None, *message[2:])
-        mine = np.array([message.key[0], message.share, -message.signal])
-        counts = np.array([message.tried, message.accepted], np.int64)
+            return RoundResult(own if beats(key) else None, share, signal, done.tried, done.accepted)
+        mine = np.array([key[0], share, -signal])
+        counts = np.array([done.tried, done.accepted], np.int64)
         (makespan, share, stop), (tried, accepted) = self._reduce((mine, self.min), (counts, None))
         sequence = None
         if beats((makespan, -math.inf)):  # no rank can do better than this
-            peak = self._minimum(message.key[1] if message.key[0] == makespan else math.inf)
+            peak = self._minimum(key[1] if key[0] == makespan else math.inf)
             if beats((makespan, peak)):
-                winner = int(self._minimum(self.rank if message.key == (makespan, peak) else math.inf))
-                sequence = self._broadcast(message.sequence, winner)
+                winner = int(self._minimum(self.rank if key == (makespan, peak) else math.inf))
+                sequence = self._broadcast(own, winner)
         return RoundResult(sequence, float(share), int(-stop), int(tried), int(accepted))
 
     def _minimum(self, value: float) -> float:
@@ -117,24 +112,16 @@ class Exchange:
     def _reduce(self, *parts: tuple[np.ndarray, Any]) -> list[np.ndarray]:
         """The reduction of each array over all ranks, by its operation (None: the sum); posted together."""
         results = [np.empty_like(array) for array, _ in parts]
-        self._wait(
-            [
-                self.comm.Iallreduce(array, result, **({} if operation is None else {"op": operation}))
-                for (array, operation), result in zip(parts, results)
-            ]
-        )
+        requests = [
+            self.comm.Iallreduce(array, result, **({} if operation is None else {"op": operation}))
+            for (array, operation), result in zip(parts, results)
+        ]
+        _wait(requests, self.idle)
         return results
 
     def _broadcast(self, sequence: np.ndarray | None, winner: int) -> np.ndarray:
         buffer = np.empty(self.size, np.int64)
         if self.rank == winner and sequence is not None:
             buffer[:] = sequence
-        self._wait([self.comm.Ibcast(buffer, root=winner)])
+        _wait([self.comm.Ibcast(buffer, root=winner)], self.idle)
         return buffer
-
-    def _wait(self, requests: Sequence[Any]) -> None:
-        nap = FIRST_NAP_SECONDS
-        while not all([request.Test() for request in requests]):
-            time.sleep(nap)
-            nap = min(2 * nap, LONGEST_NAP_SECONDS)
-            self.idle()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import check_caps, greedy, min_memory
 from rlhfuse.schedule.search.admission_rules import reached_by_rule
-from rlhfuse.schedule.search.mpi import Exchange, RoundMessage, in_turn
+from rlhfuse.schedule.search.mpi import Exchange, in_turn
 from rlhfuse.schedule.search.solution import Incumbent, Key, Objective, Round, schedule_of
 from rlhfuse.schedule.search.worker import SearchWorker, kernel_group, load_kernels
 
@@ -122,16 +122,14 @@ def search(
         objective = Objective(problem, settings.objective, settings.latency)
         graph = build_graph(problem)
         budget.fixed_round = max(1000, min(50_000, FIXED_ROUND_WORK // graph.size))
-        state = _SearchState(objective, budget, ranks, (observer if rank == 0 else SearchObserver()).improved)
-        starts: list[Incumbent] = []
-        for entry in _starts(problem, graph, start):
-            starts.append(entry)
-            state.offer(entry)
+        starts = _starts(problem, graph, start)
+        told = observer if rank == 0 else SearchObserver()
+        state = _SearchState(objective, budget, ranks, told.improved, starts[-1])
     exchange = Exchange(graph.size, comm, (lambda: observer.round_ended(state.report())) if rank == 0 else lambda: None)
     worker = SearchWorker(graph, objective, starts, settings.seed, rank)
     done = Round(0, None)
     while True:
-        result = exchange.agree(_message(done, budget.share(), observer.stop()), state.beats)
+        result = exchange.agree(done, budget.share(), observer.stop(), state.beats)
         state.moves += result.tried
         state.accepted += result.accepted
         state.signal = result.signal
@@ -145,56 +143,46 @@ def search(
         done = budget.timed(lambda moves: worker.round(state.incumbent, moves, result.share))
 
 
-def _starts(problem: FusionProblem, graph: OperationGraph, start: Schedule | None) -> Iterator[Incumbent]:
-    """The schedules to begin with; one of them fits the caps."""
+def _starts(problem: FusionProblem, graph: OperationGraph, start: Schedule | None) -> list[Incumbent]:
+    """The schedules to begin with; the last one fits the caps."""
     first = Incumbent.of(greedy(problem) if start is None else Schedule(problem, start.orders))
-    yield first
-    if not first.fits():
-        yield Incumbent.of(schedule_of(graph, reached_by_rule(problem, FIRST_TRIES).sequence))
-
-
-def _message(done: Round, share: float, signal: int) -> RoundMessage:
-    if done.solution is None:
-        return RoundMessage(share=share, signal=signal, tried=done.tried, accepted=done.accepted)
-    return RoundMessage(done.solution[:2], done.solution.sequence, share, signal, done.tried, done.accepted)
+    if first.fits():
+        return [first]
+    return [first, Incumbent.of(schedule_of(graph, reached_by_rule(problem, FIRST_TRIES).sequence))]
 
 
 class _SearchState:
     """The best schedule so far, and what is reported of it."""
 
     def __init__(
-        self, objective: Objective, budget: _Budget, ranks: int, improved: Callable[[Schedule, SearchReport], None]
+        self,
+        objective: Objective,
+        budget: _Budget,
+        ranks: int,
+        improved: Callable[[Schedule, SearchReport], None],
+        start: Incumbent,
     ) -> None:
         self.objective, self.budget, self.ranks, self.improved = objective, budget, ranks, improved
-        self._incumbent: Incumbent | None = None
         self.memory_bound: Number = max(min_memory(objective.problem))
-        self.reached = False  # nothing can be better
         self.moves = self.accepted = self.signal = 0
-        self.first_seconds = 0.0
+        self.first_seconds = budget.seconds()
         self.first_bound_seconds: float | None = None
-
-    @property
-    def incumbent(self) -> Incumbent:
-        assert self._incumbent is not None, "one of the starts fits the caps"
-        return self._incumbent
+        self._take(start)
 
     def beats(self, key: Key) -> bool:
         """Whether a schedule of this makespan and peak memory would be the new best."""
-        if self._incumbent is None:
-            return True
-        return (max(key[0], self.objective.target), key[1]) < self.objective.key(self._incumbent.timeline)
+        return (max(key[0], self.objective.target), key[1]) < self.objective.key(self.incumbent.timeline)
 
     def offer(self, entry: Incumbent) -> None:
         """Make `entry` the best one if it fits the caps and is better."""
+        if self.beats((entry.timeline.makespan, entry.timeline.peak_memory)) and entry.fits():
+            self._take(entry)
+
+    def _take(self, entry: Incumbent) -> None:
         timeline = entry.timeline
-        if not self.beats((timeline.makespan, timeline.peak_memory)) or not entry.fits():
-            return
-        first = self._incumbent is None
-        self._incumbent, self.reached = entry, self.objective.reached(timeline)
+        self.incumbent, self.reached = entry, self.objective.reached(timeline)  # reached: nothing can be better
         if self.objective.fast_enough(timeline.makespan):
             self.prove_memory()
-        if first:
-            self.first_seconds = self.budget.seconds()
         if self.first_bound_seconds is None and reaches(timeline.makespan, self.objective.latency_bound):
             self.first_bound_seconds = self.budget.seconds()
         self.improved(entry.schedule, self.report())

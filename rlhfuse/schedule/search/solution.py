@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -87,16 +87,6 @@ def fits(graph: OperationGraph, solution: Solution) -> bool:
     return over_cap(graph.problem, node_peaks(graph, solution.sequence)) is None
 
 
-class Priced(Protocol):
-    """Has a makespan and a peak memory: a Timeline or a Solution."""
-
-    @property
-    def makespan(self) -> Number: ...
-
-    @property
-    def peak_memory(self) -> Number: ...
-
-
 @dataclass(frozen=True)
 class Objective:
     """What makes one schedule better than another, and when none can be better; caps are part of the problem.
@@ -132,21 +122,13 @@ class Objective:
         """Whether only memory is left to improve."""
         return reaches(makespan, self.target)
 
-    def key(self, priced: Priced) -> Key:
+    def key(self, priced: Timeline | Solution) -> Key:
         """What schedules are compared by, the smaller the better: (makespan that counts, peak memory)."""
         return max(priced.makespan, self.target), priced.peak_memory
 
     def memory_bound(self, makespan: Number) -> Number:
         """A peak memory that no schedule as fast as `makespan`, or as the target, goes below."""
-        within = max(makespan, self.target)
-        if within not in self._memory_bounds:
-            self._memory_bounds[within] = memory_bound(self.problem, within)
-        return self._memory_bounds[within]
-
-    @cached_property
-    def _memory_bounds(self) -> dict[Number, Number]:
-        """By makespan: a search asks for the same ones all the time."""
-        return {}
+        return memory_bound(self.problem, max(makespan, self.target))
 
     def reached(self, timeline: Timeline) -> bool:
         """Whether no schedule can be better in what the objective asks for."""

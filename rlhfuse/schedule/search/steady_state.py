@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from numba import njit
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import reaches
-from rlhfuse.schedule.ir.graph import OperationGraph
+from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.search.dispatch import Dispatcher
 from rlhfuse.schedule.search.heads_tails import new_state, refresh
@@ -35,8 +34,7 @@ EARLY = (0.02, 0.1)  # of the makespan: how long before its aim an operation may
 FEWEST_BREAKS = 8  # for every window
 FEWEST_UNITS = 4
 CAPPED_OPERATIONS, FEWEST_CAPPED_UNITS = 600, 5  # of the problem whose schedules are repeated under a cap
-CAPPED_WINDOWS = (1, 1, 2, 2, 3, 4)
-CAPPED_EARLY = (0.0, 1.0, 5.0, math.inf)  # mean times of an operation
+STRETCH = 0.25  # under a tight cap: the share that a period may be longer than what the bound adds for a unit
 
 
 def units_of(problem: FusionProblem) -> int:
@@ -46,11 +44,7 @@ def units_of(problem: FusionProblem) -> int:
 
 def with_units(problem: FusionProblem, units: int) -> FusionProblem:
     """The problem with `units` units of micro-batches."""
-    present = units_of(problem)
-    return replace(
-        problem,
-        pipelines=tuple(replace(p, microbatches=p.microbatches // present * units) for p in problem.pipelines),
-    )
+    return problem.with_microbatches(problem.pipelines[0].microbatches // units_of(problem) * units)
 
 
 def coarser_problem(problem: FusionProblem) -> FusionProblem | None:
@@ -68,31 +62,27 @@ def coarser_problem(problem: FusionProblem) -> FusionProblem | None:
 def few_units(problem: FusionProblem) -> FusionProblem | None:
     """The problem with so few units that a search under its cap is soon done; None where that saves nothing."""
     units = units_of(problem)
-    operations = sum(p.stages * p.microbatches * (3 if p.split else 2) for p in problem.pipelines)
-    few = max(FEWEST_CAPPED_UNITS, CAPPED_OPERATIONS * units // operations)
+    few = max(FEWEST_CAPPED_UNITS, CAPPED_OPERATIONS * units // problem.tasks)
     return with_units(problem, few) if 2 * few <= units else None
 
 
 def period_of(problem: FusionProblem) -> float:
     """Time per unit on the busiest node, which no schedule undercuts when units are many."""
-    busy = [0.0] * problem.nodes
-    for pipeline in problem.pipelines:
-        weight = pipeline.weight_gradient or (0,) * pipeline.stages
-        for node, *times in zip(pipeline.placement, pipeline.forward, pipeline.backward, weight):
-            busy[node] += pipeline.microbatches * sum(times)
-    return max(busy) / units_of(problem)
+    graph = build_graph(problem)
+    return float(np.bincount(graph.node, graph.duration).max()) / units_of(problem)
 
 
 class SteadyStateExtender:
     """Makes solutions of `large` from those of `small`: the same problem with fewer units."""
 
-    def __init__(self, small: OperationGraph, dispatcher: Dispatcher) -> None:
-        """`dispatcher` is that of the large problem."""
+    def __init__(self, small: OperationGraph, dispatcher: Dispatcher, stretched: bool = False) -> None:
+        """`dispatcher` is that of the large problem; periods are `stretched` where a memory cap is tight."""
         self.small, self.dispatcher = small, dispatcher
         self.graph = large = dispatcher.graph
         units = units_of(small.problem)
         self.added = units_of(large.problem) - units
-        self.period = period_of(large.problem)
+        self.period = float(latency_bound(large.problem) - latency_bound(small.problem)) / self.added
+        self.stretch, self.random = STRETCH if stretched else 0.0, random.Random(0)
         self.lanes = _Lanes(
             np.array([lane.first for lane in small.lanes]),
             np.array([lane.microbatches for lane in small.lanes]),
@@ -112,14 +102,8 @@ class SteadyStateExtender:
 
     def extend(self, solution: Solution, better: Callable[[Solution], bool]) -> tuple[Solution | None, Solution]:
         """Returns the best try that is `better` (or None), and the fastest of all."""
-        lifted, fastest = None, None
-        for candidate in self._tries(solution):
-            if fastest is None or candidate[:2] < fastest[:2]:
-                fastest = candidate
-            if better(candidate) and (lifted is None or candidate[:2] < lifted[:2]):
-                lifted = candidate
-        assert fastest is not None
-        return lifted, fastest
+        tries = list(self._tries(solution))
+        return min(filter(better, tries), key=lambda s: s[:2], default=None), min(tries, key=lambda s: s[:2])
 
     def _tries(self, solution: Solution) -> Iterator[Solution]:
         """The extended schedule for every break and window, in order of the aims and a little early."""
@@ -129,34 +113,11 @@ class SteadyStateExtender:
         windows = WINDOWS if tries >= FEWEST_BREAKS * len(WINDOWS) else WINDOWS[:1]
         for window in windows:
             for break_at in np.linspace(0.1, 0.9, max(2, tries // len(windows))):
-                _aim(self.lanes, state.head, break_at * solution.makespan, window, self.added, self.period, self.aim)
+                period = self.period * (1 + self.stretch * self.random.random() ** 2)
+                _aim(self.lanes, state.head, break_at * solution.makespan, window, self.added, period, self.aim)
                 yield self.dispatcher.in_order(self.aim)
                 for early in EARLY:
                     yield self.dispatcher.follow(self.aim, early * solution.makespan)
-
-
-class CappedExtender(SteadyStateExtender):
-    """Repeats steady states under a memory cap, where a period may have to be longer than the busiest node's work."""
-
-    def __init__(self, small: OperationGraph, dispatcher: Dispatcher, bounds: tuple[float, float]) -> None:
-        """`bounds`: of the small problem's makespan and of the large one's."""
-        super().__init__(small, dispatcher)
-        self.bound, self.least = bounds[1], (bounds[1] - bounds[0]) / self.added
-        self.random, self.unit = random.Random(0), float(self.graph.duration.mean())
-
-    def repeat(self, solution: Solution, gap: float, decodes: int) -> Solution:
-        """The fastest of so many tries; `gap` is the share that a period may be longer than the least."""
-        state, draw = new_state(solution.sequence, 1), self.random
-        refresh(self.small.tables, state)
-        fastest = None
-        for _ in range(max(1, decodes)):
-            period = self.least * (1 + gap * draw.random() ** 2)
-            break_at, window = draw.uniform(0.1, 0.9) * solution.makespan, draw.choice(CAPPED_WINDOWS)
-            _aim(self.lanes, state.head, break_at, window, self.added, period, self.aim)
-            made = self.dispatcher.follow(self.aim, draw.choice(CAPPED_EARLY) * self.unit)
-            fastest = made if fastest is None or made.makespan < fastest.makespan else fastest
-        assert fastest is not None
-        return fastest
 
 
 class _Lanes(NamedTuple):

@@ -1,9 +1,9 @@
 """One rank's part of a search: annealing of the problem and of coarser ones with fewer micro-batches, or nodes too.
 
 Where every further unit of micro-batches adds the same time to the latency bound, half the units are annealed too, half
-of these again, and so on; their steady states are extended to the next level (steady_state.py). A large problem without
-such a half is folded (folding.py). The levels take turns, round by round. One of fewer units with nothing left to gain
-goes on looking for schedules leaner than the best of the next level: not every one has a middle that can be repeated.
+of these again, and so on; under a tight cap few units alone. Their steady states are extended to the next level
+(steady_state.py). Large problems without such are folded (folding.py). The levels take turns, round by round. One with
+nothing left to gain goes on for leaner schedules than the next level's: not every one has a middle to be repeated.
 """
 
 from __future__ import annotations
@@ -22,33 +22,15 @@ from rlhfuse.schedule.search.capped_run import CappedRun
 from rlhfuse.schedule.search.dispatch import Dispatcher, list_operations, tuned_starts
 from rlhfuse.schedule.search.folding import Unfolder, folded_problem
 from rlhfuse.schedule.search.solution import Incumbent, Objective, Round, Solution, fits, solution_of
-from rlhfuse.schedule.search.steady_state import CappedExtender, SteadyStateExtender, coarser_problem, few_units
-from rlhfuse.schedule.search.under_cap.admissions import MOVES, Admissions
-from rlhfuse.schedule.search.under_cap.polish_run import PolishRun
+from rlhfuse.schedule.search.steady_state import SteadyStateExtender, coarser_problem, few_units
+from rlhfuse.schedule.search.under_cap.admissions import Admissions
 
 FOLDED_OPERATIONS = 4096  # of a level: one with more, and none of fewer units below it, is folded
 CAPPED_OPERATIONS = 2_000_000  # over all decodes of a level's starts under a cap, about a second; ...
 LEAST_TRIES, MOST_TRIES = 200, 3_000  # ... so many of them
 ADMISSION_OPERATIONS = 2_500  # of a level whose admissions are annealed
-MOST_WEIGHT, VAIN = 12.0, 1.5  # of work in vain, and how that grows with every turn
 NEARER = 0.5  # times the time that the next level may gain: so near its target a solution is worth extending
 EXTENDED_STARTS = 3  # kept by a level to begin its runs with, besides those made by rule
-
-
-class Turns:
-    """Who is next of several that share a budget: that of the least work, which counts more where it is in vain."""
-
-    def __init__(self, count: int) -> None:
-        self.work = [0.0] * count
-        self.weight = [1.0] * count
-
-    def next(self) -> int:
-        return min(range(len(self.work)), key=lambda k: self.work[k])
-
-    def taken(self, k: int, moves: int, gained: bool) -> None:
-        """`k` has made so many moves, and gained something or nothing."""
-        self.weight[k] = 1.0 if gained else min(MOST_WEIGHT, self.weight[k] * VAIN)
-        self.work[k] += moves * self.weight[k]
 
 
 class CoarseLevel:
@@ -71,8 +53,6 @@ class CoarseLevel:
             tries = min(MOST_TRIES, max(LEAST_TRIES, CAPPED_OPERATIONS // graph.size))
             fitting += AdmissionRules(self.dispatcher, f"{seed} {rank}").search(tries, float(objective.target))
             self.admissions = Admissions(self.dispatcher, f"{seed} {rank}")
-            self.polish = PolishRun(graph, objective, seed, rank)
-            self.turns = Turns(2 if graph.size <= ADMISSION_OPERATIONS else 1)
         self.best = min(fitting, key=objective.key)
         self.extended: list[Solution] = []
         self.run = AnnealingRun(graph, objective, seed, rank)
@@ -100,17 +80,18 @@ class CoarseLevel:
 
     def advance(self, moves: int, late: bool) -> Round:
         """Try at most `moves` moves to beat the best. Memory is improved by steps, and where these fail also by capped
-        runs, in turn; ranks of odd numbers make capped runs only."""
+        runs, in turn; ranks of odd numbers make capped runs only. Under a tight cap runs begin at the best alone, and
+        admissions take turns with them."""
         if self.objective.kind == "memory" and self.fast_enough:
             self.turn += 1
             if self.run.number % 2 or (self.run.fruitless and self.turn % 2):
                 return self.capped.advance(self.best, self.starts, moves)
         if not self.tight or self.fast_enough:
             return self.run.advance(self.best, self.starts + self.extended, moves, late)
-        turn = self.turns.next()
-        done = (self.polish, self.admissions)[turn].advance(self.best, moves)
-        self.turns.taken(turn, done.tried, done.solution is not None)
-        return done
+        self.turn += 1
+        if self.turn % 2 and self.graph.size <= ADMISSION_OPERATIONS:
+            return self.admissions.advance(self.best, moves)
+        return self.run.advance(self.best, [], moves)
 
     def keep_start(self, solution: Solution) -> None:
         """Remember a solution that is not fast enough, in place of the slowest."""
@@ -125,10 +106,8 @@ class SearchWorker:
     ) -> None:
         self.levels = [CoarseLevel(graph, objective, starts, seed, rank)]
         self.extenders: list[SteadyStateExtender | Unfolder] = []
-        while not self.levels[0].tight and self._put_below(seed, rank):
+        while self._put_below(seed, rank):
             pass
-        self.repeated = self._repeated(seed, rank) if self.levels[-1].tight else None
-        self.turns = Turns(3 if self.repeated else 1)
         self.work = [0] * len(self.levels)  # moves tried, and operations placed by extensions, which take as long
         self.incumbent: Incumbent | None = None  # the owner's best when last seen
 
@@ -136,8 +115,8 @@ class SearchWorker:
         """Put a coarser level below the lowest, if there is one."""
         above = self.levels[0]
         problem, latency = above.objective.problem, above.objective.latency
-        small = coarser_problem(problem)
-        folded = small is None and above.graph.size > FOLDED_OPERATIONS
+        small = few_units(problem) if above.tight else coarser_problem(problem)
+        folded = small is None and not above.tight and above.graph.size > FOLDED_OPERATIONS
         if folded:
             small = folded_problem(problem)
         if small is None:
@@ -148,42 +127,11 @@ class SearchWorker:
         graph, objective = build_graph(small), Objective(small, above.objective.kind, latency)
         level = CoarseLevel(graph, objective, given, seed, rank)
         self.levels.insert(0, level)
-        self.extenders.insert(0, (Unfolder if folded else SteadyStateExtender)(graph, above.dispatcher))
-        return True
-
-    def _repeated(self, seed: int, rank: int) -> tuple[CoarseLevel, CappedExtender] | None:
-        """A level of few units below a top whose cap is tight, and what repeats its schedules."""
-        top = self.levels[0]
-        small = few_units(top.objective.problem)
-        if small is None:
-            return None
-        graph, objective = build_graph(small), Objective(small)
-        bounds = float(objective.latency_bound), float(top.objective.latency_bound)
-        return CoarseLevel(graph, objective, [], seed, rank), CappedExtender(graph, top.dispatcher, bounds)
-
-    def _under_cap(self, moves: int) -> Round:
-        """A turn of the top, of the level of few units, or of repeating its best."""
-        top, turn = self.levels[-1], self.turns.next()
-        if turn == 0 or self.repeated is None:
-            done = top.advance(moves, late=False)
-            gained = done.solution is not None
+        if folded:
+            self.extenders.insert(0, Unfolder(graph, above.dispatcher))
         else:
-            (small, extender), size = self.repeated, top.graph.size
-            if turn == 1 and not small.fast_enough:
-                done = small.advance(moves, late=False)
-                gained = done.solution is not None
-                if done.solution is not None:
-                    small.best, done = done.solution, done._replace(solution=None)
-            else:
-                made = extender.repeat(small.best, top.best.makespan / extender.bound - 1, moves // (MOVES * size))
-                gained = made.makespan < top.best.makespan
-                done = Round(moves, made if gained else None)
-        self.turns.taken(turn, done.tried, gained or turn == 0)
-        if done.solution is not None:
-            if not top.better(done.solution):
-                return done._replace(solution=None)
-            top.best = done.solution
-        return done
+            self.extenders.insert(0, SteadyStateExtender(graph, above.dispatcher, stretched=above.tight))
+        return True
 
     def round(self, best: Incumbent, moves: int, share: float) -> Round:
         """Try at most `moves` moves (at least 1) to beat `best`; `share` of the whole search is over (0 to 1)."""
@@ -193,8 +141,6 @@ class SearchWorker:
             tuned, top.best = top.best, solution_of(top.graph, best)
             if begin and top.better(tuned):
                 return Round(1, tuned)
-        if top.tight and not top.fast_enough:
-            return self._under_cap(moves)
         number = self._next_level()
         level = self.levels[number]
         if number < len(self.levels) - 1 and level.finished:

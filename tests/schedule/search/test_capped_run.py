@@ -47,10 +47,10 @@ def test_it_comes_to_the_least_memory_in_few_jumps():
     assert improved[-1].peak_memory <= LEAST_MEMORY + 1e-6 and len(improved) <= 4
 
 
-def test_fruitless_runs_go_less_far_and_last_longer():
+def test_fruitless_runs_go_less_far_and_last_longer(monkeypatch):
     """Where the least memory is proved nothing can be found: the caps rise, twice over, and then it is exhausted."""
     run, best = run_of(table_3(5), latency=SERIAL), solution_in(serial_1f1b(table_3(5)))
-    run.objective._memory_bounds[SERIAL] = 1.0  # a bound that is far too low
+    monkeypatch.setattr("rlhfuse.schedule.search.solution.memory_bound", lambda *_: 1.0)  # far too low
     caps, lengths, shares = [], [], len(SHARES)
     for _ in range(2 * shares):
         assert not run.exhausted

@@ -10,17 +10,17 @@ import os
 import time
 import numpy as np
 from mpi4py import MPI
-from rlhfuse.schedule.search.mpi import Exchange, RoundMessage
+from rlhfuse.schedule.search.mpi import Exchange
+from rlhfuse.schedule.search.solution import Round, Solution
 
 exchange = Exchange(5, MPI.COMM_WORLD)
 looks = 0
 rank = exchange.rank
 best = [(9.0, 9.0)]
 
-def round_of(keys, **more):
-    own = keys[rank]
-    message = RoundMessage(own, np.arange(5) + 10 * rank, **more) if own else RoundMessage(**more)
-    result = exchange.agree(message, lambda key: key < best[0])
+def round_of(keys, share=0.0, signal=0, tried=0, accepted=0):
+    own = keys[rank] and Solution(*keys[rank], np.arange(5) + 10 * rank)
+    result = exchange.agree(Round(tried, own, accepted), share, signal, lambda key: key < best[0])
     first = None if result.sequence is None else int(result.sequence[0]) // 10
     assert first is None or list(result.sequence) == [10 * first + i for i in range(5)]
     return first, result

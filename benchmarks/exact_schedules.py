@@ -1,17 +1,19 @@
 """The general problem as a CP-SAT model: optima to hold the bounds and the search against.
 
-One interval per operation, no overlap on a node, one interval per held activation under a cumulative
-limit on its node. Times and memory are scaled to the integers that CP-SAT needs, so give problems whose
-numbers are multiples of 1/100. How far the solver goes is given in its own work units, some seconds each
-on a free core: what it proves does not depend on how busy the machine is.
+One interval per operation, no overlap on a node, one interval per held activation under a cumulative limit on its
+node. Times and memory are scaled to the integers that CP-SAT needs, so give problems whose numbers are multiples of
+1/400; caps may be any. How far the solver goes is given in seconds, or in its own work units, some seconds each on a
+free core: what it proves then does not depend on how busy the machine is. Needs ortools (pip install rlhfuse[exact]).
 """
+
+from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-SCALES = (1, 4, 20, 100)
+SCALES = (1, 4, 20, 40, 100, 200, 400)
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,14 @@ class Answer:
     proved: bool
 
 
-def least_makespan(problem, *, memory=None, work=1.0):
-    """The least makespan; with `memory`, of the schedules whose peak is at most that. Caps always hold."""
+def least_makespan(problem, *, memory=None, work=1.0, seconds=None):
+    """The least makespan; with `memory`, of the schedules whose peak is at most that. Caps always hold.
+
+    It ends after so much `work`, or where `seconds` are given after these.
+    """
     model = _Model(problem, memory=memory)
     model.cp.minimize(model.makespan)
-    return model.solve(model.makespan, model.times, work)
+    return model.solve(model.makespan, model.times, work, seconds)
 
 
 def least_memory(problem, makespan, *, work=1.0):
@@ -41,9 +46,8 @@ class _Model:
         self.cp = cp_model.CpModel()
         self.times = _scale(t for p in problem.pipelines for t in (*p.forward, *p.backward, *(p.weight_gradient or ())))
         self.times = max(self.times, _scale([problem.transfer, makespan or 0]))
-        caps = [cap for cap in map(problem.node_cap, range(problem.nodes)) if cap < math.inf]
         sizes = [a for p in problem.pipelines for a in (*p.activation, *(p.weight_activation or ()))]
-        self.memory = max(_scale(sizes), _scale([*caps, memory or 0]))
+        self.memory = max(_scale(sizes), _scale([memory or 0]))
         horizon = self._time(_one_after_another(problem) if makespan is None else makespan)
         self.makespan = self.cp.new_int_var(0, horizon, "makespan")
         most = sum(p.microbatches for p in problem.pipelines) * sum(map(self._size, sizes))
@@ -58,7 +62,7 @@ class _Model:
             self.cp.add_cumulative(intervals, sizes, self.peak)
             cap = problem.node_cap(node)
             if cap < math.inf:
-                self.cp.add_cumulative(intervals, sizes, self._size(cap))
+                self.cp.add_cumulative(intervals, sizes, math.floor(cap * self.memory + 1e-6))
 
     def _time(self, value):
         return round(value * self.times)
@@ -105,9 +109,12 @@ class _Model:
         length = self.cp.new_int_var(0, horizon, "")
         self.held[node].append((self.cp.new_interval_var(start, length, end, ""), size))
 
-    def solve(self, value, scale, work):
+    def solve(self, value, scale, work, seconds=None):
         solver = cp_model.CpSolver()
-        solver.parameters.max_deterministic_time = work
+        if seconds is None:
+            solver.parameters.max_deterministic_time = work
+        else:
+            solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = 1  # several race each other
         solver.parameters.random_seed = 1
         status = solver.solve(self.cp)
