@@ -124,18 +124,18 @@ def measure(sizes: Sizes, word: str, ranks: Ranks, measurement: Measurement) -> 
     if word.isdigit():
         lengths = [(sizes.tokens,) * sizes.sequences] * int(word)
         turns: Turns = {side: (side, range(int(word))) for side in SIDES}
-        speeds, same, backwards, head = EqualSpeeds, SAME_GRADIENTS, BACKWARDS, [word]
+        label, speeds, same, backwards, head = f"m{word}", EqualSpeeds, SAME_GRADIENTS, BACKWARDS, [word]
     else:
         (drawn,) = arguments.trace.draw(sizes.samples, 1, arguments.seed)
         lengths, unsorted = cut(sizes, word, drawn)
         orders = {SORTED: range(len(lengths)), UNSORTED: unsorted}
-        same = [[f"{side}_{name}" for side in (SERIAL, FUSED)] for name in orders]
-        turns = {f"{side}_{name}": (side, order) for name, order in orders.items() for side in (SERIAL, FUSED)}
-        speeds, backwards, head = UnequalSpeeds, BACKWARDS[:1], [word, str(len(lengths))]
+        same = [[f"{side}_{order}" for side in (SERIAL, FUSED)] for order in orders]
+        turns = {f"{side}_{order}": (side, orders[order]) for order in orders for side in (SERIAL, FUSED)}
+        label, speeds, backwards, head = word, UnequalSpeeds, BACKWARDS[:1], [word, str(len(lengths))]
     ranks.ask("load", lengths, {})
     case = Case.of(len(lengths), profiled(lengths, backwards, ranks), arguments.seed)
     rounds = run(case, turns, lengths, ranks, arguments.rounds, same)
-    figures = measurement.part(f"{name}_{'m' * word.isdigit()}{word}")
+    figures = measurement.part(f"{name}_{label}")
     for table, row in speeds(figures, case, turns, rounds).rows():
         yield table, [*head, *row]
 
@@ -150,9 +150,8 @@ def cut(sizes: Sizes, by: str, drawn: SampleLengths) -> tuple[Lengths, list[int]
         BY_TOKENS: MicrobatchCut.by_tokens(TOKENS * sizes.longest, *batch, least=RANKS),
     }
     parts = cuts[by].split(tokens)
-    return [tuple(tokens[sample] for sample in part) for part in parts], sorted(
-        range(len(parts)), key=parts.__getitem__
-    )
+    drawn_order = sorted(range(len(parts)), key=lambda number: parts[number][0])
+    return [tuple(tokens[sample] for sample in part) for part in parts], drawn_order
 
 
 def profiled(lengths: Lengths, backwards: Sequence[Sequence[str]], ranks: Ranks) -> Times:
