@@ -13,7 +13,10 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec
 
 # Of a HardwareSpec, beside its seconds, what is worse where it is more.
-COSTS = ("step_waiting", "process_bytes", "communicator_bytes", "channel_bytes", "host_process_bytes")
+COSTS = (
+    *("half_rate_tokens", "step_waiting"),
+    *("process_bytes", "communicator_bytes", "channel_bytes", "host_process_bytes"),
+)
 
 
 @dataclass(frozen=True)

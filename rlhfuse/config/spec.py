@@ -281,6 +281,8 @@ class HardwareSpec:
     channel_bytes: int = 0  # and of each that only sends to one rank, or receives from one
     host_memory_bytes: float = 0.0  # of a machine with GPUs
     host_process_bytes: int = 0  # of those, a rank's process beside copies of weights
+    backward_launch_seconds: float = 0.0  # floor of one layer's backward; 0: not measured
+    half_rate_tokens: float = 0.0  # of a forward, at which its layers' products reach half of `flops`; 0: not measured
     recorded_launch_seconds: float = 0.0  # what recording a decode step as a CUDA graph takes for each launch in it
     short_sum_seconds: float = 0.0  # least of an all-reduce of a recorded decode step, whose messages are short
     switch_sum_seconds: float = 0.0  # the same by the switch

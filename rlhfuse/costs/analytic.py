@@ -85,6 +85,7 @@ class AnalyticCost:
             head_flops=2 * head,
             head_moving=head * self.element_bytes / (tp * hardware.memory_bandwidth),
             passed=hardware.pass_seconds,
+            half_rate_tokens=hardware.half_rate_tokens,
         )
 
     def prefill_seconds(self, tokens: float, sequences: float = 1) -> float:
@@ -198,9 +199,8 @@ class AnalyticCost:
         hardware, passed = self.hardware, self.hardware.pass_seconds
         layer, head = self.layer_seconds(tokens, sequences), self.head_seconds(outputs)
         again = layer if self.recompute == "full" else 0.0
-        backward, head_backward = BACKWARD_OVER_FORWARD * layer + again, BACKWARD_OVER_FORWARD * head
-        if self.in_turns:
-            backward -= hardware.launch_seconds  # it launches as much as a forward does
+        backward, head_backward = self._products_backward(tokens, sequences) + again, BACKWARD_OVER_FORWARD * head
+        table = 0.0
         if kernels := self.kernels:
             width, tp = self.memory.hidden, self.layout.tp
             backward -= BACKWARD_OVER_FORWARD * roofline.moved_seconds(self.roofline, tokens)
@@ -209,15 +209,25 @@ class AnalyticCost:
             back += kernels.remade_bytes(*moved) if self.recompute == "selective" else 0.0
             backward += tokens * back / self.moving_bandwidth
             weights = self.spec.layer_parameters / tp
-            product = 2 * weights * tokens / hardware.flops  # of the weight gradients, among the others
+            product = 2 * weights * (tokens + hardware.half_rate_tokens) / hardware.flops  # a third of the products
             backward += max(0.0, weights * kernels.gradient_sum_bytes / hardware.memory_bandwidth - product)
             head_backward += head if kernels.logits_again else 0.0
             head_backward += self._logit_seconds(outputs, kernels.tile_backward_bytes)
             chunks = max(1.0, outputs * self.spec.hidden * 4 / kernels.head_chunk_bytes)
             head_backward += chunks * self._logit_seconds(self.spec.hidden, kernels.head_gradient_sum_bytes)
             head += self._logit_seconds(outputs, kernels.tile_forward_bytes)
-        inner, last = ((passed, passed),) * (self.layout.stages - 1), (head + passed, head_backward + passed)
-        return StageSeconds((layer, backward), (*inner, last), self._split(tokens, backward))
+            table = kernels.table_gradient_bytes(self.spec, tokens, tp, self.element_bytes) / hardware.memory_bandwidth
+        ends = [(passed, passed)] * self.layout.stages
+        ends[-1] = head + passed, head_backward + passed
+        ends[0] = ends[0][0], ends[0][1] + table
+        return StageSeconds((layer, backward), tuple(ends), self._split(tokens, backward))
+
+    def _products_backward(self, tokens: float, sequences: float) -> float:
+        """A layer's products backwards; it launches as much as a forward does on a CPU, and twice that on a GPU where
+        that was not measured."""
+        launches = self.hardware.launch_seconds * (1 if self.in_turns else BACKWARD_OVER_FORWARD)
+        floor = (self.hardware.backward_launch_seconds or launches) / BACKWARD_OVER_FORWARD
+        return BACKWARD_OVER_FORWARD * roofline.layer_seconds(self.roofline._replace(floor=floor), tokens, sequences)
 
     def _split(self, tokens: float, backward: float) -> tuple[float, float]:
         """B and W of a layer whose whole backward takes so long.
@@ -226,7 +236,7 @@ class AnalyticCost:
         Collectives of B are in `backward`, which hides none.
         """
         spec, hardware, tp = self.spec, self.hardware, self.layout.tp
-        product = 2 * spec.layer_parameters * tokens / (tp * hardware.flops)
+        product = 2 * spec.layer_parameters * (tokens + hardware.half_rate_tokens) / (tp * hardware.flops)
         if self.kernels:
             sums = spec.layer_parameters / tp * self.kernels.gradient_sum_bytes / hardware.memory_bandwidth
             product = max(product, sums)

@@ -64,6 +64,12 @@ class Kernels:
         queries, keys = spec.heads * spec.head_dim / tp, spec.kv_heads * spec.head_dim / tp
         return element_bytes * (12 * hidden + 6 * queries + 6 * keys + 5 * spec.mlp / tp)
 
+    def table_gradient_bytes(self, spec: ModelSpec, tokens: float, tp: int, element_bytes: int) -> float:
+        """Those of the embedding's gradient, which is dense: zeroed, rows of all tokens added to it, and it to the
+        float32 sum."""
+        weights, rows = spec.embedding_parameters / tp, tokens * spec.hidden
+        return weights * (2 * element_bytes + 8) + 3 * rows * element_bytes
+
 
 # A CPU keeps whole logits in float32, records no graph, and draws while the output layer's rows are in its cache. Bytes
 # of a logit are what they take there at `HardwareSpec.moved_share` of the memory's bandwidth.

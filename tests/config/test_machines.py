@@ -15,7 +15,14 @@ from rlhfuse.costs.hardware import hardware_by_name, known_hardware, load_hardwa
 
 KNOWN = known_hardware()
 WORSE_IF_MORE = {
-    *("launch_seconds", "decode_layer_seconds", "pass_seconds", "call_seconds"),
+    *(
+        "launch_seconds",
+        "backward_launch_seconds",
+        "half_rate_tokens",
+        "decode_layer_seconds",
+        "pass_seconds",
+        "call_seconds",
+    ),
     *("collective_seconds", "cross_collective_seconds"),
     *("recorded_launch_seconds", "short_sum_seconds", "switch_sum_seconds"),
     *("step_waiting", "process_bytes", "communicator_bytes", "channel_bytes", "host_process_bytes"),

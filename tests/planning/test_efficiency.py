@@ -132,6 +132,8 @@ def test_seconds_of_training_are_products_bytes_and_all_reduces():
     assert seconds.ends[-1][0] == pytest.approx(head + 8 * outputs * 128256 / rate)
     again = 3 * head + 18 * outputs * 128256 / rate + 16 * 4096 * 128256 / rate
     assert seconds.ends[-1][1] == pytest.approx(again)
+    table = 128256 * 4096 * (2 + 2 + 8) + 3 * 2 * tokens * 4096  # zeroed and read in bfloat16, its sum in float32; rows
+    assert seconds.ends[0] == pytest.approx((0, table / rate)) and seconds.ends[1:3] == ((0, 0), (0, 0))
     recomputed = replace(made, recompute="full").stage_seconds(micro)
     assert recomputed.layer[1] - seconds.layer[1] == pytest.approx(seconds.layer[0])
     some = replace(made, recompute="selective").stage_seconds(micro)  # norms 2 in and out each, SwiGLU 2 in and 1 out
@@ -140,6 +142,27 @@ def test_seconds_of_training_are_products_bytes_and_all_reduces():
     own = made.memory.parameters()
     exchanged = (4 + 2) * own / 2 / machine.node_link_bandwidth + 2 * machine.collective_seconds
     assert made.optimizer_step_seconds() == pytest.approx(own * (4 + 34 / 2) / rate + exchanged)
+
+
+def test_what_was_measured_of_few_tokens_and_of_launches_backwards_counts():
+    """A layer on one rank, of 16 tokens and of 4096; without it the floor of a backward is two forwards'."""
+    spec = ModelSpec("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192)
+    machine = replace(hardware_by_name("h100"), launch_seconds=1e-3)
+
+    def layer(tokens: int, **measured: float) -> tuple[float, float]:
+        hardware = replace(machine, **measured)
+        made = AnalyticCost(spec, ParallelLayout.parse("d1t1p4"), hardware, 2, kernels=Kernels())
+        return made.stage_seconds(MicrobatchTokens(tokens, 1, 0)).layer
+
+    (forward, backward), same = layer(16), layer(16, backward_launch_seconds=2e-3)
+    assert (forward, backward) == same and backward > 2e-3
+    shorter = layer(16, backward_launch_seconds=1.5e-3)
+    assert shorter == pytest.approx((forward, backward - 0.5e-3))
+    (forward, backward), slower = layer(4096), layer(4096, half_rate_tokens=300)
+    more = 2 * spec.layer_parameters * 300 / machine.flops  # a product of 4096 tokens takes as long as one of 4396
+    assert slower == pytest.approx((forward + more, backward + 2 * more))
+    made = [AnalyticCost(spec, ParallelLayout(1, 1, 1), replace(machine, half_rate_tokens=n), 2) for n in (0, 300)]
+    assert made[0].decode_step_seconds(8, 800) == made[1].decode_step_seconds(8, 800)  # which memory bounds
 
 
 def test_a_cpu_has_no_data_sheet():

@@ -48,6 +48,7 @@ PRICES: dict[str, Callable[..., float]] = {
     "multiply": lambda machine, flops: flops / machine.flops,
     "load": lambda machine, size: size / machine.host_bandwidth,
     "launches": lambda machine, layers: layers * machine.launch_seconds,
+    "backward launches": lambda machine, layers: layers * machine.backward_launch_seconds,
     "decode": lambda machine, size, batch, tokens: cost_of(machine, size).decode_step_seconds(batch, tokens),
     "prefill": lambda machine, size, count, length: cost_of(machine, size).prefill_seconds(count * length, count),
     "capture": lambda machine, size: cost_of(machine, size).capture_seconds(),
@@ -71,6 +72,8 @@ FOLLOWS = (
     ("decode_layer_seconds", "decode 8b 1 x 144"),
     ("flops", "stage 8192"),
     ("launch_seconds", "launches 500"),
+    ("backward_launch_seconds", "backward launches 500"),
+    ("half_rate_tokens", "stage 2048"),
     ("host_bandwidth", "weights to the device"),
     ("recorded_launch_seconds", "capture 8b"),
     ("node_link_bandwidth", "all-reduce large"),
@@ -78,6 +81,7 @@ FOLLOWS = (
     ("short_sum_seconds", "recorded sum"),
     ("switch_sum_seconds", "switch sum"),
 )
+MOST = {"half_rate_tokens": 8192.0}  # the most that constants may be which are no rates; 1 where none is named
 ROUNDS, HALVINGS = 24, 60  # over all constants, as each changes others' prices; of one constant's interval
 
 
@@ -126,7 +130,7 @@ def fit_machine(figures: Mapping[str, Figure], sheet: DataSheet, assumed: Hardwa
         measured.clear()
         for constant, name in FOLLOWS:
             if figure := figures.get(name):
-                ends = (most[constant] / 1e4, most[constant]) if constant in most else (0.0, 1.0)
+                ends = (most[constant] / 1e4, most[constant]) if constant in most else (0.0, MOST.get(constant, 1.0))
                 slow, fast = (price_seconds(figure, replace(machine, **{constant: end})) for end in ends)
                 if slow != fast:  # else it has no part in this price
                     machine = replace(machine, **{constant: _solve(figure, machine, constant, ends, slow < fast)})

@@ -38,6 +38,7 @@ def check_stage(bench: Bench, tokens: int, sequence: int) -> dict:
         Figure(f"stage {tokens} forward", forward[0], ("forward", *micro), read, flops, "memory", *forward[1:]),
         Figure(f"stage {tokens}", both[0], ("training", *micro), summed, 3 * flops, "memory", *both[1:]),
         Figure(f"launches {tokens}", forward.host_seconds, ("launches", layers)),
+        Figure(f"backward launches {tokens}", both.host_seconds - forward.host_seconds, ("backward launches", layers)),
     )
 
 

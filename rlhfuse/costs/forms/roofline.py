@@ -37,6 +37,7 @@ class Roofline(NamedTuple):
     outputs_per_token: float = 0.0  # of such a batch
     outputs_per_sequence: float = 1.0
     passed: float = 0.0  # seconds of a forward beside its layers
+    half_rate_tokens: float = 0.0  # of a forward, at which products reach half of `flop_rate`
     kind: int = 0
 
 
@@ -64,7 +65,8 @@ def moved_seconds(roofline, tokens):
 def layer_seconds(roofline, tokens, sequences):
     """One layer's forward over `tokens` tokens of `sequences` equal sequences."""
     causal_pairs = tokens * (tokens / max(sequences, 1.0) + 1) / 2
-    products = both(roofline, product_seconds(roofline, tokens, causal_pairs, tokens), roofline.floor)
+    slowed = tokens + roofline.half_rate_tokens
+    products = both(roofline, product_seconds(roofline, slowed, causal_pairs, tokens), roofline.floor)
     summing = ring_all_reduce_seconds(tokens * roofline.message_bytes, roofline.ranks, roofline.link)
     return products + moved_seconds(roofline, tokens) + 2 * (summing + roofline.sum_start)
 

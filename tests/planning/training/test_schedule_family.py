@@ -29,7 +29,7 @@ def family_of(draft):
 
 
 def test_every_rung_has_a_schedule_and_those_that_are_drawn_are_searched():
-    draft = by_tokens()
+    draft = by_tokens(fusion__search_seconds=2.0)
     schedules, source = family_of(draft)
     rungs = draft.batch.cut.rungs
     assert tuple(sorted(schedules)) == rungs and len(rungs) > 3

@@ -24,6 +24,8 @@ TRUE = replace(  # the machine that the stand-in figures are of
     node_link_bandwidth=3.3e11,
     host_bandwidth=5.1e10,
     launch_seconds=140e-6,
+    backward_launch_seconds=230e-6,
+    half_rate_tokens=290.0,
     decode_layer_seconds=21e-6,
     collective_seconds=7e-6,
     recorded_launch_seconds=45e-6,
@@ -46,6 +48,7 @@ def stand_ins(machine: HardwareSpec) -> list[Figure]:
         flops = forward_flops(replace(spec, layers=layer), [sequence] * count, 0)
         made.append(Figure(f"stage {tokens}", 0, ("training", "8b", layer, tokens, count), 1e10, 3 * flops))
     made.append(Figure("launches 500", 0, ("launches", layer)))
+    made.append(Figure("backward launches 500", 0, ("backward launches", layer)))
     made.append(Figure("weights to the device", 0, ("load", 1 << 30), 1 << 30, over="host"))
     for name, price, size in (
         ("all-reduce large", ("all_reduce", 8, 256 * mib), 448 * mib),
