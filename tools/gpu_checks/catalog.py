@@ -121,6 +121,7 @@ def _basics(kind: str) -> Iterator[Check]:
     yield _check(f"graphs_{kind}", "generation:check_graphs", 6, kind=kind, small=True)
     yield _check(f"training_{kind}", "training:check_training", 3, dtype=kind, small=True)
     yield _check(f"split_backward_{kind}", "training:check_split_backward", 3, dtype=kind, small=True)
+    yield _check(f"recomputed_{kind}", "training:check_recomputed", 4, dtype=kind, small=True)
 
 
 def _check(

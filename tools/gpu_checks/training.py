@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from gpu_checks.bench import DTYPES, Bench
@@ -13,7 +13,8 @@ from gpu_checks.result import TOLERANCE, relative, require
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.models.build import build_model, fill
+from rlhfuse.config.values import Recompute
+from rlhfuse.models.build import Activations, build_model, fill
 from rlhfuse.models.heads import LanguageOutput
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
@@ -27,12 +28,15 @@ LR = 1e-3
 class OneRank:
     """A whole model with its optimizer on one rank; needs a process group."""
 
-    def __init__(self, model: Path, where: Device, dtype: torch.dtype, engine: bool = False) -> None:
+    def __init__(
+        self, model: Path, where: Device, dtype: torch.dtype, engine: bool = False, recompute: Recompute = "none"
+    ) -> None:
         """`engine`: with Transformer Engine's layers."""
         self.spec = ModelSpec.from_config(model)
         grid = plain_grid(ParallelLayout(1, 1, 1))
         self.groups = GroupMaker(60.0).for_model("check", grid, 0)
         kind: dict[str, Any] = {"scalar_head": False, "dtype": dtype, "transformer_engine": engine}
+        kind["activations"] = Activations(recompute=recompute)
         self.model = build_model(self.spec, grid, self.groups, 0, device=where, **kind)
         fill(self.model, load_weights(model, self.spec))
         self.optimizer = ModelOptimizer({0: self.model}, OptimizerConfig(lr=LR), self.groups, where)
@@ -61,9 +65,11 @@ class OneRank:
         return {name: parameter.main_grad.float().cpu().clone() for name, parameter in named}
 
 
-def train_once(model: Path, where: Device, dtype: torch.dtype, engine: bool = False) -> dict[str, Any]:
+def train_once(
+    model: Path, where: Device, dtype: torch.dtype, engine: bool = False, recompute: Recompute = "none"
+) -> dict[str, Any]:
     """Loss, gradient norm and gradients of one step."""
-    rank = OneRank(model, where, dtype, engine)
+    rank = OneRank(model, where, dtype, engine, recompute)
     loss, gradients = rank.forward_backward(), rank.gradients()
     rank.optimizer.finish_gradients()
     return {"loss": loss, "norm": rank.optimizer.step(LR).grad_norm, "gradients": gradients}
@@ -119,6 +125,19 @@ def check_split_backward(bench: Bench, dtype: str) -> dict:
     error = max(relative(found[True][name], wanted) for name, wanted in found[False].items())
     # four linear layers in each of the tiny model's four layers
     return require(error < TOLERANCE[DTYPES[dtype]] and put_off == 16, {"gradients": error, "put_off": put_off})
+
+
+def check_recomputed(bench: Bench, dtype: str) -> dict:
+    """What is run again in backwards has the same bits."""
+    model, modes = bench.tiny(), get_args(Recompute)
+    with bench.one_rank():
+        found = {how: train_once(model, bench.device, DTYPES[dtype], recompute=how)["gradients"] for how in modes}
+    wanted = found.pop("none")
+    different = {
+        how: sum(not torch.equal(gradient, wanted[name]) for name, gradient in gradients.items())
+        for how, gradients in found.items()
+    }
+    return require(not any(different.values()), {"different": different})
 
 
 def check_refused_step(bench: Bench) -> dict:

@@ -19,7 +19,7 @@ GOOD = (  # they compare, and what they find is good
     *(f"{name}_{kind}" for name in ("training_kernels", "accumulation", "training") for kind in KINDS),
     *(f"paged_attention_{kind}_{block_tokens}" for kind in KINDS for block_tokens in (16, 256)),
     *("fused_adam", "sampler_parity", "split_backward_bfloat16", "refused_step", "graphs_float32", "waits"),
-    *("move_float32_kv", "move_float32_tokens"),
+    *("move_float32_kv", "move_float32_tokens", "recomputed_bfloat16"),
 )
 TIMED = ("rates", "stage_500", "head_8192", "optimizer", "weights_to_and_fro", "sampler_speed", "attention_triton")
 
@@ -74,6 +74,11 @@ FAULTS = {  # check: what is replaced, by what, and what the check says of it
         "rlhfuse.parallel.optimizer.ModelOptimizer.step",
         lambda step: lambda self, lr: step(self, 1.1 * lr),
         "weights",
+    ),
+    "recomputed_float32": (
+        "rlhfuse.models.layers.remade_input.RemadeInput._fill",
+        lambda fill: lambda self, x, made_of: fill(self, x, 1.1 * made_of),
+        '"selective": [1-9]',
     ),
     "sampler_parity": ("gpu_checks.sampling.device_draw", other_draw, '"other_tokens": 12'),
     "training_float32": ("gpu_checks.training.training_reference", other_gradient, "worst_gradient"),
