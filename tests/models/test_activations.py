@@ -166,6 +166,7 @@ def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, split: b
 
 def live_storages(node=None) -> dict[int, int]:
     """Address -> bytes of what tensors hold that Python knows, and the graph below `node`."""
+    gc.collect()  # what nobody holds any more, but in circles
     tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
     nodes, seen = [node] if node else [], set()
     while nodes:
