@@ -14,8 +14,12 @@ from rlhfuse.config.spec import HardwareSpec
 
 # Of a HardwareSpec, beside its seconds, what is worse where it is more.
 COSTS = (
-    *("half_rate_tokens", "step_waiting"),
-    *("process_bytes", "communicator_bytes", "channel_bytes", "host_process_bytes"),
+    "half_rate_tokens",
+    "step_waiting",
+    "process_bytes",
+    "communicator_bytes",
+    "channel_bytes",
+    "host_process_bytes",
 )
 
 

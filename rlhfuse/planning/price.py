@@ -126,10 +126,9 @@ def _reached_ticks(problem: FusionProblem) -> float:
 
 @lru_cache(maxsize=64)  # as for bounds: tables of layouts that differ beside training have one problem
 def _reached(problem: FusionProblem) -> float:
-    bound, work = float(planned_bound(problem)), problem.tasks * problem.nodes
-    return max(
-        bound, reached_by_rule(problem, max(1, min(DECODES, DECODED // work)), enough=(1 + NEAR) * bound).makespan
-    )
+    bound = float(planned_bound(problem))
+    tries = max(1, min(DECODES, DECODED // (problem.tasks * problem.nodes)))
+    return max(bound, reached_by_rule(problem, tries, enough=(1 + NEAR) * bound).makespan)
 
 
 def minibatch_seconds(draft: PlanDraft, schedule_seconds: Callable[[int], float]) -> float:
