@@ -20,10 +20,10 @@ from random_models import ModelRank, together
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.decisions.placement import Placement
-from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.inter.rank_place import RankPlace
+from rlhfuse.fusion.inter.request import Request
 from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.migration.kv_transfer import BUCKET_BYTES

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from rlhfuse.config.load import load_config
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.fusion.inter.generation import Request
+from rlhfuse.fusion.inter.request import Request
 from rlhfuse.parallel.device import allow_many_files, choose_device
 from rlhfuse.run.launch import run_job
 from rlhfuse.run.preflight import check_inputs
@@ -63,8 +63,8 @@ class JobRank:
         store = PrefixStore(f"job{self._jobs}", self._connect(serve=False))
         dist.init_process_group("gloo", store=store, rank=self._rank, world_size=RANKS)
 
-        def requests(trainer: Trainer, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
-            lengths = zip(plain(trainer, iteration, prompts), batches[iteration], strict=True)
+        def requests(trainer: Trainer, iteration: int, prompts: Sequence[Prompt], first: int) -> list[Request]:
+            lengths = zip(plain(trainer, iteration, prompts, first), batches[iteration], strict=True)
             return [replace(one, params=replace(one.params, max_tokens=tokens)) for one, tokens in lengths]
 
         with patch.object(Trainer, "_requests", requests):

@@ -70,7 +70,8 @@ class Policies:
         prompts = read_prompts(config, run_tokenizer(config, ModelSpec.from_config(self.folder(0))))
         chosen = PromptSampler(len(prompts), config.trainer.seed)
         copies = config.rollout.samples_per_prompt
-        indices = chosen.prompts_of(iteration, config.rollout.prompts_per_iteration)
+        count = config.rollout.prompts_per_iteration
+        indices = chosen.prompts_from(iteration * count, count)
         return [list(prompts[i].tokens) for i in indices for _ in range(copies)]
 
 

@@ -53,7 +53,7 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
     params = sampling_params(config)
     if not params.ignore_eos:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
-    drawn = PromptSampler(len(data), config.trainer.seed).prompts_of(0, prompts)
+    drawn = PromptSampler(len(data), config.trainer.seed).prompts_from(0, prompts)
     engine.generate([data[drawn[0]].tokens], SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True))
     positions = {sample_id(0, position, 0): position for position in range(prompts)}
     for sample, index in zip(positions, drawn):

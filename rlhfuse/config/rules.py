@@ -42,6 +42,10 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
     if algorithm.groups and copies < 2:
         why = f"algorithm.name={algorithm.name} compares the samples of a prompt with each other"
         yield f"{why}: rollout.samples_per_prompt={copies} must be at least 2"
+    if algorithm.filter_groups.enable and not algorithm.groups:
+        yield f"algorithm.filter_groups.enable=true: algorithm.name={algorithm.name} has no groups; use grpo or rloo"
+    if algorithm.filter_groups.enable and algorithm.filter_groups.max_num_gen_batches < 2:
+        yield "algorithm.filter_groups.max_num_gen_batches=1 leaves no prompt to draw for others; use 2 or more"
     if algorithm.groups and algorithm.gamma != 1:
         why = f"algorithm.name={algorithm.name} gives every token of a sample the same advantage"
         yield f"{why}: algorithm.gamma={algorithm.gamma} must be 1"

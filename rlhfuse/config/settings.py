@@ -197,6 +197,25 @@ class EvalConfig(Settings):
     max_response_tokens: Count = key(0, "0 = rollout.max_response_tokens")
 
 
+class FilterGroupsConfig(Settings):
+    enable: Truth = key(
+        False, "train on prompts whose samples' scores differ, and draw others for the rest (dynamic sampling of DAPO)"
+    )
+    metric: Literal["score"] = key("score", "what must differ: the score of a sample, before it is scaled or shaped")
+    max_num_gen_batches: Positive = key(
+        10, "prompts that an iteration may try, as a multiple of rollout.prompts_per_iteration; 2 or more"
+    )
+    max_inflight_gen_batches: Positive = key(
+        2, "prompts under way whose scores are not known yet, at most, as the same multiple"
+    )
+    on_shortage: Literal["fill", "error"] = key(
+        "fill", "where all that may be tried are too few: fill with the first whose scores are equal, or end the run"
+    )
+    streaming: Truth = key(
+        True, "begin further prompts while others still decode, where reward.function alone scores; else in rounds"
+    )
+
+
 class AlgorithmConfig(Settings):
     name: Literal["ppo", "grpo", "rloo", "reinforce++"] = key(
         "ppo", "ppo (with a critic), grpo, rloo or reinforce++ (without)"
@@ -241,6 +260,7 @@ class AlgorithmConfig(Settings):
         0.0, "subtracted at max_response_tokens, growing over the overlong tokens before it"
     )
     overlong_tokens: Count = key(0, "the last so many tokens in which the overlong penalty grows")
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
 
     @property
     def has_critic(self) -> bool:

@@ -59,6 +59,7 @@ class RewardWorkers:
         self._tasks: dict[ProcessFuture, RewardCall | None] = {}  # under way, with its call if it has one of its own
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the tasks
         self._scores: dict[int, float] = {}
+        self._untold: dict[int, float] = {}  # of them, since `news`
         self._calls_done, self._call_seconds = 0, 0.0  # since `take_calls`
         assert self._pool.active  # to ask starts the processes, which import the function while prompts are prefilled
 
@@ -80,8 +81,14 @@ class RewardWorkers:
             self._collect(POLL_SECONDS)
             if seen != (seen := self._returned.value):
                 self._progress(f"inference: waiting for the reward function, {len(self._pending)} samples left here")
-        scores, self._scores = self._scores, {}
+        scores, self._scores, self._untold = self._scores, {}, {}
         return scores
+
+    def news(self) -> dict[int, float]:
+        """Sample id -> score of what has returned since the last time; returns at once. Raises RewardError."""
+        self._collect(0.0)
+        news, self._untold = self._untold, {}
+        return news
 
     def take_calls(self) -> tuple[int, int, float]:
         """Samples scored since the last time, how many a worker has under way at once, and the seconds of them all.
@@ -128,7 +135,7 @@ class RewardWorkers:
             self._fail(f"{self._about(call)} {_late(self._timeout)}")
         else:
             for sample, (score, seconds) in scores.items():
-                self._scores[sample] = score
+                self._scores[sample] = self._untold[sample] = score
                 self._calls_done, self._call_seconds = self._calls_done + 1, self._call_seconds + seconds
                 del self._pending[sample]
 

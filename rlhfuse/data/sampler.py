@@ -1,6 +1,6 @@
 """The prompts that an iteration draws, and the id of a sample, from which every random draw about it derives.
 
-Prompts are an endless stream of shuffled epochs, a pure function of (seed, iteration): nothing is saved to resume.
+Prompts are an endless stream of shuffled epochs, a pure function of (seed, place in the stream).
 
     bit 62 ........ 39 | 38 ........ 16 | 15 ..... 0
         iteration      | prompt         | copy
@@ -25,9 +25,8 @@ class PromptSampler:
     prompts: int
     seed: int
 
-    def prompts_of(self, iteration: int, count: int) -> list[int]:
-        """Indices of an iteration's prompts; `count` is the same in all. Each epoch has every prompt once."""
-        first = iteration * count
+    def prompts_from(self, first: int, count: int) -> list[int]:
+        """Indices of `count` prompts from place `first` of the stream on. Each epoch has every prompt once."""
         drawn: list[int] = []
         while len(drawn) < count:
             epoch, offset = divmod(first + len(drawn), self.prompts)

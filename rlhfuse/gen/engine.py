@@ -173,6 +173,11 @@ class Engine:
         """Those in the engine, also one that ended in a step not yet read."""
         return len(self._sequences)
 
+    @property
+    def sample_ids(self) -> tuple[int, ...]:
+        """Ids of `samples`."""
+        return tuple(self._sequences)
+
     def unfinished(self, instance: int = 0) -> list[UnfinishedSample]:
         """All unfinished samples of this engine, `instance` to others: running, oldest first, then waiting."""
         self._settle()

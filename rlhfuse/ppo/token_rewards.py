@@ -8,7 +8,7 @@ A sample cut at the length limit ends there too: no bootstrap. The KL is estimat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,10 +39,14 @@ def combine_rewards(batch: RolloutBatch, function_scores: Mapping[int, float], r
     """The batch with `scores` [N]: the reward model's and the function's (by sample id, may be empty), weighted."""
     scores = None if batch.scores is None else reward.model_weight * batch.scores
     if function_scores:
-        by_sample = torch.tensor([function_scores[sample] for sample in batch.sample_ids.tolist()], dtype=torch.float32)
-        weighted = reward.function_weight * by_sample
+        weighted = weighted_scores([function_scores[sample] for sample in batch.sample_ids.tolist()], reward)
         scores = weighted if scores is None else scores + weighted
     return batch.with_fields(scores=scores)
+
+
+def weighted_scores(function_scores: Sequence[float], reward: RewardConfig) -> Tensor:
+    """The function's part of scores: float32 [N]."""
+    return reward.function_weight * torch.tensor(function_scores, dtype=torch.float32)
 
 
 def overlong_share(lengths: Tensor, max_response_tokens: int, overlong_tokens: int) -> Tensor:

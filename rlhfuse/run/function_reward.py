@@ -54,6 +54,11 @@ class FunctionRewarder:
             raise self._failure
         self._take({rollout.sample_id: rollout.response_tokens for rollout in rollouts})
 
+    def news(self) -> dict[int, float]:
+        """As `RewardWorkers.news`."""
+        with self._lock:
+            return self._workers.news()
+
     def meet(self, meeting: Meeting) -> None:
         """From now on samples go to the instance that calls the function for them."""
         here, began = meeting.instance, {sample: i for i, part in enumerate(meeting.began) for sample in part}

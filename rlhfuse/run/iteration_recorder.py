@@ -50,6 +50,7 @@ class IterationResult:
     algorithm: AlgorithmConfig  # as in force
     minibatches: list[MinibatchResult]
     peak_bytes: Mapping[str, int]  # by phase
+    filtered: Mapping[str, Any]  # metrics of groups that were filtered
 
 
 class IterationRecord(NamedTuple):
@@ -129,7 +130,7 @@ class IterationRecorder:
         metrics["fusion/microbatches"] = fmean(rungs)
         metrics["fusion/makespan_predicted_seconds"] = sum(map(self._plan.schedule.seconds_of, rungs))
         metrics["fusion/makespan_measured_seconds"] = max(stats.program_seconds for stats in ranks)
-        return metrics | memory_metrics(ranks)
+        return metrics | memory_metrics(ranks) | dict(done.filtered)
 
     def _flops(self, batch: RolloutBatch) -> IterationFlops:
         config, specs, lengths = self._config, self._inputs.models.specs, lengths_of(batch)

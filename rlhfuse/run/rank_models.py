@@ -24,9 +24,9 @@ from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.sampler import sample_id
 from rlhfuse.decisions.layout_rules import least_vocab
 from rlhfuse.decisions.placement import Placement
-from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import FrozenModel
 from rlhfuse.fusion.inter.rank_place import RankPlace
+from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.training_step import TrainedModel
 from rlhfuse.gen.core.sequence import SamplingParams
@@ -214,11 +214,13 @@ def sampling_params(config: RunConfig) -> SamplingParams:
     )
 
 
-def requests_of(iteration: int, prompts: Sequence[Prompt], copies: int, params: SamplingParams) -> list[Request]:
-    """So many samples of each prompt, which lie at their places in the draw of the iteration."""
+def requests_of(
+    iteration: int, prompts: Sequence[Prompt], copies: int, params: SamplingParams, first: int = 0
+) -> list[Request]:
+    """So many samples of each prompt, which lie at their places in the draw of the iteration, from `first` on."""
     return [
         Request(sample_id(iteration, place, copy), tuple(prompt.tokens), params)
-        for place, prompt in enumerate(prompts)
+        for place, prompt in enumerate(prompts, first)
         for copy in range(copies)
     ]
 

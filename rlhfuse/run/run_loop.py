@@ -202,7 +202,7 @@ class RunLoop:
         """What a checkpoint says of where the run is, beside the position of its `logs`."""
         return {
             **logs,
-            "prompts_drawn": done * self.config.rollout.prompts_per_iteration,
+            "prompts_drawn": self.trainer.sampler.drawn,
             "learning_rate": {role: self.trainer.learning_rate(role, done - 1) or 0.0 for role in self.models.trained},
             "best": asdict(self.best) if self.best else None,
         }
@@ -216,7 +216,7 @@ class RunLoop:
             return 0
         self._load(resume)
         state, moved = resume.manifest.state, self.inputs.facts.layout_diff(resume.manifest.facts)
-        self.trainer.carry_on(state.algorithm)
+        self.trainer.carry_on(state.algorithm, state.position["prompts_drawn"])
         self.trainer.threshold.restore(dict(state.threshold), str(resume.folder), lengths_alone=bool(moved))
         self.best = self._best_of(state)
         return resume.iteration

@@ -18,11 +18,11 @@ from rlhfuse.base.clock import wall_seconds
 from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.sampler import PromptSampler, prompt_groups
+from rlhfuse.data.sampler import prompt_groups
 from rlhfuse.decisions.balance import split_minibatches
-from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
+from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.intra.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine
 from rlhfuse.parallel.device import Device
@@ -36,6 +36,7 @@ from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import add_token_rewards, combine_rewards, sample_kl
 from rlhfuse.run.evaluation import Evaluation, Evaluator
 from rlhfuse.run.function_reward import FunctionRewarder
+from rlhfuse.run.group_sampler import GroupSampler
 from rlhfuse.run.iteration_recorder import IterationRecord, IterationRecorder, IterationResult
 from rlhfuse.run.peak_rate import peak_flops
 from rlhfuse.run.preflight import RunInputs
@@ -83,7 +84,6 @@ class Trainer:
         )
         self.threshold = ThresholdController(config, plan, device)
         self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
-        self.sampler = PromptSampler(len(inputs.prompts), config.trainer.seed)
         self.rewarder = self._start_rewarder()
         self.kl = KLController(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
         self.scores = RunningMoments()
@@ -100,6 +100,7 @@ class Trainer:
             early_models=plan.report.generation.limits.early_models,
             generation_done=self._release_generation,
         )
+        self.sampler = GroupSampler(inputs, self.inter_stage, self.rewarder, self._requests, self._prepare_round)
         self.evaluator = Evaluator(inputs, self.inter_stage, self.models, self.rewarder)
 
     def _build_engine(self) -> Engine:
@@ -134,11 +135,7 @@ class Trainer:
         with timer.phase("reshard"):
             self._reshard()
         threshold = self.threshold.threshold
-        prompts = self._draw(iteration)
-        if self.rewarder:
-            self.rewarder.begin(prompts, self.config.rollout.samples_per_prompt)
-        requests = self._requests(iteration, prompts)
-        report = self.inter_stage.run(iteration, requests, threshold, self.threshold.limits)
+        report, filtered = self.sampler.run(iteration, threshold, self.threshold.limits)
         timer.spans += report.spans
         self.engine.learn((rollout.prompt_tokens, rollout.response_tokens) for rollout in report.rollouts)
         if news := self.engine.news():
@@ -157,7 +154,9 @@ class Trainer:
         if batch.ref_logprobs is not None and iteration >= self.config.held_iterations:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
         peaks = {"base": self.memory.base_bytes, **self.memory.take()}
-        return self.recorder.finish(IterationResult(timer, threshold, report, batch, algorithm, minibatches, peaks))
+        return self.recorder.finish(
+            IterationResult(timer, threshold, report, batch, algorithm, minibatches, peaks, filtered)
+        )
 
     def evaluate(self, iteration: int) -> Evaluation:
         """Held-out prompts, by the actor as it is after `iteration`; -1: before the first. A collective."""
@@ -171,14 +170,11 @@ class Trainer:
         self.recorder.skip(seconds)
         return replace(evaluation, metrics=evaluation.metrics | {"timing_s/eval": seconds})
 
-    def _draw(self, iteration: int) -> list[Prompt]:
-        """The prompts of an iteration, in the order of their places."""
-        drawn = self.sampler.prompts_of(iteration, self.config.rollout.prompts_per_iteration)
-        return [self.inputs.prompts[index] for index in drawn]
-
-    def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
-        """The whole batch's samples, the same on every rank."""
-        return requests_of(iteration, prompts, self.config.rollout.samples_per_prompt, sampling_params(self.config))
+    def _requests(self, iteration: int, prompts: Sequence[Prompt], first: int) -> list[Request]:
+        """Samples of prompts at the places from `first` on, the same on every rank."""
+        return requests_of(
+            iteration, prompts, self.config.rollout.samples_per_prompt, sampling_params(self.config), first
+        )
 
     def _effective_config(self, batch: RolloutBatch) -> AlgorithmConfig:
         """The algorithm's settings of this iteration: the KL's weight and the scale of scores follow the run."""
@@ -190,14 +186,23 @@ class Trainer:
 
     def carried(self) -> dict[str, Any]:
         """What the algorithm carries on from iteration to iteration, as JSON values."""
-        return {"kl_coef": self.kl.coef, "scores": asdict(self.scores)}
+        return {"kl_coef": self.kl.coef, "scores": asdict(self.scores), "accepted_share": self.sampler.share}
 
-    def carry_on(self, carried: Mapping[str, Any]) -> None:
-        """Inverse of `carried`, as far as the settings let it move."""
+    def carry_on(self, carried: Mapping[str, Any], prompts_drawn: int) -> None:
+        """Inverse of `carried`, as far as the settings let it move, by a run that has drawn so many prompts."""
+        self.sampler.drawn, self.sampler.share = prompts_drawn, carried.get("accepted_share", 1.0)
         if self.kl.target:
             self.kl = replace(self.kl, coef=carried["kl_coef"])
         if self.config.algorithm.scale_scores:
             self.scores = RunningMoments(**carried["scores"])
+
+    def _prepare_round(self) -> None:
+        """The engine again ready in an iteration."""
+        if self.plan.report.memory.keeps_generation:
+            self.memory.switch("generation")
+            self.engine.resume()
+        else:
+            self._reshard(for_training=False)
 
     def _reshard(self, for_training: bool = True) -> None:
         """Actor into the generation layout; for training a critic into the inference layout and on to host memory."""

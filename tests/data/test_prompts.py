@@ -185,10 +185,10 @@ def test_real_files_load():
 def test_draws_are_shuffled_epochs(prompts, count, seed):
     """The iterations laid end to end are whole permutations; an iteration needs none before it."""
     sampler = PromptSampler(prompts, seed)
-    drawn = [PromptSampler(prompts, seed).prompts_of(iteration, count) for iteration in reversed(range(6))]
+    drawn = [PromptSampler(prompts, seed).prompts_from(iteration * count, count) for iteration in reversed(range(6))]
     stream = list(itertools.chain(*reversed(drawn)))
     assert all(len(one) == count for one in drawn)
-    assert stream == sampler.prompts_of(0, 6 * count)
+    assert stream == sampler.prompts_from(0, 6 * count)
     for start in range(0, len(stream) - prompts + 1, prompts):
         assert sorted(stream[start : start + prompts]) == list(range(prompts))
     assert max(Counter(stream).values()) - min(Counter(stream).values(), default=0) <= 1 or len(stream) < prompts
@@ -196,7 +196,7 @@ def test_draws_are_shuffled_epochs(prompts, count, seed):
 
 def test_epochs_and_seeds_differ():
     sampler = PromptSampler(50, 1)
-    orders = [sampler.prompts_of(0, 50), sampler.prompts_of(1, 50), PromptSampler(50, 2).prompts_of(0, 50)]
+    orders = [sampler.prompts_from(0, 50), sampler.prompts_from(50, 50), PromptSampler(50, 2).prompts_from(0, 50)]
     assert all(a != b for a, b in itertools.combinations(orders, 2)) and orders[0] != list(range(50))
 
 

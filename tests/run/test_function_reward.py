@@ -71,7 +71,7 @@ def test_sampled_ids_are_never_tokenised_again(made):
     text = tokenizer.decode(SAMPLED, skip_special_tokens=True)
     assert text == "w5 w5" and tuple(tokenizer(text)["input_ids"]) != SAMPLED
     for iteration in (0, 1):
-        drawn = PromptSampler(5, seed=1).prompts_of(iteration, 3)
+        drawn = PromptSampler(5, seed=1).prompts_from(3 * iteration, 3)
         rewarder.begin([rows[index] for index in drawn], 2)
         samples = {sample_id(iteration, place, copy): drawn[place] for place in range(3) for copy in range(2)}
         rewarder.submit([rollout(one) for one in reversed(samples)])

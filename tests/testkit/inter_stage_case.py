@@ -19,7 +19,7 @@ from rlhfuse.base.errors import RewardError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.migration import FusionLimits, SampleMoveCost
-from rlhfuse.fusion.inter.generation import Request
+from rlhfuse.fusion.inter.request import Request
 from rlhfuse.gen.core.sequence import SamplingParams
 from testkit.programs import eventually
 from testkit.tiny import write_checkpoint

@@ -29,7 +29,10 @@ def rehearsal_draft(config: RunConfig, world_size: int) -> PlanDraft:
         raise InputError("trainer.device=cpu: a run on CPUs needs no rehearsal; set trainer.device=cuda")
     if config.data.max_prompt_tokens == AUTO:
         raise InputError("data.max_prompt_tokens=auto is known from the prompts; give a number to rehearse with")
-    config = config.with_(trainer={"device": "cuda", "transformer_impl": "local"})  # others' kernels need a device
+    config = config.with_(
+        algorithm={"filter_groups": {"enable": False}},  # nothing scores
+        trainer={"device": "cuda", "transformer_impl": "local"},  # others' kernels need a device
+    )
     specs = read_specs(config)
     return draft_plan(settle(config, Facts(specs, world_size)))
 

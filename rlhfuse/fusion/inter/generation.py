@@ -8,31 +8,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from rlhfuse.base.clock import wall_seconds
+from rlhfuse.data.sampler import sample_origin
+from rlhfuse.fusion.inter.group_stream import GroupStream, LiveGroups
 from rlhfuse.fusion.inter.inference import Rewarder
-from rlhfuse.fusion.inter.iteration_store import StoreReporter
+from rlhfuse.fusion.inter.iteration_store import IterationStore, StoreReporter
 from rlhfuse.fusion.inter.report import RankEvents
+from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, TensorParallelGroup
-from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams
+from rlhfuse.gen.core.sequence import GenerationResult
 from rlhfuse.gen.engine import Engine
 from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.ppo.rollout import Rollout
 
 IDLE_SECONDS = 0.002  # sleep of an instance that has nothing left to decode before the trigger
 GO_ON, STOP = 0, 1
-
-
-@dataclass(frozen=True)
-class Request:
-    """One sample to generate."""
-
-    sample_id: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
+NO_PLACE = -1
 
 
 @dataclass(eq=False)
@@ -47,12 +42,29 @@ class Generation:
     total: int  # samples of the whole batch
     progress: Callable[[str], None]
     load_scorers: Callable[[], None]  # called where weights may come in beneath what is left to decode, again and again
+    store: IterationStore
+    rows: int  # decode rows of an instance that cost the others nothing
+    stream: GroupStream | None = None
+    began: list[int] = field(default_factory=list)  # ids of the samples that this instance has begun
     _begin: float = 0.0
     _in_engine: float = 0.0  # seconds of the running step
+    _stopping: bool = False  # the leader has decided to stop: what it decides from then on is never heard
+
+    def __post_init__(self) -> None:
+        self._live = None  # of a leader, which decides for its instance which groups begin
+        if self.stream and self.reporter and self.rewarder:
+            self._live = LiveGroups(self.stream, self.reporter, self.rewarder)
+        self._end = self.stream.selection.end if self.stream else 0  # of the places that are needed
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Begin them here."""
+        for request in requests:
+            self.engine.add(request.sample_id, request.prompt, request.params)
+            self.began.append(request.sample_id)
 
     def decode_until(self, threshold: int) -> list[Rollout]:
         """Decode until at most `threshold` samples of the whole batch remain; returns those that ended here."""
-        decision, samples, steps = DelayedBroadcast(self.group, GO_ON), [], 0
+        decision, samples, steps = DelayedBroadcast(self.group, GO_ON, NO_PLACE, self._end), [], 0
         start = busy_until = self._begin = wall_seconds()
         while True:
             step_start, decoded = time.perf_counter(), self.engine.has_unfinished()
@@ -128,19 +140,48 @@ class Generation:
         self.events.agreement_seconds += time.perf_counter() - start
 
     def _trigger_reached(self, threshold: int, decision: DelayedBroadcast, steps: int, decoded: bool) -> bool:
-        """Whether this step boundary is the one to stop at; the same on all tensor ranks."""
+        """Whether this step boundary is the one to stop at; groups begin here and are dropped; alike on all tensor
+        ranks."""
         start = time.perf_counter()
-        decided, known = GO_ON, ""
+        decided, known = (GO_ON, NO_PLACE, self._end), ""
         if self.reporter:
             finished = self.reporter.finished
             known = f", {finished} of {self.total} samples finished"
-            decided = STOP if self.total - finished <= threshold else GO_ON
+            decided = self._decide(threshold, finished)
         doing = f"generation: step {steps}{known}"
         self.progress(doing if decoded else Waiting(f"generation: nothing left to decode here{known}"))
-        decided = decision.pass_on(decided)
+        stop, place, end = decision.pass_on(*decided)
+        if self.stream:
+            self._follow(self.stream, place, end)
         if self.engine.has_unfinished():  # who has nothing to decode loses nothing by waiting
             self.events.agreement_seconds += time.perf_counter() - start
-        return decided == STOP
+        return stop == STOP
+
+    def _decide(self, threshold: int, finished: int) -> tuple[int, int, int]:
+        """The leader's decision: to go on or not, which group to begin, the first place that is not needed."""
+        if not self._live:
+            return (STOP if self.total - finished <= threshold else GO_ON), NO_PLACE, self._end
+        live = self._live
+        live.update()
+        stops = live.remaining(self.total) <= threshold and (threshold > 0 or live.selection.done)
+        self._stopping = self._stopping or stops
+        rows = self.engine.samples
+        assert self.stream is not None, "it is followed"
+        place = None
+        if not self._stopping and (not rows or rows + self.stream.copies <= self.rows):
+            place = live.next_place(self.store.begin_places)
+        return STOP if stops else GO_ON, NO_PLACE if place is None else place, live.selection.end
+
+    def _follow(self, stream: GroupStream, place: int, end: int) -> None:
+        """Begin the group of a place, and drop all from `end` on."""
+        if place != NO_PLACE:
+            self.add(stream.requests(place))
+        if end < self._end:
+            self._end = end
+            dropped = [sample for sample in self.engine.sample_ids if sample_origin(sample)[1] >= end]
+            for sample in dropped:
+                self.engine.abort(sample)
+            self._report_finished(len(dropped))
 
 
 def as_rollout(result: GenerationResult) -> Rollout:

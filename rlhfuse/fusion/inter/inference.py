@@ -48,6 +48,10 @@ class Rewarder(Protocol):
     def submit(self, rollouts: Sequence[Rollout]) -> None:
         """Take finished samples; returns at once."""
 
+    def news(self) -> dict[int, float]:
+        """Sample id -> score, of what was scored here since the last time it was asked; returns at once."""
+        ...
+
     def meet(self, meeting: Meeting) -> None:
         """What is unfinished now is submitted on any instance. Called once an iteration, before `finish`."""
 

@@ -17,14 +17,17 @@ import torch.distributed as dist
 
 from rlhfuse.base.clock import wall_seconds
 from rlhfuse.base.errors import RewardError
+from rlhfuse.data.sampler import sample_origin
 from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, check_threshold, plan_at_threshold
 from rlhfuse.decisions.packing import split_samples
-from rlhfuse.fusion.inter.generation import Generation, Request
+from rlhfuse.fusion.inter.generation import Generation
+from rlhfuse.fusion.inter.group_stream import GroupStream, complete_groups
 from rlhfuse.fusion.inter.inference import Meeting, Rewarder, Scorer
 from rlhfuse.fusion.inter.iteration_store import IterationStore, StoreReporter
 from rlhfuse.fusion.inter.migration import MigrationBarrier, execute_migration, gather_states
 from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.inter.report import GenInferReport, RankEvents, summarize
+from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.inter.scoring_queue import ScoringQueue
 from rlhfuse.gen.engine import Engine
 from rlhfuse.monitor.heartbeat import Waiting
@@ -49,16 +52,22 @@ class InterStage:
     generation_done: Callable[[], None] = lambda: None
 
     def run(
-        self, iteration: int | str, requests: Sequence[Request], threshold: int, limits: FusionLimits
+        self,
+        iteration: int | str,
+        requests: Sequence[Request],
+        threshold: int,
+        limits: FusionLimits,
+        stream: GroupStream | None = None,
     ) -> GenInferReport:
         """Generate and score `requests`, the whole batch, the same on every rank; `iteration` is a name no other has.
 
         `threshold` (R_t): how many samples remain when instances are freed; 0 is serial, and so is a single instance.
+        `stream`: groups that may begin up to then; the report has those that are whole.
         The engine must hold the actor's weights and a KV cache, which it drops or keeps; the scorer's stay offloaded.
         Raises InputError at once for a threshold beyond the batch, RewardError for a sample that was given no score.
         """
         check_threshold(threshold, len(requests))
-        return GenInferIteration(self, iteration, requests, threshold, limits).run()
+        return GenInferIteration(self, iteration, requests, threshold, limits, stream).run()
 
 
 class GenInferIteration:
@@ -79,29 +88,31 @@ class GenInferIteration:
         requests: Sequence[Request],
         threshold: int,
         limits: FusionLimits,
+        stream: GroupStream | None,
     ) -> None:
         self._stage, self._place, self._engine = stage, stage.place, stage.engine
-        self._requests, self._threshold, self._limits = requests, threshold, limits
+        self._requests, self._threshold, self._limits, self._stream = requests, threshold, limits, stream
         self._store = IterationStore(stage.store, iteration, stage.timeout_seconds)
         self._decoders = stage.place.decoders
         self._instance, self._instances = stage.place.instance, len(stage.place.placement.instances)
         self._events = RankEvents(stage.place.rank, self._decoders.is_leader)
         self._finished: list[Rollout] = []  # at the barrier, of the whole batch
-        self._tail_samples = 0  # unfinished then: they will be published
+        self._tail: list[int] = []  # ids of those unfinished then: they will be published
+        self._begun = 0  # samples of all instances
         self._begin = 0.0
 
     def run(self) -> GenInferReport:
         self._begin = wall_seconds()
         try:
             with ExitStack() as stack:
-                reporter = stack.enter_context(StoreReporter(self._store)) if self._decoders.is_leader else None
+                reporter = None
+                if self._decoders.is_leader:
+                    reporter = stack.enter_context(StoreReporter(self._store, scores=self._stream is not None))
                 self._generate(reporter)
             scored = self._infer()
         finally:
             self._stage.scorer.release()  # where something failed
         report = self._gather(scored)
-        if [rollout.sample_id for rollout in report.rollouts] != sorted(r.sample_id for r in self._requests):
-            raise RuntimeError(f"{len(self._requests)} samples were to be scored, {len(report.rollouts)} came back")
         report.total_seconds = wall_seconds() - self._begin
         if self._place.rank == 0:
             self._store.clear(self._instances)
@@ -120,19 +131,21 @@ class GenInferIteration:
             total,
             self._stage.progress,
             lambda: self._stage.scorer.begin_load(self._stage.early_models),
+            self._store,
+            self._limits.bs_max,
+            self._stream,
         )
-        for request in (self._requests[i] for i in split_samples(total, instances)[self._instance]):
-            self._engine.add(request.sample_id, request.prompt, request.params)
+        unit = self._stream.copies if self._stream else 1  # a group is scored where it began
+        for i in split_samples(total // unit, instances)[self._instance]:
+            generation.add(self._requests[i * unit : (i + 1) * unit])
         finished = generation.decode_until(self._threshold if instances > 1 else 0)
         stopped = wall_seconds()
         self._stage.progress(Waiting("inter-stage: barrier of all instances"))
-        self._finished, barrier = gather_states(self._place, self._engine, finished)
+        self._finished, barrier = gather_states(self._place, self._engine, finished, generation.began)
         self._events.span("meet", stopped, wall_seconds())
-        self._tail_samples = len(barrier.states)
+        self._tail, self._begun = [state.sample_id for state in barrier.states], sum(map(len, barrier.began))
         if self._stage.rewarder and self._decoders.is_leader:
-            began = [[self._requests[i].sample_id for i in part] for part in split_samples(total, instances)]
-            unfinished = [state.sample_id for state in barrier.states]
-            meeting = Meeting(self._instance, began, self._finished, unfinished, self._store)
+            meeting = Meeting(self._instance, barrier.began, self._finished, self._tail, self._store)
             self._stage.rewarder.meet(meeting)
         plan = plan_at_threshold(self._threshold, barrier.states, barrier.free_blocks, self._limits)
         if plan:
@@ -169,11 +182,11 @@ class GenInferIteration:
             self._events,
             self._stage.progress,
         )
-        if not self._tail_samples:
+        if not self._tail:
             return queue.score_share(self._finished)
         if self._events.plan and self._instance in self._events.plan.freed:
             queue.register()
-        return queue.pull(self._finished, self._tail_samples, len(self._requests))
+        return queue.pull(self._finished, len(self._tail), len(self._finished) + len(self._tail))
 
     def _gather(self, scored: list[Rollout]) -> GenInferReport:
         """Every rank gets every scored sample, the scores alone where it has the rest, and sums of what happened."""
@@ -197,7 +210,14 @@ class GenInferIteration:
             for _, part in everyone
             for one in part
         ]
-        report.rollouts = sorted(rollouts, key=lambda r: r.sample_id)
+        rollouts.sort(key=lambda rollout: rollout.sample_id)
+        ended = sorted([*known, *self._tail])
+        if [rollout.sample_id for rollout in rollouts] != ended or (not self._stream and self._begun != len(ended)):
+            raise RuntimeError(f"{self._begun} samples were to be scored, {len(rollouts)} came back")
+        if self._stream:  # a group of which some were dropped is none
+            whole = complete_groups(ended, self._stream.copies)
+            rollouts = [rollout for rollout in rollouts if sample_origin(rollout.sample_id)[1] in whole]
+        report.rollouts, report.begun, report.aborted = rollouts, self._begun, self._begun - len(ended)
         given = report.function_scores
         if rewarder and (missing := [r.sample_id for r in report.rollouts if r.sample_id not in given]):
             raise RewardError(f"sample {missing[0]}: the reward function gave it no score")

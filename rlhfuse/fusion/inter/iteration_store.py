@@ -14,6 +14,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.001, 0.02
 POLL_SECONDS = 0.005
+SCORES = "scores"
 
 
 class IterationStore:
@@ -25,6 +26,7 @@ class IterationStore:
     taken         published samples that have been taken to be scored, and by whom last
     scoring       workers that load or score; waiting: workers for which there is no work yet
     mail/I        letters to the leader of instance I about samples that began there; mail/I/J is the J-th of them
+    mail/scores   letters to all leaders about groups that are filtered; places: groups begun beside the first ones
     """
 
     def __init__(self, store: Store, iteration: int | str, timeout_seconds: float) -> None:
@@ -89,12 +91,16 @@ class IterationStore:
         """So many workers more, or fewer, that wait for work; returns how many do."""
         return self._add("waiting", change)
 
-    def send(self, instance: int, text: str) -> None:
-        """Leave a letter to the leader of `instance`."""
+    def begin_places(self, count: int) -> int:
+        """Begin so many groups more; returns how many were begun beside the first ones."""
+        return self._add("places", count)
+
+    def send(self, instance: int | str, text: str) -> None:
+        """Leave a letter to the leader of `instance`, or in another box."""
         index = self._add(f"mail/{instance}", 1) - 1
         self._store.set(f"{self._prefix}mail/{instance}/{index}", text)
 
-    def letters(self, instance: int, seen: int = 0) -> list[str]:
+    def letters(self, instance: int | str, seen: int = 0) -> list[str]:
         """Letters to `instance` after the first `seen`; waits for one that is announced and not there yet."""
         indices = range(seen, self._add(f"mail/{instance}", 0))
         return [self._store.get(f"{self._prefix}mail/{instance}/{i}").decode() for i in indices]
@@ -102,9 +108,9 @@ class IterationStore:
     def clear(self, instances: int = 0) -> None:
         """Drop the iteration's keys, the letters to so many instances too; one rank calls it after everyone is done."""
         samples = [f"sample/{i}" for i in range(self.published())]
-        for mail in (f"mail/{instance}" for instance in range(instances)):
+        for mail in (f"mail/{box}" for box in (*range(instances), SCORES)):
             samples += [mail, *(f"{mail}/{i}" for i in range(self._add(mail, 0)))]
-        for key in ("finished", "published", "tickets", "taken", "scoring", "waiting", *samples):
+        for key in ("finished", "published", "tickets", "taken", "scoring", "waiting", "places", *samples):
             self._store.delete_key(self._prefix + key)
 
     def _add(self, key: str, amount: int) -> int:
@@ -125,11 +131,14 @@ class StoreReporter:
     everything is reported. Raises what the store raised.
     """
 
-    def __init__(self, store: IterationStore) -> None:
+    def __init__(self, store: IterationStore, scores: bool = False) -> None:
+        """`scores`: letters of all leaders about scores are passed on as well."""
         self._store = store.reconnect()
         self._changed = threading.Condition()
         self._count = 0
         self._samples: list[bytes] = []
+        self._passes_scores, self._to_send, self._letters = scores, [], []
+        self._seen = self._places = 0  # letters, and groups
         self._closing = False
         self._failure: BaseException | None = None
         self._finished = 0
@@ -140,6 +149,23 @@ class StoreReporter:
         """Samples of the whole batch that were finished when the store was last asked."""
         self._check()
         return self._finished
+
+    @property
+    def places(self) -> int:
+        """Groups begun beside the first ones; no fewer than when `finished` was read."""
+        return self._places
+
+    def send_scores(self, text: str) -> None:
+        """Leave a letter for all leaders; returns at once."""
+        with self._changed:
+            self._to_send.append(text)
+            self._changed.notify()
+
+    def take_scores(self) -> list[str]:
+        """Letters of all leaders since the last time, in one order for all."""
+        with self._changed:
+            taken, self._letters = self._letters, []
+        return taken
 
     def report(self, count: int, samples: Sequence[bytes] = ()) -> None:
         """`count` more samples are finished; `samples` are to be published. Returns at once."""
@@ -163,19 +189,28 @@ class StoreReporter:
 
     def _run(self) -> None:
         try:
-            while not (self._closing and not self._count):
+            while not (self._closing and not self._count and not self._to_send):
                 self._exchange()
         except BaseException as failure:  # raised by the thread that asks
             self._failure = failure
 
     def _exchange(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._count or self._closing, POLL_SECONDS)
-            count, samples = self._count, self._samples
-            self._count, self._samples = 0, []
+            self._changed.wait_for(lambda: self._count or self._to_send or self._closing, POLL_SECONDS)
+            count, samples, letters = self._count, self._samples, self._to_send
+            self._count, self._samples, self._to_send = 0, [], []
         if samples:
             self._store.publish(samples)
-        self._finished = self._store.add_finished(count)  # last: who reads that all are finished finds all published
+        for text in letters:
+            self._store.send(SCORES, text)
+        finished = self._store.add_finished(count)  # last: who reads that all are finished finds all published
+        if self._passes_scores:
+            news = self._store.letters(SCORES, self._seen)
+            self._seen += len(news)
+            self._places = self._store.begin_places(0)
+            with self._changed:
+                self._letters += news
+        self._finished = finished
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -17,10 +17,11 @@ from rlhfuse.ppo.rollout import Rollout
 
 @dataclass(frozen=True)
 class MigrationBarrier:
-    """The unfinished samples of all instances, and the free KV blocks of each."""
+    """The unfinished samples of all instances, the free KV blocks of each, and the ids of all that it began."""
 
     states: tuple[UnfinishedSample, ...]
     free_blocks: tuple[int, ...]
+    began: tuple[tuple[int, ...], ...] = ()
 
     def bytes_needed(self, plan: MigrationPlan, block_tokens: int, block_bytes: int) -> int:
         """Bytes of the KV blocks that the plan moves, a block that samples share once for a pair of instances."""
@@ -35,15 +36,17 @@ class MigrationBarrier:
 
 
 def gather_states(
-    place: RankPlace, engine: Engine, finished: Sequence[Rollout]
+    place: RankPlace, engine: Engine, finished: Sequence[Rollout], began: Sequence[int]
 ) -> tuple[list[Rollout], MigrationBarrier]:
     """The barrier, a collective: all finished samples by id, and what is unfinished; the same on every rank."""
     states = engine.unfinished(place.instance)
-    everyone = all_gather_objects((states, engine.free_blocks, finished) if place.decoders.is_leader else ([], 0, []))
+    own = (states, engine.free_blocks, finished, tuple(began)) if place.decoders.is_leader else ([], 0, [], ())
+    everyone = all_gather_objects(own)
     leaders = [everyone[ranks[0]] for ranks in place.placement.instances]
-    samples = sorted((rollout for _, _, part in leaders for rollout in part), key=lambda r: r.sample_id)
-    unfinished = tuple(state for part, _, _ in leaders for state in part)
-    return samples, MigrationBarrier(unfinished, tuple(free_blocks for _, free_blocks, _ in leaders))
+    samples = sorted((rollout for _, _, part, _ in leaders for rollout in part), key=lambda r: r.sample_id)
+    unfinished = tuple(state for part, *_ in leaders for state in part)
+    _, free_blocks, _, begun = zip(*leaders)
+    return samples, MigrationBarrier(unfinished, free_blocks, begun)
 
 
 def execute_migration(plan: MigrationPlan, place: RankPlace, engine: Engine, bucket_bytes: int) -> list[PairMigration]:

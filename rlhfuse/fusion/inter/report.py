@@ -6,7 +6,7 @@ At the end the ranks exchange their `RankEvents`, and every rank makes the same 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.monitor.trace import Span
@@ -20,6 +20,8 @@ class GenInferReport:
     """All samples, scored and sorted, and what happened; equal on every rank but for `spans` and `total_seconds`."""
 
     rollouts: list[Rollout] = field(default_factory=list)
+    begun: int = 0  # samples, and of them those that were dropped as their groups were not needed
+    aborted: int = 0
     plan: MigrationPlan | None = None  # None: serial
     migrated_samples: int = 0
     migrated_bytes: int = 0
@@ -34,6 +36,22 @@ class GenInferReport:
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> the Rewarder's score
     observations: dict[str, list[list]] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+
+
+def joined(rounds: Sequence[GenInferReport]) -> GenInferReport:
+    """One report of several rounds, one after the other; the plan is that of the first that has one."""
+    first, *others = rounds
+    if not others:
+        return first
+    made = GenInferReport(plan=next((report.plan for report in rounds if report.plan), None))
+    for name in (each.name for each in fields(made) if each.name not in ("plan", "observations", "function_scores")):
+        values = [getattr(report, name) for report in rounds]
+        setattr(made, name, sum(values, []) if isinstance(values[0], list) else sum(values))
+    made.rollouts.sort(key=lambda rollout: rollout.sample_id)
+    made.function_scores = {sample: score for report in rounds for sample, score in report.function_scores.items()}
+    kinds = first.observations
+    made.observations = {kind: [row for report in rounds for row in report.observations[kind]] for kind in kinds}
+    return made
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ class TensorParallelGroup:
         dist.broadcast(tensor, src=self._ranks[0], group=self._group)
         return tuple(tensor.tolist())
 
-    def start_broadcast(self, value: int) -> tuple[dist.Work, torch.Tensor]:
-        """The leader's value on its way to all ranks; the tensor holds it once the work is done."""
-        tensor = torch.tensor([value])
+    def start_broadcast(self, *values: int) -> tuple[dist.Work, torch.Tensor]:
+        """The leader's values on their way to all ranks; the tensor holds them once the work is done."""
+        tensor = torch.tensor(values, dtype=torch.int64)
         work = dist.broadcast(tensor, src=self._ranks[0], group=self._group, async_op=True)
         assert work is not None, "this rank is in its own group"
         return work, tensor
@@ -37,16 +37,16 @@ class TensorParallelGroup:
 class DelayedBroadcast:
     """The leader's decisions at step boundaries, in force one call later; all ranks call `pass_on` equally often."""
 
-    def __init__(self, group: TensorParallelGroup, initial: int) -> None:
+    def __init__(self, group: TensorParallelGroup, *initial: int) -> None:
         self._group = group
         self._latest = initial
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
-    def pass_on(self, value: int) -> int:
+    def pass_on(self, *values: int) -> tuple[int, ...]:
         """Give what is in force from the next call on; returns what is in force now. One rank needs no delay."""
         if self._group.size == 1:
-            return value
-        started = self._group.start_broadcast(value)
+            return values
+        started = self._group.start_broadcast(*values)
         self.close()
         self._pending = started
         return self._latest
@@ -56,4 +56,4 @@ class DelayedBroadcast:
         if self._pending is not None:
             work, tensor = self._pending
             work.wait()
-            self._latest, self._pending = int(tensor), None
+            self._latest, self._pending = tuple(tensor.tolist()), None

@@ -12,7 +12,7 @@ from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.sampler import sample_id
 from rlhfuse.decisions.packing import split_samples
-from rlhfuse.fusion.inter.generation import Request
+from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.function_reward import FunctionRewarder
@@ -42,7 +42,7 @@ class RehearsedTrainer(Trainer):
     def _start_rewarder(self) -> FunctionRewarder | None:
         return None
 
-    def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
+    def _requests(self, iteration: int, prompts: Sequence[Prompt], first: int) -> list[Request]:
         copies = range(self.config.rollout.samples_per_prompt)
         ids = [sample_id(iteration, place, copy) for place in range(len(prompts)) for copy in copies]
         instances = split_samples(len(ids), len(self.models.place.placement.instances))

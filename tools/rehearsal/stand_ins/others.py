@@ -19,8 +19,8 @@ from rehearsal.stand_ins.samples import TAIL_STEPS, Samples
 from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, UnfinishedSample, plan_at_threshold
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter import inter_stage, rank_place
-from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.report import RankEvents
+from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.inter.scoring_queue import ScoringQueue
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
 from rlhfuse.gen.engine import Engine

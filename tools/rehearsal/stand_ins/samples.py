@@ -11,7 +11,7 @@ import torch
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.fusion.inter.generation import Request
+from rlhfuse.fusion.inter.request import Request
 from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch

@@ -1,0 +1,75 @@
+"""Which groups of its draw an iteration trains on: the first by place whose scores differ (DAPO: Yu et al. 2025, 3.2).
+
+Groups have places in the draw. Which are taken depends on the scores of places alone: not on how many were begun, in
+how many rounds, or in which order they ended. So no sample is preferred for being short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from rlhfuse.base.errors import InputError
+
+
+@dataclass(frozen=True)
+class GroupSelection:
+    """`wanted` groups of the first `most` places; `differs`: whether scores of a place differ, of those judged so far.
+
+    `prior`: what part of groups differed before; it counts as `wanted` groups beside those judged here.
+    """
+
+    wanted: int
+    most: int
+    differs: Mapping[int, bool] = field(default_factory=dict)
+    prior: float = 1.0
+
+    def with_scores(self, scores: Mapping[int, Sequence[float]]) -> GroupSelection:
+        """With what the samples of further places were given, all samples of each."""
+        judged = {place: max(given) > min(given) for place, given in scores.items()}
+        return replace(self, differs={**self.differs, **judged})
+
+    @cached_property
+    def accepted(self) -> tuple[int, ...]:
+        """Places taken, as far as is known: a lower one that is not judged yet may take the last one's turn."""
+        return tuple(sorted(place for place, differs in self.differs.items() if differs)[: self.wanted])
+
+    @property
+    def end(self) -> int:
+        """The first place that is not needed, whatever the others will be."""
+        return self.accepted[-1] + 1 if len(self.accepted) == self.wanted else self.most
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing that is not judged yet can change what is taken."""
+        return all(place in self.differs for place in range(self.end))
+
+    @property
+    def share(self) -> float:
+        """What part of groups differ, by those before and those here."""
+        seen = self.prior * self.wanted + sum(self.differs.values())
+        return max(seen / (self.wanted + len(self.differs)), 1 / (2 * self.most))
+
+    def missing(self, begun: int, inflight: int) -> int:
+        """How many places more to begin after the first `begun`, so that `wanted` can be expected; at most `inflight`
+        are then not judged."""
+        waiting = sum(place not in self.differs for place in range(min(begun, self.end)))
+        short = self.wanted - len(self.accepted) - waiting * self.share
+        more = math.ceil(short / self.share - 1e-9)
+        return max(0, min(more, inflight - waiting, self.most - begun))
+
+    def taken(self, fill: bool) -> tuple[int, ...]:
+        """Places of the iteration, ascending, once it is `done`. Where too few differ, `fill` takes the first others.
+
+        Raises InputError without `fill`.
+        """
+        short = self.wanted - len(self.accepted)
+        if short and not fill:
+            raise InputError(
+                f"algorithm.filter_groups: scores differ in {len(self.accepted)} of {self.most} prompts, {self.wanted} "
+                "are wanted; raise max_num_gen_batches, use other prompts, or set on_shortage=fill"
+            )
+        others = sorted(place for place, differs in self.differs.items() if not differs)[:short]
+        return tuple(sorted((*self.accepted, *others)))

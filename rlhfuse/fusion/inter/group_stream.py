@@ -1,0 +1,89 @@
+"""Groups that begin while others still decode, where an iteration trains on groups whose scores differ alone.
+
+As soon as a group of equal scores is known another one begins, where decode rows are free, and groups behind those that
+are needed are dropped. Leaders tell each other scores through the store and decide each for itself: whatever is begun,
+the same groups are taken in the end (`GroupSelection`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlhfuse.data.sampler import sample_origin
+from rlhfuse.decisions.group_selection import GroupSelection
+from rlhfuse.fusion.inter.inference import Rewarder
+from rlhfuse.fusion.inter.iteration_store import StoreReporter
+from rlhfuse.fusion.inter.request import Request
+
+
+@dataclass(frozen=True)
+class GroupStream:
+    """What a round of generation may begin beside its requests, the same on every rank.
+
+    `selection`: what is known before it; `begun`: places before the first that it may add; `copies`: samples of a
+    group; `inflight`: most places that are not judged; `requests`: those of a place; `as_counted`: scores of a group
+    from the function's, as the batch will have them.
+    """
+
+    selection: GroupSelection
+    begun: int
+    copies: int
+    inflight: int
+    requests: Callable[[int], Sequence[Request]]
+    as_counted: Callable[[Sequence[float]], Sequence[float]]
+
+
+class LiveGroups:
+    """What the leader of an instance knows of a round's groups at this moment."""
+
+    def __init__(self, stream: GroupStream, reporter: StoreReporter, rewarder: Rewarder) -> None:
+        self._stream, self._reporter, self._rewarder = stream, reporter, rewarder
+        self._scores: dict[int, dict[int, float]] = {}  # place -> copy -> what the function said
+        self._added = 0  # places that the round has added anywhere, as this instance has heard last
+        self.selection = stream.selection
+
+    def update(self) -> None:
+        """Tell the others what the reward function has said here, and take in what it has said anywhere."""
+        if news := self._rewarder.news():
+            self._reporter.send_scores(json.dumps(list(news.items())))
+        complete: dict[int, Sequence[float]] = {}
+        for sample, score in (pair for letter in self._reporter.take_scores() for pair in json.loads(letter)):
+            _, place, copy = sample_origin(sample)
+            group = self._scores.setdefault(place, {})
+            group[copy] = score
+            if len(group) == self._stream.copies:
+                complete[place] = self._stream.as_counted(list(group.values()))
+        if complete:
+            self.selection = self.selection.with_scores(complete)
+
+    @property
+    def begun(self) -> int:
+        """Places begun anywhere, in rounds before too."""
+        self._added = max(self._added, self._reporter.places)
+        return min(self._stream.begun + self._added, self.selection.most)
+
+    def remaining(self, first: int) -> int:
+        """Samples of this round, of which there were `first` at its begin, that are not done, with those that are
+        expected to be begun yet."""
+        added = self.begun - self._stream.begun
+        missing = self.selection.missing(self.begun, self.selection.most)
+        return first + (added + missing) * self._stream.copies - self._reporter.finished
+
+    def next_place(self, begin: Callable[[int], int]) -> int | None:
+        """A place for this instance to begin; None where none is missing. `begin`: `IterationStore.begin_places`."""
+        if not self.selection.missing(self.begun, self._stream.inflight):
+            return None
+        self._added = begin(1)
+        place = self._stream.begun + self._added - 1
+        return place if place < self.selection.most else None
+
+
+def complete_groups(samples: Sequence[int], copies: int) -> set[int]:
+    """Places of which all samples are there, of these ids."""
+    counts: dict[int, int] = {}
+    for sample in samples:
+        place = sample_origin(sample)[1]
+        counts[place] = counts.get(place, 0) + 1
+    return {place for place, count in counts.items() if count == copies}
