@@ -1,8 +1,8 @@
 """Whether two runs did the same: their metrics number by number, their exported weights bit by bit.
 
-Only what depends on the clock, or on how the work was fused and cut into micro-batches rather than on what was
-computed, is left out: keys under IGNORED. Everything else must be equal, because fusion moves work in time and changes
-no number (paper section 4 and 5: synchronous PPO with the same samples and gradients).
+Only what depends on the clock, or on how the work was fused, begun ahead and cut into micro-batches rather than on what
+was computed, is left out: keys under IGNORED. Everything else must be equal, because fusion moves work in time and
+changes no number (paper section 4 and 5: synchronous PPO with the same samples and gradients).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.metrics import read_metrics
 
 TIMES = ("timing_s/", "forecast_s/", "forecast_blind_s/", "perf/", "actor/mfu")
-IGNORED = (*TIMES, "fusion/", "speculation/", "global_seqlen/")
+IGNORED = (*TIMES, "fusion/", "speculation/", "global_seqlen/", "training/filter_groups/")
 EXPORTS = ("actor", "critic", "best/actor", "best/critic")
 
 

@@ -198,6 +198,7 @@ class Trainer:
 
     def _prepare_round(self) -> None:
         """The engine again ready in an iteration."""
+        self.progress("a further round of groups: moving weights")
         if self.plan.report.memory.keeps_generation:
             self.memory.switch("generation")
             self.engine.resume()

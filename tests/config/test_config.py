@@ -101,6 +101,11 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
         ("algorithm.name=rloo algorithm.gamma=0.9", "algorithm.gamma=0.9 must be 1"),
         ("algorithm.name=grpo critic.path=c", "grpo has no critic, but critic.path=c; drop critic.path"),
         ("algorithm.group_std=false", "group_std=false belongs to grpo"),
+        ("algorithm.filter_groups.enable=true", "algorithm.name=ppo has no groups; use grpo or rloo"),
+        (
+            "algorithm.name=grpo algorithm.filter_groups.enable=true algorithm.filter_groups.max_num_gen_batches=1",
+            "max_num_gen_batches=1 leaves no prompt to draw for others; use 2 or more",
+        ),
         ("reference.path=none", "algorithm.kl_coef=0.05 must be 0"),
         ("algorithm.kl_target=6 algorithm.kl_coef=0", "cannot start at 0"),
         ("algorithm.kl_in=loss algorithm.kl_estimator=k1", "k1 in the loss has a gradient of mean 0"),

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from run_comparison import compare_runs
 from testkit.programs import killed_forked
-from testkit.runs_table import assert_same_bits, curves_of, metrics_of
+from testkit.runs_table import FUNCTIONS, assert_same_bits, curves_of, metrics_of
 from testkit.tiny import write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
@@ -64,6 +64,32 @@ def test_kills_of_one_rank_and_within_a_save(programs, whole, tmp_path):
     assert curves == curves_of(run_dir / "tensorboard", *CURVES)
     assert all([step for step, _ in curve] == list(range(ITERATIONS)) for curve in curves)
     assert [one.name for one in (broken / "checkpoints").glob("*.partial")] == []
+
+
+@pytest.mark.parametrize("how, moment", [("true", "generation: beginning the group"), ("false", "a further round")])
+def test_kills_while_groups_are_drawn_again(programs, tmp_path, how, moment):
+    """How many prompts are used is part of a checkpoint."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    config = write_run(
+        tmp_path,
+        trainer__save_every=1,
+        trainer__iterations=6,
+        reward__path="",
+        reward__signature="trl",
+        reward__function=f"{tmp_path / 'functions.py'}:odd",
+        reference__path="none",
+        algorithm__name="grpo",
+        algorithm__kl_coef=0,
+        algorithm__filter_groups={"enable": True, "streaming": how == "true"},
+        rollout__samples_per_prompt=2,
+    )
+    settings = [f"trainer.output_dir={tmp_path / 'killed'}", "trainer.resume=auto"]
+    for number, rank in enumerate((0, 1), start=1):
+        where = killed_forked(config, f"{rank} one {number} {moment}", tmp_path / f"{number}.log", *settings)
+        print(f"{number}: rank {rank} killed in {where}", flush=True)
+    programs.trained(config, *settings)
+    programs.trained(config, f"trainer.output_dir={tmp_path / 'whole'}")
+    assert len(assert_same_bits(tmp_path / "whole", tmp_path / "killed")) == 2
 
 
 def test_other_layouts_and_world_sizes(programs, tmp_path):

@@ -30,6 +30,17 @@ def test_it_is_the_other_run_bit_for_bit(runs, name):
     assert all(row["rollout/train_logprob_abs_diff"] < 1e-5 for row in metrics_of(runs[name]))
 
 
+FILTERED = ["filtered serial", "filtered in rounds", "filtered resumed", "filtered one by one, serial"]
+
+
+@pytest.mark.parametrize("name", [*FILTERED, "filtered on tensor ranks, in rounds"])
+def test_which_groups_are_taken_depends_on_scores_alone(runs, name):
+    rows = metrics_of(runs[name])
+    assert sum(row["training/filter_groups/evicted_samples"] for row in rows) > 0
+    assert all(len(row["training/filter_groups/accepted_places"]) == 4 for row in rows)
+    assert all(row["training/filter_groups/num_gen_batches"] >= 1 for row in rows)
+
+
 def test_a_run_leaves_what_it_promises(runs):
     run = runs["ppo"]
     for name in ("config.yaml", "plan.json", "schedule.json", "metrics.jsonl", "trace.json", "costs.json"):

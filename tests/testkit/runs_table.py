@@ -60,6 +60,13 @@ def hits_or_too_large(completion_ids, wanted):
 def stopped(completion_ids, completions):
     return [is_stopped(ids, text) for ids, text in zip(completion_ids, completions)]
 
+def odd(completion_ids):
+    # half of the prompts of two samples have two equal scores
+    return [float(sum(ids) % 2) for ids in completion_ids]
+
+def odd_sample(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(solution_str) % 2)
+
 def is_stopped(ids, text):
     # word i is token i + 3; a response that ends with a word that begins with w19 is cut before it
     stopped = f"w{ids[-1] - 3}".startswith("w19")
@@ -124,6 +131,9 @@ STILL = f"""{by_function("hits")} {HELD_OUT} actor.optim.lr=0 trainer.eval_every
     trainer.iterations=4 eval.samples_per_prompt=3 trainer.export=false trainer.keep_best=true"""
 BEST = f"""{by_function("hits")} {HELD_OUT} actor.optim.lr=0.01 trainer.seed=2 trainer.iterations=4 trainer.save_every=1
     trainer.eval_every=1 trainer.keep_best=true trainer.keep_checkpoints=1 eval.samples_per_prompt=4"""
+FILTERED = f"{by_function('odd')} {BARE} algorithm.filter_groups.enable=true trainer.iterations=3"
+IN_ROUNDS = "algorithm.filter_groups.streaming=false"
+ALONE = "parallel.generation=d1t2p1 parallel.actor_train=d1t2p1"
 SPLIT, RULE = "fusion.split_backward=true", "fusion.intra_stage="
 TABLE: dict[str, Row] = {
     # PPO by a reward model, with which the critic begins
@@ -139,6 +149,20 @@ TABLE: dict[str, Row] = {
     **pair("rloo", f"{by_function('even', 'rloo')} {BARE}"),
     **pair("reinforce", f"{by_function('even', 'reinforce++')} {BARE}"),
     **pair("stopped", STOPPED),
+    # groups of equal scores are left out: as they are judged, with a tail and without, in rounds, and after a restart
+    "filtered": Row(f"{FILTERED} fusion.threshold=3 {QUEUED}"),
+    "filtered serial": Row(f"{FILTERED} {SERIAL}", equals="filtered"),
+    "filtered in rounds": Row(f"{FILTERED} {IN_ROUNDS} {FUSED}", equals="filtered"),
+    "filtered resumed": Row(f"{FILTERED} trainer.save_every=1 trainer.iterations=1", FILTERED, equals="filtered"),
+    "filtered one by one": Row(
+        f"{FILTERED} reward.signature=verl reward.function={{folder}}/functions.py:odd_sample fusion.threshold=3"
+    ),
+    "filtered one by one, serial": Row(
+        f"{FILTERED} reward.signature=verl reward.function={{folder}}/functions.py:odd_sample {SERIAL} {IN_ROUNDS}",
+        equals="filtered one by one",
+    ),
+    "filtered on tensor ranks": Row(f"{FILTERED} {ALONE}"),
+    "filtered on tensor ranks, in rounds": Row(f"{FILTERED} {ALONE} {IN_ROUNDS}", equals="filtered on tensor ranks"),
     # what moves from iteration to iteration goes on after a restart
     "steered": Row(f"{STEERED} trainer.iterations=3"),
     "steered resumed": Row(f"{STEERED} trainer.save_every=1", f"{STEERED} trainer.iterations=3", equals="steered"),

@@ -103,7 +103,7 @@ def write_run(folder: Path, **settings: object) -> Path:
     }
     for key, value in settings.items():
         group, name = key.split("__")
-        config[group][name] = value
+        config.setdefault(group, {})[name] = value
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(config))
     return file

@@ -175,6 +175,7 @@ class Generation:
     def _follow(self, stream: GroupStream, place: int, end: int) -> None:
         """Begin the group of a place, and drop all from `end` on."""
         if place != NO_PLACE:
+            self.progress(f"generation: beginning the group at place {place}")
             self.add(stream.requests(place))
         if end < self._end:
             self._end = end
