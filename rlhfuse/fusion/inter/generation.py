@@ -43,7 +43,6 @@ class Generation:
     progress: Callable[[str], None]
     load_scorers: Callable[[], None]  # called where weights may come in beneath what is left to decode, again and again
     store: IterationStore
-    rows: int  # decode rows of an instance that cost the others nothing
     stream: GroupStream | None = None
     began: list[int] = field(default_factory=list)  # ids of the samples that this instance has begun
     _begin: float = 0.0
@@ -165,10 +164,9 @@ class Generation:
         live.update()
         stops = live.remaining(self.total) <= threshold and (threshold > 0 or live.selection.done)
         self._stopping = self._stopping or stops
-        rows = self.engine.samples
         assert self.stream is not None, "it is followed"
-        place = None
-        if not self._stopping and (not rows or rows + self.stream.copies <= self.rows):
+        place, free = None, self.engine.options.max_sequences - self.engine.samples
+        if not self._stopping and (free >= self.stream.copies or not self.engine.samples):
             place = live.next_place(self.store.begin_places)
         return STOP if stops else GO_ON, NO_PLACE if place is None else place, live.selection.end
 

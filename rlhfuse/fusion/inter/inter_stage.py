@@ -132,7 +132,6 @@ class GenInferIteration:
             self._stage.progress,
             lambda: self._stage.scorer.begin_load(self._stage.early_models),
             self._store,
-            self._limits.bs_max,
             self._stream,
         )
         unit = self._stream.copies if self._stream else 1  # a group is scored where it began
