@@ -7,11 +7,15 @@ how many rounds, or in which order they ended. So no sample is preferred for bei
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from rlhfuse.base.errors import InputError
+
+PREFIX = "training/filter_groups/"  # of metrics
+PLACES = f"{PREFIX}places"
+TAKEN, FILLED, EQUAL, SURPLUS, DROPPED = "AFESX"
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,15 @@ class GroupSelection:
             )
         others = sorted(place for place, differs in self.differs.items() if not differs)[:short]
         return tuple(sorted((*self.accepted, *others)))
+
+    def letters(self, begun: int, taken: Collection[int]) -> str:
+        """What became of each place that was begun: A accepted, F equal but taken as too few differ, E equal, S differs
+        and is not needed, X not needed and dropped."""
+
+        def letter(place: int) -> str:
+            if place not in self.differs:
+                return DROPPED
+            differs = self.differs[place]
+            return (TAKEN if differs else FILLED) if place in taken else SURPLUS if differs else EQUAL
+
+        return "".join(map(letter, range(begun)))

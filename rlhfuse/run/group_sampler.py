@@ -7,12 +7,12 @@ depends on their scores by place alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.sampler import PromptSampler, sample_origin
-from rlhfuse.decisions.group_selection import GroupSelection
+from rlhfuse.decisions.group_selection import EQUAL, PLACES, PREFIX, SURPLUS, GroupSelection
 from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.fusion.inter.group_stream import GroupStream
 from rlhfuse.fusion.inter.inter_stage import InterStage
@@ -22,8 +22,6 @@ from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import combine_rewards, weighted_scores
 from rlhfuse.run.function_reward import FunctionRewarder
 from rlhfuse.run.preflight import RunInputs
-
-PREFIX = "training/filter_groups/"
 
 
 class GroupSampler:
@@ -66,11 +64,11 @@ class GroupSampler:
             rounds.append(self._round(iteration, prompts, begun, end, threshold, limits, stream, len(rounds)))
             selection = selection.with_scores(self._scores(rounds[-1]))
             begun += rounds[-1].begun // self._config.rollout.samples_per_prompt
-        taken, report = selection.taken(self._rule.on_shortage == "fill"), joined(rounds)
+        taken, report = {*selection.taken(self._rule.on_shortage == "fill")}, joined(rounds)
         self.drawn, self.share = self.drawn + selection.end, selection.share
-        places, samples = set(taken), [sample_origin(rollout.sample_id)[1] for rollout in report.rollouts]
-        report.rollouts = [rollout for rollout, place in zip(report.rollouts, samples) if place in places]
-        return report, self._metrics(selection, report, len(samples), len(rounds))
+        every = zip(report.rollouts, prompt_places(report))
+        report.rollouts = [rollout for rollout, place in every if place in taken]
+        return report, self._metrics(selection, report, len(rounds))
 
     @property
     def _streams(self) -> bool:
@@ -121,17 +119,22 @@ class GroupSampler:
             scores.setdefault(sample_origin(sample)[1], []).append(score)
         return scores
 
-    def _metrics(self, selection: GroupSelection, report: GenInferReport, scored: int, rounds: int) -> dict[str, Any]:
-        """Under the names that are known, and places by what became of them."""
-        copies, wanted = self._config.rollout.samples_per_prompt, selection.wanted
-        accepted = {sample_origin(rollout.sample_id)[1] for rollout in report.rollouts}
-        equal = [place for place, differs in selection.differs.items() if not differs]
-        surplus = [place for place, differs in selection.differs.items() if differs and place not in accepted]
-        known = f"{PREFIX}evicted_samples", f"{PREFIX}discarded_surplus_samples", f"{PREFIX}num_gen_batches"
-        numbers = len(set(equal) - accepted) * copies, len(surplus) * copies, report.begun / (wanted * copies)
-        return dict(zip(known, numbers)) | {
+    def _metrics(self, selection: GroupSelection, report: GenInferReport, rounds: int) -> dict[str, Any]:
+        """Under the names that are known; and a letter for each place, of what became of it."""
+        copies, taken = self._config.rollout.samples_per_prompt, {*prompt_places(report)}
+        begun = report.begun // copies
+        letters = selection.letters(begun, taken)
+        return {
+            f"{PREFIX}evicted_samples": letters.count(EQUAL) * copies,
+            f"{PREFIX}discarded_surplus_samples": letters.count(SURPLUS) * copies,
             f"{PREFIX}aborted_samples": report.aborted,
-            f"{PREFIX}accepted_share": sum(selection.differs.values()) / len(selection.differs),
+            f"{PREFIX}num_gen_batches": begun / selection.wanted,
             f"{PREFIX}rounds": rounds,
-            f"{PREFIX}accepted_places": sorted(accepted),
+            f"{PREFIX}accepted_share": sum(selection.differs.values()) / len(selection.differs),
+            PLACES: letters,
         }
+
+
+def prompt_places(report: GenInferReport) -> Iterator[int]:
+    """The place of each sample."""
+    return (sample_origin(rollout.sample_id)[1] for rollout in report.rollouts)

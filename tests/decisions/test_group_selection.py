@@ -80,3 +80,10 @@ def test_too_few_are_filled_up_or_end_the_run():
     assert selection.done and selection.taken(fill=True) == (0, 1, 2)
     with pytest.raises(InputError, match="scores differ in 1 of 4 prompts, 3 are wanted; raise max_num_gen_batches"):
         selection.taken(fill=False)
+
+
+def test_what_became_of_each_place_is_a_letter():
+    selection = GroupSelection(2, 20, {0: False, 1: True, 2: True, 3: False, 4: True})
+    assert selection.letters(6, selection.taken(fill=False)) == "EAAESX"
+    few = GroupSelection(2, 3, {0: False, 1: True, 2: False})
+    assert few.letters(3, few.taken(fill=True)) == "FAE"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from run_check import try_reward
+from testkit.programs import eventually
 from testkit.tiny import SHAPE, write_tokenizer
 
 from rlhfuse.base.errors import InputError
@@ -76,7 +77,9 @@ def test_sampled_ids_are_never_tokenised_again(made):
         samples = {sample_id(iteration, place, copy): drawn[place] for place in range(3) for copy in range(2)}
         rewarder.submit([rollout(one) for one in reversed(samples)])
         ids = sum(i * 1000**n for n, i in enumerate(SAMPLED))
-        assert rewarder.finish() == {one: ids + number / 10 for one, number in samples.items()}
+        scores, known = {one: ids + number / 10 for one, number in samples.items()}, {}
+        eventually(lambda: known.update(rewarder.news()) or known == scores)
+        assert rewarder.finish() == scores and rewarder.news() == {}, "told once, and kept for the end"
         assert rewarder.take_calls()[:2] == (6, 2)
 
 

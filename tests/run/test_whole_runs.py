@@ -37,8 +37,10 @@ FILTERED = ["filtered serial", "filtered in rounds", "filtered resumed", "filter
 def test_which_groups_are_taken_depends_on_scores_alone(runs, name):
     rows = metrics_of(runs[name])
     assert sum(row["training/filter_groups/evicted_samples"] for row in rows) > 0
-    assert all(len(row["training/filter_groups/accepted_places"]) == 4 for row in rows)
+    assert all(row["training/filter_groups/places"].count("A") == 4 for row in rows)
     assert all(row["training/filter_groups/num_gen_batches"] >= 1 for row in rows)
+    page = render_report(RunFiles.read(runs[name]))
+    assert "groups taken" in page and rows[-1]["training/filter_groups/places"] in page
 
 
 def test_a_run_leaves_what_it_promises(runs):

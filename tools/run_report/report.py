@@ -28,6 +28,7 @@ from svg_text import svg_text
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.readable_bytes import readable_bytes
+from rlhfuse.decisions.group_selection import PLACES
 from rlhfuse.monitor.memory_table import MemoryTable
 from rlhfuse.monitor.phase_times import after_warm_up, phase_times, samples_per_second
 from rlhfuse.monitor.samples import SampleText
@@ -82,6 +83,7 @@ def render_report(run: RunFiles) -> str:
         timeline=_timeline(run, forecaster),
         schedule=_schedule(run.schedule) if run.schedule and run.schedule.problem.nodes > 1 else "",
         threshold=charts.threshold_history(rows) if any(row.get("fusion/threshold") for row in rows) else "",
+        groups=[row for row in rows if PLACES in row][-FORECASTS:],
         samples=shown,
         more_samples=more,
     )
