@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.speculation import DecodeObservation
-from rlhfuse.data.sampler import PromptSampler, sample_id
+from rlhfuse.data.sampler import PromptSampler
 from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams
 from rlhfuse.gen.engine import Engine
 from rlhfuse.models.hf import resolve_checkpoint

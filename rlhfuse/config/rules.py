@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.sample_ids import PROMPT_BITS
 from rlhfuse.config.auto_layouts import SCORERS, searched_keys
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
@@ -46,6 +47,9 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
         yield f"algorithm.filter_groups.enable=true: algorithm.name={algorithm.name} has no groups; use grpo or rloo"
     if algorithm.filter_groups.enable and algorithm.filter_groups.max_num_gen_batches < 2:
         yield "algorithm.filter_groups.max_num_gen_batches=1 leaves no prompt to draw for others; use 2 or more"
+    places = config.rollout.prompts_per_iteration * algorithm.filter_groups.max_num_gen_batches
+    if algorithm.filter_groups.enable and places > 2**PROMPT_BITS:
+        yield f"algorithm.filter_groups.max_num_gen_batches allows {places} prompts an iteration; lower it"
     if algorithm.groups and algorithm.gamma != 1:
         why = f"algorithm.name={algorithm.name} gives every token of a sample the same advantage"
         yield f"{why}: algorithm.gamma={algorithm.gamma} must be 1"

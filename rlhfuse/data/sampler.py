@@ -1,10 +1,4 @@
-"""The prompts that an iteration draws, and the id of a sample, from which every random draw about it derives.
-
-Prompts are an endless stream of shuffled epochs, a pure function of (seed, place in the stream).
-
-    bit 62 ........ 39 | 38 ........ 16 | 15 ..... 0
-        iteration      | prompt         | copy
-"""
+"""The prompts that iterations draw: an endless stream of shuffled epochs, a pure function of seed and place in it."""
 
 from __future__ import annotations
 
@@ -12,10 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfuse.base.errors import InputError
-
 _SHUFFLE = 0x73687566  # the purpose of this random stream, beside (seed, epoch)
-BITS = ITERATION_BITS, PROMPT_BITS, COPY_BITS = 24, 23, 16
 
 
 @dataclass(frozen=True)
@@ -35,22 +26,3 @@ class PromptSampler:
 
     def _epoch(self, epoch: int) -> list[int]:
         return np.random.default_rng([self.seed % 2**64, _SHUFFLE, epoch]).permutation(self.prompts).tolist()
-
-
-def sample_id(iteration: int, prompt: int, copy: int) -> int:
-    """63-bit number, ascending in (iteration, place in its draw, copy). Raises InputError for one out of range."""
-    for name, value, bits in zip(("iteration", "prompt", "copy"), (iteration, prompt, copy), BITS):
-        if not 0 <= value < 2**bits:
-            raise InputError(f"sample id: {name} {value} is outside 0..{2**bits - 1}")
-    return (iteration << PROMPT_BITS | prompt) << COPY_BITS | copy
-
-
-def sample_origin(number: int) -> tuple[int, int, int]:
-    """Inverse of `sample_id`: (iteration, prompt, copy)."""
-    prompt = number >> COPY_BITS
-    return prompt >> PROMPT_BITS, prompt % 2**PROMPT_BITS, number % 2**COPY_BITS
-
-
-def prompt_groups(numbers):
-    """Samples of one prompt get one number: ids, an integer or an array of them, without their copy."""
-    return numbers >> COPY_BITS

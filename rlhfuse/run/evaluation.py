@@ -20,10 +20,10 @@ from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import combine_rewards
-from rlhfuse.run.function_reward import FunctionRewarder
 from rlhfuse.run.iteration_recorder import sample_texts
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.rank_models import RankModels, requests_of, sampling_params
+from rlhfuse.run.sampling.function_reward import FunctionRewarder
 
 STREAM = b"held-out"  # the purpose of the noise, beside the run's seed
 

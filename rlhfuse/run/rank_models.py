@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.sampler import sample_id
 from rlhfuse.decisions.layout_rules import least_vocab
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.inference import FrozenModel

@@ -15,10 +15,10 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from rlhfuse.base.clock import wall_seconds
+from rlhfuse.base.sample_ids import prompt_groups
 from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.sampler import prompt_groups
 from rlhfuse.decisions.balance import split_minibatches
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
@@ -35,12 +35,12 @@ from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import add_token_rewards, combine_rewards, sample_kl
 from rlhfuse.run.evaluation import Evaluation, Evaluator
-from rlhfuse.run.function_reward import FunctionRewarder
-from rlhfuse.run.group_sampler import GroupSampler
 from rlhfuse.run.iteration_recorder import IterationRecord, IterationRecorder, IterationResult
 from rlhfuse.run.peak_rate import peak_flops
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.rank_models import DTYPES, build_models, engine_options, requests_of, sampling_params
+from rlhfuse.run.sampling.function_reward import FunctionRewarder
+from rlhfuse.run.sampling.group_sampler import GroupSampler
 from rlhfuse.run.threshold_controller import ThresholdController
 
 

@@ -13,10 +13,10 @@ from testkit.config_file import MINIMAL, load
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import LARGEST
+from rlhfuse.base.sample_ids import COPY_BITS, ITERATION_BITS, PROMPT_BITS
 from rlhfuse.config.load import dump_config, validate
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO, LARGEST_REAL
-from rlhfuse.data.sampler import COPY_BITS, ITERATION_BITS, PROMPT_BITS
 
 OR_AUTO = {key: 1 for key, value, field in RunConfig().leaves() if value == AUTO and field.annotation is int}
 LEAVES = {key: value for key, value, _ in RunConfig().leaves()} | OR_AUTO
@@ -113,6 +113,7 @@ KEYS = {  # by the limits that they have
         SHARE: "gamma lam",
         ((TINY, 0.9999999), (0.0, 1.0)): "clip_eps",
     },
+    "algorithm.filter_groups": {AT_LEAST_1: "max_num_gen_batches max_inflight_gen_batches"},
     "rollout": {
         AT_LEAST_0: "min_tokens top_k draft_rows kv_blocks_per_instance",
         AT_LEAST_1: "max_response_tokens block_tokens max_sequences_per_instance max_batched_tokens",

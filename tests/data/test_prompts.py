@@ -13,7 +13,7 @@ from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.data.prompts import load_prompts
-from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id, sample_origin
+from rlhfuse.data.sampler import PromptSampler
 
 TURNS = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
 
@@ -198,18 +198,3 @@ def test_epochs_and_seeds_differ():
     sampler = PromptSampler(50, 1)
     orders = [sampler.prompts_from(0, 50), sampler.prompts_from(50, 50), PromptSampler(50, 2).prompts_from(0, 50)]
     assert all(a != b for a, b in itertools.combinations(orders, 2)) and orders[0] != list(range(50))
-
-
-@examples(100)
-@given(a=st.tuples(*[st.integers(0, 2**bits - 1) for bits in (24, 23, 16)]), b=st.tuples(*[st.integers(0, 3)] * 3))
-def test_sample_ids_are_unique_and_ordered(a, b):
-    assert 0 <= sample_id(*a) < 2**63
-    assert sample_origin(sample_id(*a)) == a
-    assert (sample_id(*a) < sample_id(*b)) == (a < b)
-    assert (prompt_groups(sample_id(*a)) == prompt_groups(sample_id(*b))) == (a[:2] == b[:2])
-
-
-@pytest.mark.parametrize("origin", [(2**24, 0, 0), (0, 2**23, 0), (0, 0, 2**16), (-1, 0, 0)])
-def test_sample_id_refuses_what_does_not_fit(origin):
-    with pytest.raises(InputError, match="is outside 0.."):
-        sample_id(*origin)

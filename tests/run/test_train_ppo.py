@@ -9,7 +9,7 @@ import pytest
 from testkit.programs import KILLED, ended, eventually, ranks_of
 from testkit.tiny import write_run
 
-from rlhfuse.data.sampler import sample_origin
+from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.monitor.run_lock import RunLock
 

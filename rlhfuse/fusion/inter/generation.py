@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlhfuse.base.clock import wall_seconds
-from rlhfuse.data.sampler import sample_origin
+from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.fusion.inter.group_stream import GroupStream, LiveGroups
 from rlhfuse.fusion.inter.inference import Rewarder
 from rlhfuse.fusion.inter.iteration_store import IterationStore, StoreReporter

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlhfuse.data.sampler import sample_origin
+from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.decisions.group_selection import GroupSelection
 from rlhfuse.fusion.inter.inference import Rewarder
 from rlhfuse.fusion.inter.iteration_store import StoreReporter

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rlhfuse.base.clock import wall_seconds
 from rlhfuse.base.errors import RewardError
-from rlhfuse.data.sampler import sample_origin
+from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, check_threshold, plan_at_threshold
 from rlhfuse.decisions.packing import split_samples
 from rlhfuse.fusion.inter.generation import Generation

@@ -8,16 +8,16 @@ from typing import Any
 from rehearsal.stand_ins.others import Batch, OtherRanks
 from rehearsal.stand_ins.samples import Samples
 
+from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.sampler import sample_id
 from rlhfuse.decisions.packing import split_samples
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.ppo.rollout import RolloutBatch
-from rlhfuse.run.function_reward import FunctionRewarder
 from rlhfuse.run.iteration_metrics import IterationStats
 from rlhfuse.run.iteration_recorder import IterationRecord, IterationResult
+from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.trainer import Trainer
 
 MINIBATCHES = 2

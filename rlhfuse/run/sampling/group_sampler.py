@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.sampler import PromptSampler, sample_origin
+from rlhfuse.data.sampler import PromptSampler
 from rlhfuse.decisions.group_selection import EQUAL, PLACES, PREFIX, SURPLUS, GroupSelection
 from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.fusion.inter.group_stream import GroupStream
@@ -20,8 +21,8 @@ from rlhfuse.fusion.inter.report import GenInferReport, joined
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import combine_rewards, weighted_scores
-from rlhfuse.run.function_reward import FunctionRewarder
 from rlhfuse.run.preflight import RunInputs
+from rlhfuse.run.sampling.function_reward import FunctionRewarder
 
 
 class GroupSampler:

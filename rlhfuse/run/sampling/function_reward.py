@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from rlhfuse.base.sample_ids import prompt_groups, sample_id, sample_origin
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
-from rlhfuse.data.sampler import prompt_groups, sample_id, sample_origin
 from rlhfuse.fusion.inter.inference import Meeting
 from rlhfuse.fusion.inter.iteration_store import LAST_PAUSE_SECONDS, IterationStore
 from rlhfuse.gen.stop_text import text_before_stop

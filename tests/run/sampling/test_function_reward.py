@@ -12,13 +12,14 @@ from testkit.programs import eventually
 from testkit.tiny import SHAPE, write_tokenizer
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.sample_ids import sample_id, sample_origin
 from rlhfuse.config.settings import RewardConfig, RunConfig
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.sampler import PromptSampler, sample_id, sample_origin
+from rlhfuse.data.sampler import PromptSampler
 from rlhfuse.fusion.inter.inference import Meeting
 from rlhfuse.fusion.inter.iteration_store import IterationStore
 from rlhfuse.ppo.rollout import Rollout
-from rlhfuse.run.function_reward import FunctionRewarder
+from rlhfuse.run.sampling.function_reward import FunctionRewarder
 
 FUNCTION = """
 def told(completion_ids, completions, prompts, number):

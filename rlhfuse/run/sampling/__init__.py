@@ -1,0 +1,1 @@
+"""The samples of an iteration, and the rewards that a function gives them."""
