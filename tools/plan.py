@@ -2,13 +2,16 @@
 
     python tools/plan.py --config run.yaml [key=value ...] [--world-size N] [--json] [--what-if] [--problem FILE]
     python tools/plan.py --config run.yaml --search [--lengths runs/past] [--best best.yaml] [--json > search.json]
+    mpirun -n 8 python tools/plan.py --config run.yaml --search --anneal 60 --top 16 --best best.yaml
 
 Layouts, batch arithmetic, memory per rank and phase, predicted times, the training schedule, R_t, and why.
 --search ranks all layouts instead, as if layouts, micro-batches and recomputation were auto in the file; arguments
-that give a row still hold. --what-if adds what other placements would take, which no run can execute yet: models on
-parts of the ranks, the critic beside the next generation; each with the layouts that are best for it.
---problem writes the training schedule's problem for tools/search_schedule.py: ticks of a microsecond, bytes. Exits
-with 2 and the equation that fails, or the memory that is missing, where the config cannot run on so many ranks.
+that give a row still hold. --anneal betters the schedules of the best tables, for the library of schedules too, with
+which runs begin. The ranks of mpirun share these tables out, and the numbers of --world-sizes. --what-if adds what
+other placements would take, which no run can execute yet: models on parts of the ranks, the critic beside the next
+generation; each with the layouts that are best for it. --problem writes the training schedule's problem for
+tools/search_schedule.py: ticks of a microsecond, bytes. Exits with 2 and the equation that fails, or the memory that
+is missing, where the config cannot run on so many ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +25,16 @@ import time
 import warnings
 from collections.abc import Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
+from layout_search.annealed_tables import annealed
 from layout_search.search_answer import SearchAnswer, answer_of, draw_memory_curve, overrides
 from layout_search.sizes import render_sizes, sizes_of
+from mpi_ranks import MpiRanks
 from placements.placements import Placement, placements
 from placements.placements_text import as_dict, as_text
 from placements.run_problem import RunProblem
@@ -49,12 +56,12 @@ from rlhfuse.planning.draft import DraftInputs, draft_plan
 from rlhfuse.planning.memory.memory_budget import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.run_plan import PlanReport
-from rlhfuse.planning.search.search import TOP, Ranking
+from rlhfuse.planning.search.search import TOP, FastestTables, Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.settle import Facts, settle, settle_but_layouts, with_table
 from rlhfuse.planning.settled_run import SettledRun
 
-SEARCH_OPTIONS = ("top", "best", "draw", "thorough", "world_sizes")
+SEARCH_OPTIONS = ("top", "best", "draw", "thorough", "anneal", "world_sizes")
 SEARCHED = (
     "parallel=auto",
     "fusion.microbatch_tokens=auto",
@@ -63,15 +70,41 @@ SEARCHED = (
 )
 
 
+class Asked(NamedTuple):
+    """What is to be done: the same on every rank."""
+
+    arguments: argparse.Namespace
+    config: RunConfig
+    facts: Facts
+    notes: tuple[str, ...]
+
+
 def main() -> int:
-    args = parse_arguments()
+    ranks = MpiRanks.here()
+    with ranks.together():
+        asked = ranks.from_first(lambda: read(parse_arguments()))
+        if asked.arguments.world_sizes:
+            return compare_sizes(asked, ranks)
+        if asked.arguments.search:
+            return search(asked, ranks)
+        return show_plan(asked) if ranks.rank == 0 else 0
+
+
+def read(args: argparse.Namespace) -> Asked:
+    """Raises InputError for files that say what cannot be."""
     loaded = load_config(args.config, [*(SEARCHED if args.search else ()), *args.overrides])
     own = load_config(args.config, args.overrides) if args.search and args.world_size is None else loaded
     world_size = planned_world_size(own, args.world_sizes[0] if args.world_sizes else args.world_size)
     facts, notes = found_here(loaded, world_size)
-    config = loaded.with_(parallel={"lengths": args.lengths}) if args.lengths else loaded
-    if args.search:
-        return compare_sizes(args, config, facts) if args.world_sizes else search(args, config, facts)
+    if args.anneal and (loaded.fusion.by_rule or loaded.fusion.schedule):
+        key = "schedule" if loaded.fusion.schedule else "intra_stage"
+        value = getattr(loaded.fusion, key)
+        raise InputError(f"--anneal: fusion.{key}={value} gives the schedules; leave one of them out")
+    return Asked(args, loaded.with_(parallel={"lengths": args.lengths}) if args.lengths else loaded, facts, notes)
+
+
+def show_plan(asked: Asked) -> int:
+    args, config, facts, notes = asked
     try:
         run = settle(config, facts)
         plan = make_plan(draft_plan(run))
@@ -106,6 +139,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--draw", metavar="FILE.png", help="with --search: draw memory against time")
     thorough = "with --search: also what no fusion and less memory cost, and wrong constants; a few times longer"
     parser.add_argument("--thorough", action="store_true", default=None, help=thorough)
+    anneal = "with --search: anneal schedules of each of the N for so long, where that may make it the fastest"
+    parser.add_argument("--anneal", type=float, metavar="SECONDS", help=anneal)
     sizes = "with --search: a line for each of these numbers of ranks, as 64,128,256"
     parser.add_argument("--world-sizes", type=numbers, metavar="N,N,...", help=sizes)
     args = parser.parse_intermixed_args()
@@ -135,6 +170,8 @@ def refuse_together(args: argparse.Namespace) -> None:
         raise InputError(f"--world-sizes: {min(args.world_sizes)} ranks run nothing; give 1 or more")
     if args.top is not None and args.top < 1:
         raise InputError(f"--top {args.top} shows nothing; give 1 or more")
+    if args.anneal is not None and not 0 < args.anneal < inf:
+        raise InputError(f"--anneal {args.anneal:g} is no time; give seconds above 0")
 
 
 def found_here(config: RunConfig, world_size: int) -> tuple[Facts, tuple[str, ...]]:
@@ -156,13 +193,26 @@ def found_here(config: RunConfig, world_size: int) -> tuple[Facts, tuple[str, ..
     return Facts(specs, world_size, host, device, longest), notes
 
 
-def search(args: argparse.Namespace, config: RunConfig, facts: Facts) -> int:
+def search(asked: Asked, ranks: MpiRanks) -> int:
     """Print what is found; the plan of the best table is another command's."""
+    args, config, facts, _ = asked
     run = settle_but_layouts(config, facts)
-    try:
-        answer = answer_of(Ranking(Setting.of(run)), args.top or TOP, bool(args.thorough))
-    except MemoryRefusal as refusal:
-        raise without_a_plan(args, run, refusal) from None
+    setting = Setting.of(run)
+    ranking = Ranking(setting) if ranks.rank == 0 else None
+
+    def find() -> FastestTables:
+        assert ranking is not None, "the first rank's"
+        try:
+            return ranking.fastest(args.top or TOP)
+        except MemoryRefusal as refusal:
+            raise without_a_plan(args, run, refusal) from None
+
+    fastest = ranks.from_first(find)
+    if args.anneal:
+        fastest = annealed(fastest, setting, args.anneal, ranks)
+    if ranking is None:
+        return 0
+    answer = answer_of(ranking, fastest, bool(args.thorough))
     best = answer.fastest.best
     if args.best:
         whole = with_table(config, best.table)
@@ -216,9 +266,12 @@ def without_a_plan(args: argparse.Namespace, run: SettledRun, refusal: MemoryRef
     return refusal
 
 
-def compare_sizes(args: argparse.Namespace, config: RunConfig, facts: Facts) -> int:
+def compare_sizes(asked: Asked, ranks: MpiRanks) -> int:
     """Print a line for each number of ranks; exit code 2 where nothing fits any."""
-    sizes = sizes_of(config, facts, args.world_sizes)
+    args, config, facts, _ = asked
+    sizes = sizes_of(config, facts, args.world_sizes, ranks)
+    if ranks.rank > 0:
+        return 0
     if args.json:
         print(json.dumps({"sizes": [size.to_dict() for size in sizes]}, indent=1))
     else:

@@ -14,20 +14,18 @@ import time
 BEGUN = time.perf_counter()  # before the imports, which are timed
 
 import argparse
-import os
 import sys
-import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from cap_sweep import CapPoint, sweep, sweep_svg, sweep_table
+from mpi_ranks import MpiRanks
 from search_output import EarlierRuns, LiveLine, ResultFile, describe
 from stop_signals import StopSignals
 
-from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
+from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_text
 from rlhfuse.base.json_values import read_json
 from rlhfuse.schedule.io import load_schedule
@@ -36,7 +34,6 @@ from rlhfuse.schedule.ir.problem import FusionProblem, load_problem
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import check_caps
 from rlhfuse.schedule.search.library import Library
-from rlhfuse.schedule.search.mpi import load_mpi
 from rlhfuse.schedule.search.search import SearchObserver, SearchReport, SearchSettings, search
 from rlhfuse.schedule.search.solution import OBJECTIVES, Objective
 
@@ -62,24 +59,15 @@ class Task(NamedTuple):
 def main() -> int:
     imported = time.perf_counter()
     with StopSignals() as signals:
-        comm = communicator()
+        ranks = MpiRanks.here()
         ready = time.perf_counter()
-        rank = comm.Get_rank() if comm is not None else 0
-        try:
-            task = on_rank_zero(comm, lambda: read_task(parse_arguments()))
-            if rank == 0:
-                mpi = f", MPI in {ready - imported:.2f} s ({comm.Get_size()} ranks)" if comm is not None else ""
+        with ranks.together():
+            task = ranks.from_first(lambda: read_task(parse_arguments()))
+            if ranks.rank == 0:
+                mpi = f", MPI in {ready - imported:.2f} s ({ranks.size} ranks)" if ranks.comm is not None else ""
                 print(f"imports in {imported - BEGUN:.2f} s{mpi}", file=sys.stderr, flush=True)
-            return run_sweep(task, comm, signals) if task.arguments.cap_sweep else run_search(task, comm, signals)
-        except InputError:
-            if rank > 0:
-                raise SystemExit(EXIT_BAD_INPUT) from None  # rank 0 says it
-            raise
-        except Exception:
-            if comm is not None:  # the other ranks wait for this one
-                traceback.print_exc()
-                comm.Abort(1)
-            raise
+            work = run_sweep if task.arguments.cap_sweep else run_search
+            return work(task, ranks.comm, signals)
 
 
 class Output(SearchObserver):
@@ -277,33 +265,6 @@ def first_difference(found: FusionProblem, expected: FusionProblem) -> str:
             if getattr(other, key) != getattr(pipeline, key):
                 return f"pipeline {pipeline.name} with {key} {getattr(other, key)}, not {getattr(pipeline, key)}"
     return ""
-
-
-def communicator() -> Any:
-    """MPI's ranks where a launcher (Open MPI, MPICH and its kin, srun with PMIx) started several; None for one."""
-    launchers = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_SIZE")
-    if not any(name in os.environ for name in launchers):
-        return None
-    comm = load_mpi().COMM_WORLD
-    return comm if comm.Get_size() > 1 else None
-
-
-def on_rank_zero(comm: Any, read: Callable[[], Any]) -> Any:
-    """What `read` returns on rank 0, on every rank. Where it ends the program there, the others leave in silence."""
-    if comm is None:
-        return read()
-    if comm.Get_rank() == 0:
-        try:
-            value = read()
-        except (InputError, SystemExit) as error:
-            comm.bcast((None, error.code if isinstance(error, SystemExit) else EXIT_BAD_INPUT))
-            raise
-        comm.bcast((value, None))
-        return value
-    value, code = comm.bcast(None)
-    if code is not None:
-        raise SystemExit(code)  # MPI's end waits for rank 0, which says why
-    return value
 
 
 run = partial(run_program, main)  # the installed program

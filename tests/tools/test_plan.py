@@ -5,7 +5,7 @@ import json
 import pytest
 from testkit.llama3 import llama3
 from testkit.paths import ROOT
-from testkit.programs import call_tool
+from testkit.programs import MPIRUN, call_tool
 from testkit.search_cases import table_of
 from testkit.tiny import write_tokenizer
 
@@ -85,6 +85,13 @@ def test_layouts_that_are_auto_are_searched_and_told(run_yaml, tmp_path):
         ("--search --world-sizes 2,4 --best a.yaml", {}, "--best is of one number of ranks; leave"),
         ("--search --world-sizes 2 --world-size 2", {}, "--world-size and --world-sizes are given"),
         ("--search --world-sizes 2,0", {}, "--world-sizes: 0 ranks run nothing; give 1"),
+        ("--anneal 3", {}, "--anneal is of a search; add --search"),
+        ("--search --anneal 0", {}, "--anneal 0 is no time; give seconds above 0"),
+        (
+            "--search --anneal 1 fusion.intra_stage=serial",
+            {},
+            "--anneal: fusion.intra_stage=serial gives the schedules",
+        ),
         ("--search --top 0", {}, "--top 0 shows nothing; give 1 or more"),
         ("--search --best /none/best.yaml", {}, "cannot write /none/best.yaml"),
         ("--search trainer.memory_limit_gb=0.01", {}, "lacks"),
@@ -192,6 +199,8 @@ def test_the_command_that_is_named_prints_the_plan_of_the_best(run_yaml):
 # --what-if
 
 EIGHT = ROOT / "examples/llama3_8b_8gpus.yaml"
+CAPPED = "trainer.memory_limit_gb=55 parallel.generation=d4t2p1 parallel.inference=d4t2p1 parallel.actor_train=d1t1p8"
+CAPPED += " parallel.critic_train=d1t1p8 rollout.prompts_per_iteration=64 --search --anneal 1 --world-size 8 --json"
 SMALL = ("rollout.prompts_per_iteration=64", "fusion.actor_microbatches=8", "fusion.intra_stage=serial")
 
 
@@ -261,3 +270,36 @@ def test_machines_of_two_kinds_and_a_cpu(on_eight, run_yaml):
     assert "!= world_size(8)" in on_eight("trainer.hardware=a100:8,h100:8").stderr
     on_a_cpu = plan(run_yaml, "--what-if", "fusion.intra_stage=serial").stdout
     assert "critic across iterations" in on_a_cpu and "@2-3 " in on_a_cpu
+
+
+def test_the_best_tables_are_annealed_for_the_run_to_begin_with(tmp_path):
+    """Where a cap binds: never slower than by rule, and kept in the library."""
+    folder, library = llama3(tmp_path, "8B"), tmp_path / "library"
+    words = f"actor.path={folder} reward.path={folder} fusion.library={library} {CAPPED}".split()
+    done = call_tool("plan", "--config", EIGHT, *words)
+    raw = json.loads(done.stdout)
+    annealed = [table for table in raw["tables"] if table["by_rule"] is not None]
+    assert annealed and all(table["bound"] <= table["seconds"] <= table["by_rule"] for table in annealed)
+    assert [table["seconds"] for table in raw["tables"]] == sorted(table["seconds"] for table in raw["tables"])
+    assert done.stderr.count(" s annealed\n") == len(annealed) <= len(list(library.iterdir()))
+    best = min(table["by_rule"] or table["seconds"] for table in raw["tables"])
+    assert all(table["bound"] >= best for table in raw["tables"] if table not in annealed), "the rest cannot win"
+    where = [*raw["tables"][0]["overrides"], f"fusion.library={library}", "fusion.search_seconds=0.1"]
+    plan = call_tool("plan", "--config", EIGHT, *words[:2], *where, *CAPPED.split()[:6], "--world-size", 8)
+    assert f"from a schedule of {library}" in plan.stdout, plan.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python: pip install rlhfuse[mpi]")
+def test_ranks_of_mpirun_share_tables_and_sizes_out(programs, tmp_path, run_yaml):
+    folder = llama3(tmp_path, "8B")
+    words = f"actor.path={folder} reward.path={folder} fusion.library={tmp_path / 'library'} {CAPPED}".split()
+    done = programs.mpirun(2, ROOT / "tools/plan.py", "--config", EIGHT, *words)
+    annealed = [table for table in json.loads(done.stdout)["tables"] if table["by_rule"] is not None]
+    assert len(annealed) == done.stderr.count(" s annealed\n") > 0
+    sizes = ("--config", run_yaml, "--search", "--json", "--world-sizes")
+    both = programs.mpirun(2, ROOT / "tools/plan.py", *sizes, "2,4")
+    assert json.loads(both.stdout) == json.loads(call_tool("plan", *sizes, "2,4").stdout)
+    assert programs.mpirun(2, ROOT / "tools/plan.py", "--config", run_yaml).stdout.count("plan for 4 ranks") == 1
+    refused = programs.mpirun(2, ROOT / "tools/plan.py", "--config", run_yaml, "--top", 3)
+    assert refused.returncode == 2 and refused.stderr.count("error: --top is of a search") == 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from math import inf
 from typing import Any
@@ -19,7 +19,7 @@ from text_table import aligned
 
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.planning.price import CAPTURE, GENERATION, MOVES, OFFLOAD, SCHEDULES, STEPS
-from rlhfuse.planning.search.search import TOP, FastestTables, Ranking, Row
+from rlhfuse.planning.search.search import FastestTables, Ranking, Row
 from rlhfuse.planning.training.training_problem import equal_microbatch
 
 VERSION = 1
@@ -29,8 +29,8 @@ PHASES = {  # columns of the table, and the parts of a price that each sums
     "moves": (MOVES,),
     "other": (OFFLOAD, CAPTURE),
 }
-HEAD = ("", "seconds", "bound", *PHASES, "peak GB", "phase", "generation", "inference", "actor_train", "critic_train")
-HEAD += ("cut", "recompute", "sequence_parallel")
+HEAD = ("", "seconds", "bound", "by rule", *PHASES, "peak GB", "phase", "generation", "inference", "actor_train")
+HEAD += ("critic_train", "cut", "recompute", "sequence_parallel")
 LEFT = range(HEAD.index("phase"), len(HEAD))  # columns that begin at the left
 
 
@@ -78,16 +78,20 @@ class SearchAnswer:
         }
 
 
-def answer_of(ranking: Ranking, top: int = TOP, thorough: bool = False) -> SearchAnswer:
-    """`thorough`: with what takes searches of its own, and with wrong constants. Raises InputError where nothing
-    fits."""
-    fastest, setting = ranking.fastest(top), ranking.setting
-    wishes, swings = cheap_wishes(ranking, fastest.best), ()
+def answer_of(ranking: Ranking, fastest: FastestTables, thorough: bool = False) -> SearchAnswer:
+    """`fastest`: of `ranking`, maybe annealed: a wish that is none of them is beside the best as it was by rule, too.
+    `thorough`: with what takes searches of its own, and with wrong constants."""
+    setting, tables = ranking.setting, {row.table: row for row in fastest.rows}
+    best = next(row for row in ranking.priced if row.table == fastest.best.table)
+    wishes, swings = cheap_wishes(ranking, best), ()
     if thorough:
-        wishes = (*dear_wishes(setting, fastest.best), *wishes)
+        wishes = (*dear_wishes(setting, best), *wishes)
         again = tuple(row for row, _ in islice(ranking.ranked(), TABLES))
         swings = tuple(sensitivity(setting, again))
-    rows = (*ranking.priced, *(wish.row for wish in wishes if wish.row))
+    of_these = (wish.row and tables.get(wish.row.table) for wish in wishes)
+    wishes = tuple(replace(wish, best=fastest.best, row=row) if row else wish for wish, row in zip(wishes, of_these))
+    others = (row for row in ranking.priced if row.table not in tables)
+    rows = (*fastest.rows, *others, *(wish.row for wish in wishes if wish.row))
     return SearchAnswer(fastest, setting.inputs.lengths.told, wishes, rows, swings, doubts_of(ranking, fastest))
 
 
@@ -102,6 +106,7 @@ def row_to_dict(row: Row) -> dict[str, Any]:
         "overrides": overrides(row),
         "seconds": row.seconds,
         "bound": row.bound,
+        "by_rule": row.by_rule,
         "parts": dict(row.price.parts),
         "needed_bytes": row.needed_bytes,
         "limit_bytes": row.limit_bytes,
@@ -126,8 +131,13 @@ def proof(fastest: FastestTables) -> tuple[str, ...]:
 
 
 def best_tables(rows: Sequence[Row]) -> list[str]:
-    """A line for each, the fastest first: seconds of an iteration as reached, and at the bound of its schedule."""
-    return aligned((HEAD, *(_cells(number, row) for number, row in enumerate(rows, start=1))), LEFT)
+    """A line for each, the fastest first: seconds of an iteration as reached, and at the bound of its schedule; and
+    before schedules were annealed, where some were."""
+    lines, left = [HEAD, *(_cells(number, row) for number, row in enumerate(rows, start=1))], LEFT
+    if all(row.by_rule is None for row in rows):
+        at = HEAD.index("by rule")
+        lines, left = [(*line[:at], *line[at + 1 :]) for line in lines], range(LEFT.start - 1, LEFT.stop - 1)
+    return aligned(lines, left)
 
 
 def wishes_table(wishes: Sequence[Wish]) -> list[str]:
@@ -229,6 +239,7 @@ def _cells(number: int, row: Row) -> tuple[str, ...]:
         str(number),
         f"{row.seconds:.4g}",
         f"{row.bound:.4g}",
+        f"{row.by_rule or row.seconds:.4g}",
         *(f"{part:.3g}" for part in seconds),
         gigabytes(row.needed_bytes),
         row.fullest.phase,

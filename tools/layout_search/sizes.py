@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mpi_ranks import MpiRanks
 from text_table import aligned
 
 from rlhfuse.base.errors import InputError
@@ -48,9 +49,13 @@ class Size:
         return values
 
 
-def sizes_of(config: RunConfig, facts: Facts, world_sizes: Sequence[int]) -> tuple[Size, ...]:
-    """Each searched on its own; a row that is given holds for all."""
-    return tuple(_searched(config, replace(facts, world_size=world_size)) for world_size in world_sizes)
+def sizes_of(config: RunConfig, facts: Facts, world_sizes: Sequence[int], ranks: MpiRanks) -> tuple[Size, ...]:
+    """Each searched on its own, shared out over `ranks`; a row that is given holds for all."""
+
+    def work(world_size: int, _: Any) -> Size:
+        return _searched(config, replace(facts, world_size=world_size))
+
+    return tuple(ranks.shared(world_sizes, work))
 
 
 def render_sizes(sizes: Sequence[Size]) -> str:

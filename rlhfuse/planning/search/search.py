@@ -52,7 +52,7 @@ Allowed = Callable[[TrainingRow, GenerationRow], bool]
 @dataclass(frozen=True)
 class Row:
     """A table that fits, its price with training as reached, its seconds at the bound of training, and the phase that
-    fills a rank most with the leanest training schedule."""
+    fills a rank most with the leanest training schedule. `by_rule`: its seconds before its schedules were annealed."""
 
     table: Table
     price: Price
@@ -60,6 +60,7 @@ class Row:
     fullest: PhaseMemory
     needed_bytes: float
     limit_bytes: float
+    by_rule: float | None = None
 
     @property
     def seconds(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import FusionConfig
@@ -31,17 +32,18 @@ def schedule_family(
     shares: Mapping[int, float],
     shape: FusedShape,
     kept: Path | None = None,
+    comm: Any = None,
 ) -> tuple[dict[int, Schedule], str]:
     """Schedules of `problems`, by micro-batches per actor pipeline, and where they are from.
 
-    `shares`: of the mini-batches that are drawn; `kept`: schedule.json of the run that is resumed. Raises InputError as
-    `given_schedules`.
+    `shares`: of the mini-batches that are drawn; `kept`: schedule.json of the run that is resumed; `comm`: MPI's ranks,
+    if several search together. Raises InputError as `given_schedules`.
     """
     given = given_schedules(fusion, problems, shape) or (kept and _kept(kept, problems))
     if given:
         made, source = dict(given[0]), given[1]
     else:
-        made, source = _searched(fusion, seed, problems, shares)
+        made, source = _searched(fusion, seed, problems, shares, comm)
     if (last := max(problems)) not in made:
         made[last] = short_search(seed, problems[last])
     return made | derived(made, {rung: problem for rung, problem in problems.items() if rung not in made}), source
@@ -61,7 +63,7 @@ def _kept(file: Path, problems: Mapping[int, FusionProblem]) -> tuple[dict[int, 
 
 
 def _searched(
-    fusion: FusionConfig, seed: int, problems: Mapping[int, FusionProblem], shares: Mapping[int, float]
+    fusion: FusionConfig, seed: int, problems: Mapping[int, FusionProblem], shares: Mapping[int, float], comm: Any
 ) -> tuple[dict[int, Schedule], str]:
     made, told, left, library = {}, [], fusion.search_seconds, Library.at(fusion.library)
     waiting = sorted(shares, key=lambda rung: (-shares[rung], -rung))
@@ -70,7 +72,8 @@ def _searched(
         rung = waiting.pop(0)
         settings = SearchSettings(time_limit=max(part * left, LEAST_SECONDS), seed=seed, objective="memory")
         known = library.find(problems[rung])
-        made[rung], report = search(problems[rung], settings, start=known)
+        known = known if comm is None else comm.bcast(known)  # hosts may know different ones
+        made[rung], report = search(problems[rung], settings, start=known, comm=comm)
         library.keep(made[rung])
         left -= report.seconds - report.kernel_seconds
         proved = "proved optimal" if report.optimal else "not proved optimal"

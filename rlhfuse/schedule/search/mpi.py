@@ -44,13 +44,18 @@ def in_turn(comm: Any) -> Iterator[None]:
     host = comm.Split_type(load_mpi().COMM_TYPE_SHARED)
     turn = 0 if comm.Get_rank() == 0 else 1 if host.Get_rank() == 0 else 2
     for _ in range(turn):
-        _wait([comm.Ibarrier()])
+        meet(comm)
     try:
         yield
     finally:
         for _ in range(2 - turn):
-            _wait([comm.Ibarrier()])
+            meet(comm)
         host.Free()
+
+
+def meet(comm: Any) -> None:
+    """Returns once every rank of `comm` is here; whoever comes early waits without taking a core."""
+    _wait([comm.Ibarrier()])
 
 
 def _wait(requests: Sequence[Any], idle: Callable[[], None] = lambda: None) -> None:

@@ -32,7 +32,7 @@ def ranking() -> Ranking:
 
 @pytest.fixture(scope="module")
 def answer(ranking):
-    return answer_of(ranking, top=4)
+    return answer_of(ranking, ranking.fastest(4))
 
 
 def test_the_table_has_a_line_for_each_of_the_best(answer):

@@ -1,0 +1,95 @@
+"""The ranks of an MPI job, or the one process there is: what the first reads, work that they share out, and one end."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError
+from rlhfuse.schedule.search.mpi import load_mpi, meet
+
+LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_SIZE")  # set by what starts ranks
+STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # how many, if said
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+class MpiRanks:
+    """`comm`: an mpi4py communicator of several ranks, None where there is one process."""
+
+    def __init__(self, comm: Any = None) -> None:
+        self.comm = comm
+        self.rank, self.size = (comm.Get_rank(), comm.Get_size()) if comm is not None else (0, 1)
+
+    @staticmethod
+    def here() -> MpiRanks:
+        """Those that a launcher (Open MPI, MPICH and its kin, srun with PMIx) started. Raises InputError where there
+        are several and MPI cannot be loaded."""
+        said = [os.environ[name] for name in STARTED if name in os.environ]
+        if not any(name in os.environ for name in LAUNCHERS) or (said and set(said) == {"1"}):
+            return MpiRanks()
+        comm = load_mpi().COMM_WORLD
+        return MpiRanks(comm if comm.Get_size() > 1 else None)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """An InputError in the body, which every rank meets, is left to the first to say; any other failure of a rank
+        ends the job."""
+        try:
+            yield
+        except InputError:
+            if self.rank > 0:
+                raise SystemExit(EXIT_BAD_INPUT) from None
+            raise
+        except Exception:
+            if self.comm is not None:  # the other ranks wait for this one
+                traceback.print_exc()
+                self.comm.Abort(1)
+            raise
+
+    def from_first(self, make: Callable[[], Made]) -> Made:
+        """What `make` returns on the first rank, on every rank. Where it ends the program there, the others leave in
+        silence."""
+        if self.comm is None:
+            return make()
+        made = None
+        if self.rank == 0:
+            try:
+                made = make()
+            except (InputError, SystemExit) as error:
+                self._broadcast((None, error.code if isinstance(error, SystemExit) else EXIT_BAD_INPUT))
+                raise
+        made, code = self._broadcast((made, None))
+        if code is not None:
+            raise SystemExit(code)  # MPI's end waits for rank 0, which says why
+        return made
+
+    def _broadcast(self, value: Any) -> Any:
+        meet(self.comm)
+        return self.comm.bcast(value)
+
+    def shared(self, items: Sequence[Item], work: Callable[[Item, Any], Made]) -> list[Made]:
+        """`work(item, comm)` of every item, in their order, on every rank. Items are dealt to groups of ranks, as many
+        as there can be; `comm` is of the group, None for one rank. Raises the InputError that the first item met."""
+        groups = min(self.size, len(items))
+        if self.comm is None or not groups:
+            return [work(item, None) for item in items]
+        own = self.rank % groups
+        group = self.comm.Split(own, self.rank)
+        comm, made = group if group.Get_size() > 1 else None, {}
+        for at in range(own, len(items), groups):
+            try:
+                made[at] = work(items[at], comm)
+            except InputError as error:
+                made[at] = error
+        meet(self.comm)
+        every = {at: one for part in self.comm.allgather(made) for at, one in part.items()}
+        group.Free()
+        for at in sorted(every):
+            if isinstance(every[at], InputError):
+                raise every[at]
+        return [every[at] for at in range(len(items))]
