@@ -128,6 +128,9 @@ class RolloutBatch:
     token_rewards: Tensor | None = None  # float32 [R]
     advantages: Tensor | None = None  # float32 [R]
     returns: Tensor | None = None  # float32 [R]
+    counted: Tensor | None = None  # bool [R], what losses and whitening count; None: all
+    entropies: Tensor | None = None  # float32 [R], of the distribution that sampled, after temperature
+    high_entropy: Tensor | None = None  # bool [R], what the policy's term counts of these; None: all
 
     @staticmethod
     def from_rollouts(rollouts: Sequence[Rollout]) -> RolloutBatch:
@@ -173,8 +176,31 @@ class RolloutBatch:
 
     @property
     def response_tokens(self) -> int:
-        """R: how many tokens the losses count."""
+        """R, whether they count or not."""
         return len(self.old_logprobs)
+
+    @property
+    def owners(self) -> Tensor:
+        """The sample of each response token, by its place: int64 [R]."""
+        return torch.arange(len(self), device=self.tokens.device).repeat_interleave(self.response_lengths)
+
+    @property
+    def counted_lengths(self) -> Tensor:
+        """Response tokens of each sample that losses count: int64 [N]."""
+        if self.counted is None:
+            return self.response_lengths
+        return torch.zeros_like(self.prompt_lengths).index_add(0, self.owners, self.counted.long())
+
+    @property
+    def counted_tokens(self) -> int:
+        """Response tokens that losses count."""
+        return self.response_tokens if self.counted is None else int(self.counted.sum())
+
+    def counting(self, samples: Tensor) -> RolloutBatch:
+        """A new batch in which of these samples alone (bool [N]) the tokens count, as far as they did. All keep their
+        place, so that batch size, cuts and seeds stay."""
+        counted = samples[self.owners]
+        return replace(self, counted=counted if self.counted is None else self.counted & counted)
 
     @property
     def response_index(self) -> Tensor:
@@ -214,7 +240,7 @@ class RolloutBatch:
 
     def check_finite(self) -> None:
         """Raise NotFiniteError naming the first sample that was given a number which is none; a score is float32."""
-        owners = torch.arange(len(self)).repeat_interleave(self.response_lengths)
+        owners = self.owners
         for what, numbers, samples in (
             ("score", self.scores, torch.arange(len(self))),
             ("value of the critic", self.values, owners),
@@ -232,4 +258,7 @@ class RolloutBatch:
         return sha.hexdigest()
 
 
-_PER_RESPONSE_TOKEN = ("old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns")
+_PER_RESPONSE_TOKEN = (
+    *("old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns"),
+    *("counted", "entropies", "high_entropy"),
+)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from run_report.run_files import RunFiles
 from safetensors.torch import load_file, save_file
 from testkit.paths import ROOT
 from testkit.programs import call_tool
-from testkit.runs_table import FUSED, metrics_of, plan_of, printed, stages
+from testkit.runs_table import FUSED, in_the_checkout, metrics_of, plan_of, printed, stages
 from testkit.tiny import write_checkpoint, write_run, write_tokenizer
 
 from rlhfuse.monitor.samples import read_samples
@@ -48,13 +47,6 @@ def test_it_says_what_it_does_with_its_settings(runs):
     assert "R_t = 8: fusion.threshold says so" in said and "warning: costs" not in said, said
     assert said.count("warning: without effect here: trainer.keep_checkpoints=3") == 1
     assert len(metrics_of(runs.folder / "without a decode step")) == 3
-
-
-@contextmanager
-def in_the_checkout():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        yield
 
 
 def test_little_sums_are_trained_and_evaluated(runs):

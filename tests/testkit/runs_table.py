@@ -24,6 +24,7 @@ import pytest
 from run_comparison import compare_runs
 
 from rlhfuse.monitor.metrics import read_metrics
+from testkit.paths import ROOT
 from testkit.tiny import write_run, write_tokenizer
 from testkit.workers import Pools
 
@@ -272,6 +273,14 @@ def printed():
     with contextlib.redirect_stdout(io.StringIO()) as text:
         yield said
     said.append(text.getvalue())
+
+
+@contextmanager
+def in_the_checkout():
+    """Examples name their files from the repository's folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        yield
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
