@@ -21,10 +21,10 @@ from rlhfuse.base.errors import InputError, NotFiniteError
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One sample on the CPU. Logprobs and values are float32, one per response token.
+    """One sample on the CPU. Logprobs, values and entropies are float32, one per response token.
 
-    `finish_reason` is "stop", or "length" when the response was cut. The last three fields are None until the
-    reference, critic and reward model have scored the sample.
+    `finish_reason` is "stop", or "length" when the response was cut. The next three fields are None until the
+    reference, critic and reward model have scored the sample, entropies unless generation measures them.
     """
 
     sample_id: int
@@ -35,6 +35,7 @@ class Rollout:
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
     score: float | None = None
+    entropies: Tensor | None = None  # of the same distributions
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_tokens", tuple(self.prompt_tokens))
@@ -44,7 +45,7 @@ class Rollout:
                 f"sample {self.sample_id} has {len(self.prompt_tokens)} prompt and {len(self.response_tokens)} response"
                 " tokens; PPO needs at least one of each"
             )
-        for name in ("old_logprobs", "ref_logprobs", "values"):
+        for name in _OF_ROLLOUTS:
             value = getattr(self, name)
             if value is None and name != "old_logprobs":
                 continue
@@ -75,7 +76,7 @@ class Rollout:
 
     def to_bytes(self) -> bytes:
         """Bit for bit: a line of JSON, then the float32 numbers of the arrays that it names."""
-        arrays = {name: getattr(self, name) for name in ("old_logprobs", "ref_logprobs", "values")}
+        arrays = {name: getattr(self, name) for name in _OF_ROLLOUTS}
         arrays = {name: array for name, array in arrays.items() if array is not None}
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in arrays}
         line = json.dumps(plain | {"arrays": list(arrays)})
@@ -159,6 +160,7 @@ class RolloutBatch:
             old_logprobs=given(joined("old_logprobs")),
             ref_logprobs=joined("ref_logprobs"),
             values=joined("values"),
+            entropies=joined("entropies"),
             scores=joined("score"),
         )
 
@@ -258,7 +260,5 @@ class RolloutBatch:
         return sha.hexdigest()
 
 
-_PER_RESPONSE_TOKEN = (
-    *("old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns"),
-    *("counted", "entropies", "high_entropy"),
-)
+_OF_ROLLOUTS = ("old_logprobs", "ref_logprobs", "values", "entropies")
+_PER_RESPONSE_TOKEN = (*_OF_ROLLOUTS, "token_rewards", "advantages", "returns", "counted", "high_entropy")

@@ -20,7 +20,15 @@ from rlhfuse.monitor.trace import load_trace
 from rlhfuse.schedule.io import load_schedule
 
 slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("rloo serial", "reinforce serial", "steered resumed")]
-EQUAL = ["ppo serial", "grpo serial", "mixed serial", "stopped serial", "warm resumed", "another order"]
+EQUAL = [
+    "ppo serial",
+    "grpo serial",
+    "mixed serial",
+    "stopped serial",
+    "by sample serial",
+    "warm resumed",
+    "another order",
+]
 
 
 @pytest.mark.parametrize("name", [*EQUAL, "cut, backwards whole", *slow])
@@ -86,6 +94,13 @@ def test_the_export_loads_in_transformers_with_the_trained_weights(runs):
 def test_the_tool_tells_runs_apart(runs, other, code):
     compared = call_tool("compare_runs", runs["ppo"], runs[other])
     assert compared.returncode == code, compared.stdout + compared.stderr
+
+
+def test_samples_that_were_cut_do_not_count(runs):
+    """Others stop by themselves, and half of their tokens train."""
+    rows = metrics_of(runs["by sample"])
+    assert all(0 < row["response_length/clip_ratio"] < 1 and row["actor/entropy"] > 4 for row in rows), rows
+    assert any(row["actor/grad_norm"] > 0 for row in rows)
 
 
 def test_grpo_trains_without_a_critic(runs):
