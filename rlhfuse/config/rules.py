@@ -62,6 +62,7 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
     if algorithm.kl_place == "loss" and algorithm.estimator == "k1" and algorithm.kl_coef:
         why = "in the loss has a gradient of mean 0 and holds nothing back"
         yield f"algorithm.kl_estimator=k1 {why}: use k3, or algorithm.kl_in=reward"
+    yield from _aggregation(config)
     penalty, overlong = algorithm.overlong_penalty, algorithm.overlong_tokens
     if bool(penalty) != bool(overlong):
         both = f"algorithm.overlong_penalty={penalty} and algorithm.overlong_tokens={overlong}"
@@ -69,6 +70,20 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
     if overlong > (longest := config.rollout.max_response_tokens):
         told = f"algorithm.overlong_tokens={overlong} > rollout.max_response_tokens={longest}"
         yield f"{told}; the penalty begins so many tokens before the end"
+
+
+def _aggregation(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    mode, factor, loss = algorithm.loss_agg_mode, algorithm.loss_scale_factor, algorithm.policy_loss
+    if mode == "seq-mean-token-sum-norm" and not factor:
+        longest = config.rollout.max_response_tokens
+        yield f"algorithm.loss_agg_mode={mode} needs algorithm.loss_scale_factor, e.g. max_response_tokens={longest}"
+    if factor and mode != "seq-mean-token-sum-norm":
+        told = f"algorithm.loss_scale_factor={factor} belongs to seq-mean-token-sum-norm"
+        yield f"{told}, not algorithm.loss_agg_mode={mode}; drop it, or change the mode"
+    if loss.by_sample and mode not in ("token-mean", "seq-mean-token-mean"):
+        why = f"algorithm.policy_loss.loss_mode={loss.loss_mode} is always seq-mean-token-mean"
+        yield f"{why}: algorithm.loss_agg_mode={mode} must be that, or token-mean, for the other terms"
 
 
 def _microbatches(config: RunConfig) -> Iterator[str]:
@@ -207,6 +222,10 @@ def _kl_weighs_nothing(config: RunConfig) -> bool:
     return not algorithm.kl_coef and algorithm.estimator == algorithm.with_(kl_in="auto", kl_estimator="auto").estimator
 
 
+def _loss_mode(*modes: str) -> Callable[[RunConfig], bool]:
+    return lambda config: config.algorithm.policy_loss.loss_mode in modes
+
+
 def _nothing_ends(config: RunConfig) -> bool:
     rollout = config.rollout
     return rollout.ignore_eos and not rollout.stop_token_ids and not rollout.stop
@@ -219,6 +238,7 @@ def _chooses_no_memory(config: RunConfig) -> bool:
 
 # (beginnings of keys, when they have no effect, why); the first row that fits a key gives its reason
 CRITICS = ("critic.", "algorithm.value_", "parallel.critic_")
+CLIPS, GATES = ("algorithm.clip_eps", "algorithm.dual_clip"), ("algorithm.policy_loss.tau_",)
 FUNCTIONS = ("reward.signature", "reward.timeout_seconds", "reward.workers")
 FOR_GPUS = ("rollout.attention", "rollout.all_reduce", "rollout.cuda_graphs", "trainer.transformer_impl")
 SEARCHED = ("fusion.schedule", "fusion.search_seconds", "fusion.library")
@@ -226,6 +246,9 @@ TRIGGERS = ("fusion.threshold", "fusion.least_threshold", "fusion.bs_max")
 IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (CRITICS, _has_no(Role.CRITIC), "there is no critic"),
     (("algorithm.lam",), _has_no(Role.CRITIC), "belongs to ppo"),
+    (CLIPS, _loss_mode("sapo"), "sapo does not clip"),
+    (CLIPS[1:], _loss_mode("cispo"), "cispo clips both sides"),
+    (GATES, _loss_mode("vanilla", "gspo", "cispo"), "belongs to sapo"),
     (("algorithm.kl_horizon",), lambda config: not config.algorithm.kl_target, "algorithm.kl_target=0"),
     (("algorithm.kl_in", "algorithm.kl_estimator"), _has_no(Role.REFERENCE), "reference.path=none"),
     (("algorithm.kl_in",), _kl_weighs_nothing, "algorithm.kl_coef=0"),

@@ -104,5 +104,5 @@ def choose_forward(
     parallel, sums = choose_parallel(*summed)
     kernels = draw_kernels(device), chosen.kernels, layer
     rows = options.draft_rows or 0
-    forward = DeviceForward(spec, parallel, device, options.max_sequences, recorder, *kernels, rows)
+    forward = DeviceForward(spec, parallel, device, options.max_sequences, recorder, *kernels, rows, options.entropies)
     return forward, tuple(line for line in (chosen.line("attention of generation"), sums) if line)

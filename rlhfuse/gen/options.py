@@ -22,6 +22,7 @@ class EngineOptions:
     max_batched_tokens: int = 2048  # tokens in one step, prefill included
     cuda_graphs: bool = True  # replay decode steps as CUDA graphs; without effect on CPU
     run_ahead: bool = True  # launch a step before the draws of the one before are read; without effect on CPU kernels
+    entropies: bool = False  # measured of every distribution that is drawn from
     keep_memory: bool = False  # while the engine is paused its cache stays, and graphs that were recorded over it
     # Of a decode step, that guesses may fill up; 0 = off. None: with CPU kernels 16 where they are measured to pay
     draft_rows: int | None = None

@@ -8,6 +8,8 @@ cutoff. Log-probabilities are after temperature and before bans, top-k and top-p
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,9 +22,13 @@ from rlhfuse.gen.gpu.draws import DrawInputs, DrawKernels
 
 
 def draw_batch(
-    drawing: list[Sequence], totals: np.ndarray, table: RunningTable, guesses: np.ndarray | None = None
+    drawing: list[Sequence],
+    totals: np.ndarray,
+    table: RunningTable,
+    guesses: np.ndarray | None = None,
+    measures: bool = False,
 ) -> DrawBatch:
-    """For the next tokens of running sequences that have `totals` [R] tokens; `guesses` [R] as in DrawBatch."""
+    """For the next tokens of running sequences that have `totals` [R] tokens; the last two as in DrawBatch."""
     rows = np.array([seq.row for seq in drawing], np.int64)
     return DrawBatch(
         keys=sampling.noise_keys(table.streams[rows], totals),
@@ -31,6 +37,7 @@ def draw_batch(
         top_ps=table.top_ps[rows],
         banned=_banned(drawing, totals < table.least_totals[rows]),
         asked=table.asked[rows],
+        measures=measures,
         guesses=guesses,
     )
 
@@ -54,8 +61,10 @@ def draw_kernels(device: torch.device) -> DrawKernels:
 def draw_into(logits: Tensor, inputs: DrawInputs, outputs: Tensor) -> None:
     """What gen/gpu/sampling.py does on a GPU, of logits [rows, vocab] on the CPU."""
     places, batch = inputs.unpack()
-    tokens, logprobs = sampling.draw_logits(logits[torch.from_numpy(places)].float(), batch)
-    outputs.numpy()[:, places] = tokens.astype(np.int32), logprobs.view(np.int32)
+    batch = replace(batch, measures=len(outputs) == 3)
+    tokens, *numbers = sampling.draw_logits(logits[torch.from_numpy(places)].float(), batch)
+    rows = tokens.astype(np.int32), *(array.view(np.int32) for array in numbers)
+    outputs.numpy()[:, places] = rows[: len(outputs)]
 
 
 def feed(tokens: Tensor, newest: Tensor) -> None:

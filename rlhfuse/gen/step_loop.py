@@ -61,6 +61,7 @@ class StepLoop:
         """`remove`: takes a finished sequence out of the engine."""
         self.scheduler, self.forward, self.guesser = scheduler, forward, guesser
         self._block_tokens = options.block_tokens
+        self._measures = options.entropies
         self._runs_ahead = options.run_ahead and forward.runs_ahead
         self._remove, self._detokenize = remove, detokenize
         self.in_flight: LaunchedStep | None = None  # launched, its draws are not read
@@ -114,7 +115,7 @@ class StepLoop:
             rows = [seq for seq, _, _, guesses in drawing for _ in range(1 + len(guesses))]
         guessed = len(rows) - len(drawing)
         totals = batch.positions[batch.draw_rows] + 1
-        draws = draw_batch(rows, totals, self.scheduler.table, batch.guesses)
+        draws = draw_batch(rows, totals, self.scheduler.table, batch.guesses, self._measures)
         launched = self.forward.launch(batch, draws, cache)
         self.scheduler.complete(scheduled)
         stats = StepStats(
@@ -166,7 +167,7 @@ class StepLoop:
         row = accepted = 0
         for number, (seq, _, _, guesses) in enumerate(step.drawing):
             if seq.finish_reason is None:  # else it ended in the step before, not read when this one was launched
-                self._take(seq, draws.tokens[row], draws.logprobs[row])
+                self._take(seq, draws, row)
                 if guesses:
                     accepted += self._take_run(number, seq, guesses, draws, row)
                 if seq.finish_reason is not None:
@@ -191,18 +192,20 @@ class StepLoop:
             tried += 1
             if draws.tokens[row + right] == guesses[right]:
                 right += 1
-                self._take(seq, draws.tokens[row + right], draws.logprobs[row + right])
+                self._take(seq, draws, row + right)
         assert self.guesser is not None, "who else has guessed"
         self.guesser.told(number, tried, right)
         if seq.finish_reason is None:
             self.scheduler.accept_guesses(seq, right)
         return right
 
-    def _take(self, seq: Sequence, token: int, logprob: float) -> None:
-        if token < 0:
+    def _take(self, seq: Sequence, draws: Draws, row: int) -> None:
+        if draws.tokens[row] < 0:
             seq.finish_reason = "error"
             return
-        seq.append(token, logprob)
+        seq.append(draws.tokens[row], draws.logprobs[row])
+        if draws.entropies is not None:
+            seq.entropies.append(draws.entropies[row])
         params = seq.params
         if params.stop and seq.finish_reason != "stop" and len(seq.tokens) >= params.min_tokens:
             assert self._detokenize is not None, "checked when the sample was added"

@@ -3,7 +3,7 @@
 ppo          GAE with the critic's values, as matrix products (Schulman et al. 2016; paper section 6)
 grpo         (R - mean) / std of the prompt's samples (Shao et al. 2024; without the division: Liu et al. 2025)
 rloo         R - mean of the prompt's other samples (Ahmadian et al. 2024)
-reinforce++  sum of the token rewards still to come, whitened (Hu 2025)
+reinforce++  sum of the token rewards still to come, whitened (Hu 2025); its _baseline: R - mean, whitened over tokens
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ WHITE_EPS = 1e-8  # of a variance
 def add_advantages(batch: RolloutBatch, algorithm: AlgorithmConfig, groups: Tensor | None = None) -> RolloutBatch:
     """The batch with `advantages` (whitened if so configured) and `returns` (never whitened).
 
-    Needs token_rewards, and values with ppo. `groups` [N] numbers the prompt of each sample; grpo and rloo need it.
-    Must see the whole batch of the iteration: groups and whitening count every sample.
+    Needs token_rewards, and values with ppo. `groups` [N] numbers the prompt of each sample, where they are compared.
+    Must see the whole batch of the iteration: groups count every sample, and whitening every token that counts.
     """
     if algorithm.name == "ppo":
         advantages = generalized_advantages(
@@ -41,10 +41,10 @@ def add_advantages(batch: RolloutBatch, algorithm: AlgorithmConfig, groups: Tens
         if algorithm.name == "rloo":
             compared = leave_one_out(rewards, given(groups))
         else:
-            compared = group_normalised(rewards, given(groups), algorithm.group_std)
+            compared = group_normalised(rewards, given(groups), algorithm.name == "grpo" and algorithm.group_std)
         advantages, returns = (each.repeat_interleave(batch.response_lengths) for each in (compared, rewards))
     if algorithm.whitens:
-        advantages = whiten(advantages)
+        advantages = whiten(advantages, batch.counted)
     return batch.with_fields(advantages=advantages.float(), returns=returns.float())
 
 
@@ -80,11 +80,14 @@ def _group_sums(values: Tensor, number: Tensor, counts: Tensor) -> Tensor:
     return values.new_zeros(len(counts)).index_add(0, number, values)
 
 
-def whiten(values: Tensor) -> Tensor:
-    """Shift to mean 0 and variance 1 (over n)."""
+def whiten(values: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Shift to mean 0 and variance 1 (over n) of those that are `counted`, by default all; none: as they are."""
     wide = values.double()
-    centred = wide - wide.mean()
-    return (centred * torch.rsqrt(centred.square().mean() + WHITE_EPS)).to(values.dtype)
+    seen = wide if counted is None else wide[counted]
+    if counted is not None and not len(seen):
+        return values
+    mean = seen.mean()
+    return ((wide - mean) * torch.rsqrt((seen - mean).square().mean() + WHITE_EPS)).to(values.dtype)
 
 
 def generalized_advantages(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Tensor:

@@ -21,10 +21,10 @@ from rlhfuse.base.errors import InputError, NotFiniteError
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One sample on the CPU. Logprobs and values are float32, one per response token.
+    """One sample on the CPU. Logprobs, values and entropies are float32, one per response token.
 
-    `finish_reason` is "stop", or "length" when the response was cut. The last three fields are None until the
-    reference, critic and reward model have scored the sample.
+    `finish_reason` is "stop", or "length" when the response was cut. The next three fields are None until the
+    reference, critic and reward model have scored the sample, entropies unless generation measures them.
     """
 
     sample_id: int
@@ -35,6 +35,7 @@ class Rollout:
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
     score: float | None = None
+    entropies: Tensor | None = None  # of the same distributions
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_tokens", tuple(self.prompt_tokens))
@@ -44,7 +45,7 @@ class Rollout:
                 f"sample {self.sample_id} has {len(self.prompt_tokens)} prompt and {len(self.response_tokens)} response"
                 " tokens; PPO needs at least one of each"
             )
-        for name in ("old_logprobs", "ref_logprobs", "values"):
+        for name in _OF_ROLLOUTS:
             value = getattr(self, name)
             if value is None and name != "old_logprobs":
                 continue
@@ -75,7 +76,7 @@ class Rollout:
 
     def to_bytes(self) -> bytes:
         """Bit for bit: a line of JSON, then the float32 numbers of the arrays that it names."""
-        arrays = {name: getattr(self, name) for name in ("old_logprobs", "ref_logprobs", "values")}
+        arrays = {name: getattr(self, name) for name in _OF_ROLLOUTS}
         arrays = {name: array for name, array in arrays.items() if array is not None}
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in arrays}
         line = json.dumps(plain | {"arrays": list(arrays)})
@@ -128,6 +129,9 @@ class RolloutBatch:
     token_rewards: Tensor | None = None  # float32 [R]
     advantages: Tensor | None = None  # float32 [R]
     returns: Tensor | None = None  # float32 [R]
+    counted: Tensor | None = None  # bool [R], what losses and whitening count; None: all
+    entropies: Tensor | None = None  # float32 [R], of the distribution that sampled, after temperature
+    high_entropy: Tensor | None = None  # bool [R], what the policy's term counts of these; None: all
 
     @staticmethod
     def from_rollouts(rollouts: Sequence[Rollout]) -> RolloutBatch:
@@ -156,6 +160,7 @@ class RolloutBatch:
             old_logprobs=given(joined("old_logprobs")),
             ref_logprobs=joined("ref_logprobs"),
             values=joined("values"),
+            entropies=joined("entropies"),
             scores=joined("score"),
         )
 
@@ -173,8 +178,31 @@ class RolloutBatch:
 
     @property
     def response_tokens(self) -> int:
-        """R: how many tokens the losses count."""
+        """R, whether they count or not."""
         return len(self.old_logprobs)
+
+    @property
+    def owners(self) -> Tensor:
+        """The sample of each response token, by its place: int64 [R]."""
+        return torch.arange(len(self), device=self.tokens.device).repeat_interleave(self.response_lengths)
+
+    @property
+    def counted_lengths(self) -> Tensor:
+        """Response tokens of each sample that losses count: int64 [N]."""
+        if self.counted is None:
+            return self.response_lengths
+        return torch.zeros_like(self.prompt_lengths).index_add(0, self.owners, self.counted.long())
+
+    @property
+    def counted_tokens(self) -> int:
+        """Response tokens that losses count."""
+        return self.response_tokens if self.counted is None else int(self.counted.sum())
+
+    def counting(self, samples: Tensor) -> RolloutBatch:
+        """A new batch in which of these samples alone (bool [N]) the tokens count, as far as they did. All keep their
+        place, so that batch size, cuts and seeds stay."""
+        counted = samples[self.owners]
+        return replace(self, counted=counted if self.counted is None else self.counted & counted)
 
     @property
     def response_index(self) -> Tensor:
@@ -214,7 +242,7 @@ class RolloutBatch:
 
     def check_finite(self) -> None:
         """Raise NotFiniteError naming the first sample that was given a number which is none; a score is float32."""
-        owners = torch.arange(len(self)).repeat_interleave(self.response_lengths)
+        owners = self.owners
         for what, numbers, samples in (
             ("score", self.scores, torch.arange(len(self))),
             ("value of the critic", self.values, owners),
@@ -232,4 +260,5 @@ class RolloutBatch:
         return sha.hexdigest()
 
 
-_PER_RESPONSE_TOKEN = ("old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns")
+_OF_ROLLOUTS = ("old_logprobs", "ref_logprobs", "values", "entropies")
+_PER_RESPONSE_TOKEN = (*_OF_ROLLOUTS, "token_rewards", "advantages", "returns", "counted", "high_entropy")

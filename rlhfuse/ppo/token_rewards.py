@@ -23,16 +23,22 @@ K3_LIMIT = 10.0  # one improbable token must not outweigh the rest of the batch
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) from the sampled token (Schulman, "Approximating KL divergence").
 
-    With x = log(policy / reference), clamped: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x, capped.
+    With x = log(policy / reference), clamped: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x, capped, abs = |x|. With +
+    behind it: that value, and in `logprobs` the gradient of k2 of the ratio that is not clamped.
     """
+    if estimator.endswith("+"):
+        value, apart = kl_estimate(logprobs, ref_logprobs, estimator[:-1]), logprobs - ref_logprobs
+        return value.detach() + apart.detach() * (logprobs - logprobs.detach())
     log_ratio = (logprobs - ref_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if estimator == "abs":
+        return log_ratio.abs()
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
     if estimator == "k3":
         return (torch.expm1(-log_ratio) + log_ratio).clamp(max=K3_LIMIT)
-    raise AssertionError(f"kl estimator {estimator!r}: the configuration allows k1, k2, k3")
+    raise AssertionError(f"kl estimator {estimator!r}: the configuration allows k1, k2, k3, abs")
 
 
 def combine_rewards(batch: RolloutBatch, function_scores: Mapping[int, float], reward: RewardConfig) -> RolloutBatch:
@@ -92,6 +98,5 @@ def sample_kl(batch: RolloutBatch) -> Tensor:
 
 def _sum_per_sample(batch: RolloutBatch, values: Tensor) -> Tensor:
     """Sums of the response tokens' values [R] of each sample: float64 [N]."""
-    owner = torch.repeat_interleave(torch.arange(len(batch), device=batch.tokens.device), batch.response_lengths)
     sums = torch.zeros(len(batch), dtype=torch.float64, device=batch.tokens.device)
-    return sums.index_add(0, owner, values.double())
+    return sums.index_add(0, batch.owners, values.double())

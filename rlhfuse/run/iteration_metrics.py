@@ -104,7 +104,7 @@ def training_metrics(results: Sequence[MinibatchResult], ranks: Sequence[Iterati
     for name in balances[0]:
         metrics[name] = sum(balance[name] for balance in balances) / len(balances)
     first = sum(stats.losses[0].get("actor", {}).get("logprob_abs_diff", 0.0) for stats in ranks)
-    metrics["rollout/train_logprob_abs_diff"] = first / results[0].tokens
+    metrics["rollout/train_logprob_abs_diff"] = first / max(results[0].tokens, 1)
     return metrics
 
 

@@ -193,6 +193,7 @@ def engine_options(config: RunConfig, instances: int, keep_memory: bool = False)
         max_batched_tokens=rollout.max_batched_tokens,
         cuda_graphs=rollout.cuda_graphs,
         attention=rollout.attention,
+        entropies=config.algorithm.top_entropy_quantile < 1,
         keep_memory=keep_memory,
         all_reduce=rollout.all_reduce,
         draft_rows=None if rollout.draft_rows == AUTO else rollout.draft_rows,

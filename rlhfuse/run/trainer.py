@@ -145,6 +145,8 @@ class Trainer:
             batch = combine_rewards(batch, report.function_scores, self.config.reward)
             batch.check_finite()
             algorithm = self._effective_config(batch)
+            if algorithm.mask_truncated_completions:
+                batch = batch.counting(~batch.truncated)
             batch = add_token_rewards(batch, algorithm, self.config.rollout.max_response_tokens)
             batch = add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
         with timer.phase("train", span=False):  # its actions have their own spans

@@ -43,6 +43,7 @@ VAL = "data.val_files=[held_out.jsonl]"
         ("algorithm.name=grpo algorithm.kl_estimator=k2", "loss", "k2"),
         ("algorithm.kl_in=loss", "loss", "k3"),
         ("algorithm.kl_estimator=k3", "reward", "k3"),
+        ("algorithm.name=reinforce_plus_plus_baseline", "loss", "k3"),
     ],
 )
 def test_the_kl_has_its_place_and_estimator(tmp_path, overrides, place, estimator):
@@ -113,6 +114,21 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
         ("actor.optim.warmup_iterations=1 actor.optim.lr_warmup_ratio=0.1", "both say how long the warm-up is"),
         ("critic.optim.lr_scheduler_type=cosine critic.optim.warmup_iterations=10", "no iteration after the warm-up"),
         ("algorithm.dual_clip=0.5", "algorithm.dual_clip=0.5 must be above 1"),
+        (
+            "algorithm.loss_agg_mode=seq-mean-token-sum-norm",
+            "needs algorithm.loss_scale_factor, e.g. max_response_tokens",
+        ),
+        (
+            "algorithm.loss_scale_factor=40",
+            "loss_scale_factor=40.0 belongs to seq-mean-token-sum-norm, not algorithm.loss_",
+        ),
+        (
+            "algorithm.policy_loss.loss_mode=gspo algorithm.loss_agg_mode=token-sum",
+            "gspo is always seq-mean-token-mean: algorithm.loss_agg_mode=token-sum must be that, or token-mean",
+        ),
+        ("algorithm.policy_loss.loss_mode=sapo algorithm.loss_agg_mode=seq-mean-token-sum", "sapo is always seq-mean"),
+        ("algorithm.name=reinforce_plus_plus_baseline rollout.samples_per_prompt=1", "must be at least 2"),
+        ("algorithm.name=reinforce_plus_plus_baseline algorithm.group_std=false", "group_std=false belongs to grpo"),
         ("algorithm.overlong_penalty=1", "belong together; set both or neither"),
         ("algorithm.overlong_penalty=1 algorithm.overlong_tokens=500", "overlong_tokens=500 > rollout"),
         ("reward.path=''", "reward.path is not set, nor is reward.function"),
@@ -159,8 +175,8 @@ def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, roles, scorers)
 
 @pytest.mark.parametrize("text", ["true", "True", "auto", "false"])
 def test_whitening_is_a_choice_or_follows_the_algorithm(text):
-    for name in ("ppo", "grpo", "rloo", "reinforce++"):
-        expected = {"auto": name in ("ppo", "reinforce++")}.get(text, text.lower() == "true")
+    for name in ("ppo", "grpo", "rloo", "reinforce++", "reinforce_plus_plus_baseline"):
+        expected = {"auto": name not in ("grpo", "rloo")}.get(text, text.lower() == "true")
         assert AlgorithmConfig(name=name, whiten_advantages=text).whitens == expected
 
 
@@ -218,6 +234,10 @@ def test_missing_file(tmp_path):
         ("algorithm.name=rloo algorithm.lam=0.5", "algorithm.lam=0.5 (belongs to ppo)"),
         ("algorithm.name=grpo algorithm.value_clip_eps=0", "algorithm.value_clip_eps=0.0 (there is no critic)"),
         ("algorithm.kl_coef=0 algorithm.kl_horizon=5", "algorithm.kl_horizon=5 (algorithm.kl_target=0)"),
+        ("algorithm.policy_loss.tau_neg=1", "algorithm.policy_loss.tau_neg=1.0 (belongs to sapo)"),
+        ("algorithm.policy_loss.loss_mode=sapo algorithm.clip_eps_high=1", "clip_eps_high=1.0 (sapo does not clip)"),
+        ("algorithm.policy_loss.loss_mode=cispo algorithm.dual_clip=2", "dual_clip=2.0 (cispo clips both sides)"),
+        ("algorithm.policy_loss.loss_mode=gspo algorithm.dual_clip=2", ""),
         ("algorithm.kl_coef=0 algorithm.kl_estimator=k2", ""),
         ("algorithm.kl_coef=0 algorithm.kl_in=loss", ""),
         (

@@ -91,6 +91,7 @@ REAL = ((-LARGEST_REAL, LARGEST_REAL), (-3.1e38, 3.1e38))
 ABOVE_0 = ((TINY, LARGEST_REAL), (0.0, 3.1e38))
 SHARE = ((0.0, 1.0), (-TINY, 1.0000001))
 TOP_P = ((TINY, 1.0), (0.0, 1.0000001))
+TEMPERATURE = ((0.001, 1000.0), (0.0009999, 1000.1))
 DECAY = ((0.0, 0.9999999), (-TINY, 1.0))
 SECONDS = ((TINY, 1e7), (0.0, 10000001.0))
 PROCESSES = ((1, 1024), (0, 1025))
@@ -108,19 +109,20 @@ KEYS = {  # by the limits that they have
         AT_LEAST_0: "overlong_tokens",
         AT_LEAST_1: "kl_horizon minibatches epochs",
         REAL_0: "kl_coef kl_target clip_eps_high dual_clip value_clip_eps value_loss_coef score_clip "
-        "missing_eos_penalty length_penalty overlong_penalty",
+        "missing_eos_penalty length_penalty overlong_penalty loss_scale_factor",
         REAL: "entropy_coef score_scale",
-        SHARE: "gamma lam",
-        ((TINY, 0.9999999), (0.0, 1.0)): "clip_eps",
+        SHARE: "gamma lam top_entropy_quantile",
+        TOP_P: "clip_eps",
     },
     "algorithm.filter_groups": {AT_LEAST_1: "max_num_gen_batches max_inflight_gen_batches"},
+    "algorithm.policy_loss": {TEMPERATURE: "tau_pos tau_neg"},
     "rollout": {
         AT_LEAST_0: "min_tokens top_k draft_rows kv_blocks_per_instance",
         AT_LEAST_1: "max_response_tokens block_tokens max_sequences_per_instance max_batched_tokens",
         PROMPTS: "prompts_per_iteration",
         COPIES: "samples_per_prompt",
         TOP_P: "top_p",
-        ((0.001, 1000.0), (0.0009999, 1000.1)): "temperature",
+        TEMPERATURE: "temperature",
     },
     "eval": {
         AT_LEAST_0: "max_response_tokens",

@@ -35,7 +35,10 @@ CASES = [
 def sample_and_score(
     rank: int, folder: Path, layout: str, lengths: tuple[int, ...], temperature: float
 ) -> torch.Tensor:
-    """Difference of each response token's log-probability between engine and training model, on this rank."""
+    """Difference of each response token's log-probability between engine and training model, on this rank.
+
+    Entropies that are further apart raise AssertionError.
+    """
     from rlhfuse.base.parallel_layout import ParallelLayout
     from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
     from rlhfuse.models.build import build_model
@@ -50,7 +53,7 @@ def sample_and_score(
     model = build_model(spec, grid, groups, rank, scalar_head=False, dtype=torch.float32, device=device)
     load_part(model, folder, spec, grid, rank, False)
     group = groups.tp if grid.layout.tp > 1 else None
-    options = EngineOptions(num_blocks=200, block_tokens=8, max_batched_tokens=100)
+    options = EngineOptions(num_blocks=200, block_tokens=8, max_batched_tokens=100, entropies=True)
     engine = Engine(spec, dict(model.named_parameters()), options, tp_group=group)
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(3, spec.vocab, (n,), generator=generator).tolist() for n in lengths]
@@ -67,7 +70,9 @@ def sample_and_score(
             targets += result.tokens
             drawn += result.logprobs
             at += len(text)
-        trained, _ = output.logprobs(torch.tensor(wanted), torch.tensor(targets), spec.vocab, temperature)
+        trained, entropies = output.logprobs(torch.tensor(wanted), torch.tensor(targets), spec.vocab, temperature)
+        measured = [entropy for result in results[start : start + 5] for entropy in result.entropies]
+        torch.testing.assert_close(entropies.detach(), torch.tensor(measured), rtol=0, atol=ROUNDING)
         differences.append((trained.detach().double() - torch.tensor(drawn).double()).abs())
     maker.close()
     return torch.cat(differences)

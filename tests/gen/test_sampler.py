@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,7 +79,7 @@ def test_a_row_does_not_depend_on_the_others(seed, vocab, rows):
     together = draw_tokens(logits, draw_batch(options))
     for i in range(rows):
         alone = draw_tokens(logits[i : i + 1], draw_batch([options[i]], first_position=i))
-        assert alone == ([together.tokens[i]], [together.logprobs[i]])
+        assert alone == ([together.tokens[i]], [together.logprobs[i]], None)
 
 
 def test_log_probabilities_that_nobody_asked_for_change_no_draw():
@@ -92,6 +93,24 @@ def test_log_probabilities_that_nobody_asked_for_change_no_draw():
     assert asked.tokens == unasked.tokens and asked.tokens[1:6] == [5, 299, -1, -1, -1]
     assert asked.tokens[0] == int(logits[0].argmax()) and np.isnan(unasked.logprobs[:6]).all()
     assert np.isfinite(asked.logprobs[:3]).all() and unasked.logprobs[6] == asked.logprobs[6]
+
+
+@examples(40)
+@given(SEEDS, st.integers(1, 300), st.integers(1, 9))
+def test_entropies_are_of_the_whole_distribution_after_temperature(seed, vocab, rows):
+    """Whatever top-k, top-p and bans leave of it, and whoever lies beside it; draws keep their bits."""
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 4
+    if vocab > 1:
+        logits[::2, seed % vocab] = -math.inf
+    options = [dict(temperature=(1.0, 0.7, 0.0)[i % 3], top_k=i % 4, top_p=(1.0, 0.8)[i % 2]) for i in range(rows)]
+    batch = replace(draw_batch(options), measures=True)
+    found, unmeasured = draw_tokens(logits, batch), draw_tokens(logits, draw_batch(options))
+    temperatures = torch.tensor([one["temperature"] or 1.0 for one in options], dtype=torch.float64)[:, None]
+    p = (logits.double() / temperatures).softmax(-1)
+    assert found.entropies == pytest.approx(torch.special.entr(p).sum(-1).tolist(), rel=2e-6, abs=1e-6)
+    assert (found.tokens, found.logprobs) == (unmeasured.tokens, unmeasured.logprobs)
+    alone = draw_tokens(logits[-1:], replace(draw_batch([options[-1]], first_position=rows - 1), measures=True))
+    assert alone.entropies == found.entropies[-1:]
 
 
 def test_several_threads_give_the_same_bits():

@@ -140,3 +140,32 @@ def test_advantages_of_ppo_are_whitened_and_returns_are_not():
     assert torch.equal(plain.returns, white.returns)
     torch.testing.assert_close(plain.returns, plain.advantages + batch.values)
     assert white.advantages.dtype == white.returns.dtype == torch.float32
+
+
+def test_reinforce_with_a_baseline_whitens_what_is_off_its_prompts_mean():
+    """Over tokens: of a sample with two of them it is seen twice."""
+    algorithm = AlgorithmConfig(name="reinforce_plus_plus_baseline", kl_coef=0.5)
+    batch = add_token_rewards(batch_of([6.0, 3.0, 1.0, 0.0], [[2.0, 0.0], [1.0], [0.0], [0.0]]), algorithm, 8)
+    batch = add_advantages(batch, algorithm, torch.tensor([3, 3, 4, 4]))
+    assert batch.advantages.tolist() == whitened([1.5, 1.5, -1.5, 0.5, -0.5]) and batch.returns.tolist() == [
+        6,
+        6,
+        3,
+        1,
+        0,
+    ]
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus_baseline", "ppo", "reinforce++"])
+def test_a_sample_that_does_not_count_is_in_the_baseline_and_not_in_the_whitening(name):
+    """Scores of a prompt are compared as ever; mean and deviation over tokens are of those that count."""
+    algorithm = AlgorithmConfig(name=name, kl_coef=0)
+    batch = batch_of([6.0, 3.0, 1.0, 0.0], [[2.0, 0.0], [1.0], [0.0], [0.0]]).with_fields(values=torch.arange(5.0))
+    batch, groups = add_token_rewards(batch, algorithm, 8), torch.tensor([3, 3, 4, 4])
+    some = batch.counting(torch.tensor([False, True, True, True]))
+    raw = add_advantages(some, algorithm.with_(whiten_advantages="false"), groups).advantages
+    assert torch.equal(raw, add_advantages(batch, algorithm.with_(whiten_advantages="false"), groups).advantages)
+    found = add_advantages(some, algorithm, groups).advantages
+    assert found[2:].tolist() == (whitened(raw[2:].tolist()) if algorithm.whitens else raw[2:].tolist())
+    none = batch.counting(torch.tensor([False] * 4))
+    assert torch.equal(add_advantages(none, algorithm, groups).advantages, raw)

@@ -72,6 +72,18 @@ def test_alignment_of_prediction_and_response():
     assert batch.response_lengths.tolist() == [2, 3] and batch.response_tokens == 5
 
 
+def test_samples_that_do_not_count_keep_their_place():
+    batch = make_batch([(3, 2), (1, 3), (2, 1)])
+    assert batch.counted is None and batch.counted_tokens == 6 and batch.counted_lengths.tolist() == [2, 3, 1]
+    batch = batch.with_fields(counted=torch.tensor([True, False, True, True, True, True]))
+    some = batch.counting(torch.tensor([True, False, True]))
+    assert some.counted.tolist() == [True, False, False, False, False, True]
+    assert some.counted_tokens == 2 and some.counted_lengths.tolist() == [1, 0, 1] and len(some) == 3
+    assert torch.equal(some.tokens, batch.tokens) and some.response_tokens == 6
+    chosen = some.select([2, 0])
+    assert chosen.counted.tolist() == [True, True, False] and chosen.counted_lengths.tolist() == [1, 1]
+
+
 @examples(60)
 @given(shapes=shapes, data=st.data())
 def test_select_equals_packing_the_chosen_samples(shapes, data):

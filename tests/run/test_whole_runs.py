@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from run_report.run_files import RunFiles
 from safetensors.torch import load_file, save_file
 from testkit.paths import ROOT
 from testkit.programs import call_tool
-from testkit.runs_table import FUSED, metrics_of, plan_of, printed, stages
+from testkit.runs_table import FUSED, in_the_checkout, metrics_of, plan_of, printed, stages
 from testkit.tiny import write_checkpoint, write_run, write_tokenizer
 
 from rlhfuse.monitor.samples import read_samples
@@ -21,7 +20,15 @@ from rlhfuse.monitor.trace import load_trace
 from rlhfuse.schedule.io import load_schedule
 
 slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("rloo serial", "reinforce serial", "steered resumed")]
-EQUAL = ["ppo serial", "grpo serial", "mixed serial", "stopped serial", "warm resumed", "another order"]
+EQUAL = [
+    "ppo serial",
+    "grpo serial",
+    "mixed serial",
+    "stopped serial",
+    "by sample serial",
+    "warm resumed",
+    "another order",
+]
 
 
 @pytest.mark.parametrize("name", [*EQUAL, "cut, backwards whole", *slow])
@@ -63,13 +70,6 @@ def test_it_says_what_it_does_with_its_settings(runs):
     assert len(metrics_of(runs.folder / "without a decode step")) == 3
 
 
-@contextmanager
-def in_the_checkout():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        yield
-
-
 def test_little_sums_are_trained_and_evaluated(runs):
     """The example, end to end but short: a function reward, held-out sums, and the report of both."""
     short = "trainer.iterations=2 trainer.eval_every=1 rollout.prompts_per_iteration=4 trainer.export=false"
@@ -107,6 +107,13 @@ def test_the_export_loads_in_transformers_with_the_trained_weights(runs):
 def test_the_tool_tells_runs_apart(runs, other, code):
     compared = call_tool("compare_runs", runs["ppo"], runs[other])
     assert compared.returncode == code, compared.stdout + compared.stderr
+
+
+def test_samples_that_were_cut_do_not_count(runs):
+    """Others stop by themselves, and half of their tokens train."""
+    rows = metrics_of(runs["by sample"])
+    assert all(0 < row["response_length/clip_ratio"] < 1 and row["actor/entropy"] > 4 for row in rows), rows
+    assert any(row["actor/grad_norm"] > 0 for row in rows)
 
 
 def test_grpo_trains_without_a_critic(runs):

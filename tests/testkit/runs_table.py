@@ -24,6 +24,7 @@ import pytest
 from run_comparison import compare_runs
 
 from rlhfuse.monitor.metrics import read_metrics
+from testkit.paths import ROOT
 from testkit.tiny import write_run, write_tokenizer
 from testkit.workers import Pools
 
@@ -122,8 +123,11 @@ STEERED = "algorithm.name=rloo algorithm.kl_target=0.01 algorithm.kl_horizon=50 
 WARM = """critic.warmup_iterations=2 actor.optim.lr_scheduler_type=cosine critic.optim.lr_scheduler_type=linear
     critic.optim.min_lr_ratio=0.1 algorithm.kl_target=1 trainer.save_every=1 trainer.keep_checkpoints=9"""
 WARM_ENDS = "actor.optim.lr_decay_iterations=2 critic.optim.lr_decay_iterations=4 trainer.export=false"
-STOPPED = f"""{by_function("stopped", "rloo")} algorithm.missing_eos_penalty=1 rollout.ignore_eos=true
-    rollout.stop=[w19] rollout.min_tokens=4 rollout.max_response_tokens=24"""
+STOPS = "rollout.ignore_eos=true rollout.stop=[w19] rollout.min_tokens=4 rollout.max_response_tokens=24"
+STOPPED = f"{by_function('stopped', 'rloo')} algorithm.missing_eos_penalty=1 {STOPS}"
+BY_SAMPLE = f"""{by_function("stopped")} {STOPS} algorithm.policy_loss.loss_mode=gspo algorithm.top_entropy_quantile=0.5
+    algorithm.mask_truncated_completions=true algorithm.kl_estimator=k3+ algorithm.entropy_coef=0.01
+    algorithm.minibatches=2"""
 CUT = f"""{stages("d1t2p1")} parallel.generation=d1t2p1 parallel.sequence_parallel=true trainer.recompute=full
     trainer.iterations=1"""
 EVALUATED = f"{HELD_OUT} trainer.eval_every=1 trainer.eval_before_train=true eval.temperature=0"
@@ -163,6 +167,7 @@ TABLE: dict[str, Row] = {
     ),
     "filtered on tensor ranks": Row(f"{FILTERED} {ALONE}"),
     "filtered on tensor ranks, in rounds": Row(f"{FILTERED} {ALONE} {IN_ROUNDS}", equals="filtered on tensor ranks"),
+    **pair("by sample", BY_SAMPLE),
     # what moves from iteration to iteration goes on after a restart
     "steered": Row(f"{STEERED} trainer.iterations=3"),
     "steered resumed": Row(f"{STEERED} trainer.save_every=1", f"{STEERED} trainer.iterations=3", equals="steered"),
@@ -296,6 +301,14 @@ def printed():
     with contextlib.redirect_stdout(io.StringIO()) as text:
         yield said
     said.append(text.getvalue())
+
+
+@contextmanager
+def in_the_checkout():
+    """Examples name their files from the repository's folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        yield
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:

@@ -10,11 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.settings import AlgorithmConfig, PolicyLossConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.microbatch_cut import MicrobatchCut
+from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
@@ -91,10 +94,20 @@ class Case:
         specs = {model: ModelSpec.from_config(folder) for model, folder in self.folders.items()}
         return frozenset(m for m, spec in specs.items() if spec.tied_embeddings and not scalar_head(m))
 
+    def batch(self, step: int) -> RolloutBatch:
+        """The mini-batch of a step."""
+        batch = make_batch(step, self.samples)
+        return batch.counting(torch.arange(self.samples) % 3 > 0) if self.recipe.by_sample else batch
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        """The settings of its losses."""
+        gspo = AlgorithmConfig(policy_loss=PolicyLossConfig(loss_mode="gspo"), loss_agg_mode="seq-mean-token-mean")
+        return gspo if self.recipe.by_sample else AlgorithmConfig()
+
     def parts(self, step: int) -> list[list[int]]:
         """Samples of every micro-batch of a mini-batch: those of all pipelines in a row, the same for all models."""
-        lengths = make_batch(step, self.samples).lengths.tolist()
-        return self.cut.split(lengths)
+        return self.cut.split(self.batch(step).lengths.tolist())
 
     @property
     def rungs(self) -> list[int]:

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
+from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.balance import deal
 from rlhfuse.schedule.program.lowering import lower
 from testkit.stages import load
 from testkit.training_case import Case, scalar_head
-from testkit.training_pair import make_batch
 from testkit.whole_model import BETAS, EPS
 
 
@@ -54,7 +53,7 @@ def train_rank(rank: int, case: Case) -> RankRecord:
         watch_gradients(model.optimizer, hashes[name], record.gradients.setdefault(name, {}))
     for number in range(case.steps):
         lr = dict.fromkeys(models, case.recipe.lr)
-        result = step.run(make_batch(number, case.samples), lr, AlgorithmConfig())
+        result = step.run(case.batch(number), lr, case.algorithm)
         record.norms.append({model: s.grad_norm for model, s in result.steps.items()})
         record.peak_live = max(record.peak_live, result.report.peak_live)
         for action, loss in result.report.losses.items():
@@ -63,7 +62,7 @@ def train_rank(rank: int, case: Case) -> RankRecord:
             dealt = deal(range(len(result.parts_tokens)), grid.layout.dp, grid.position(rank)[0])
             record.losses[name, number, dealt[action.microbatch]] = loss
             hashes[name].update(f"{action} {loss.hex()}".encode())
-        for name, sums in result.stats.items():
+        for name, sums in ({} if case.recipe.by_sample else result.stats).items():
             of_name = [loss for key, loss in record.losses.items() if key[:2] == (name, number)]
             told = float(sums["vf_loss" if scalar_head(name) else "pg_loss"]) / result.tokens
             assert math.isclose(told, math.fsum(of_name), rel_tol=1e-5, abs_tol=1e-7), (name, told, of_name)

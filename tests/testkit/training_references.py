@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from testkit.training_case import Case, predicted_peaks, scalar_head
-from testkit.training_pair import make_batch
 from testkit.training_record import Recording
 from testkit.whole_model import ReferenceStep, train_whole
 
@@ -26,7 +25,7 @@ class References:
     def steps(self, case: Case, model: str) -> list[ReferenceStep]:
         key = case.folders[model], case.recipe, case.steps, case.samples
         if key not in self._known:
-            batches = [make_batch(number, case.samples) for number in range(case.steps)]
+            batches = [case.batch(number) for number in range(case.steps)]
             folder, recipe, *_ = key
             self._known[key] = train_whole(folder, batches, recipe, scalar_head=scalar_head(model))
         return self._known[key]

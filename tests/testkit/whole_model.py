@@ -24,6 +24,7 @@ class Recipe:
     lr: float = 0.1
     clip_grad: float = 0.5
     weight_decay: float = 0.0
+    by_sample: bool = False  # GSPO, and means over samples, every third of which does not count
 
 
 ADAM = Recipe("adam", 1e-3, 0.5, 0.1)
@@ -63,7 +64,7 @@ def train_whole(
     steps = []
     for batch in batches:
         optimizer.zero_grad()
-        losses = sample_losses(model, batch, scalar_head)
+        losses = sample_losses(model, batch, scalar_head, recipe.by_sample)
         losses.sum().backward()
         norm = float(torch.nn.utils.clip_grad_norm_(weights.values(), recipe.clip_grad))
         gradients = {name: weight.grad.clone() for name, weight in weights.items()}
@@ -82,8 +83,11 @@ def make_optimizer(weights: list[Tensor], recipe: Recipe) -> torch.optim.Optimiz
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=BETAS, eps=EPS)
 
 
-def sample_losses(model: torch.nn.Module, batch: RolloutBatch, scalar_head: bool) -> Tensor:
-    """Each sample's loss divided by the response tokens of the whole batch: [samples]."""
+def sample_losses(model: torch.nn.Module, batch: RolloutBatch, scalar_head: bool, by_sample: bool = False) -> Tensor:
+    """Each sample's loss divided by the response tokens of the whole batch: [samples].
+
+    `by_sample`: its tokens' mean by all samples instead, and 0 of every third, the first among them.
+    """
     borders, tokens = batch.cu_seqlens.tolist(), batch.tokens
     responses = [0, *batch.response_lengths.cumsum(0).tolist()]
     losses = []
@@ -98,12 +102,20 @@ def sample_losses(model: torch.nn.Module, batch: RolloutBatch, scalar_head: bool
         else:
             logprobs = model.lm_head(x).log_softmax(-1).gather(1, row[prompt:, None])[:, 0]
             old, advantages = batch.old_logprobs[mine].double(), batch.advantages[mine].double()
-            losses.append(policy_loss(logprobs, old, advantages))
-    return torch.stack(losses) / batch.response_tokens
+            losses.append((gspo_loss if by_sample else policy_loss)(logprobs, old, advantages))
+        if by_sample:
+            losses[-1] = losses[-1] / len(x) if i % 3 else 0 * losses[-1]
+    return torch.stack(losses) / (len(batch) if by_sample else batch.response_tokens)
 
 
 def policy_loss(logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
     ratio = (logprobs - old).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP_EPS, 1 + CLIP_EPS) * advantages).sum()
+
+
+def gspo_loss(logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    """The token form (Zheng et al. 2025, eq. 13), for advantages that differ."""
+    ratio = (logprobs - old).mean().exp().detach() * (logprobs - logprobs.detach()).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP_EPS, 1 + CLIP_EPS) * advantages).sum()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from rlhfuse.gen.cpu.sampling import draw_tokens
 from rlhfuse.gen.gpu.draws import DrawInputs, draw_array
 
 ROWS, VOCAB = 96, 128256
-NEAR = 1e-4  # of log-probabilities
+NEAR = 1e-4  # of log-probabilities and entropies
 
 
 def batch_of(rows: int, mixed: bool) -> DrawBatch:
@@ -42,22 +43,24 @@ def draws_reference(references: References, rows: int = ROWS, vocab: int = VOCAB
     """The CPU's draws, or its file's if that is of the same logits."""
 
     def draw() -> dict[str, Any]:
-        draws = draw_tokens(logits, batch_of(rows, True))
-        return {"tokens": draws.tokens, "logprobs": draws.logprobs, "checksum": checksum}
+        draws = draw_tokens(logits, replace(batch_of(rows, True), measures=True))
+        return {**draws._asdict(), "checksum": checksum}
 
     logits = logits_of(rows, vocab)
     checksum = float(logits.double().sum())
     found = references.get("draws", draw)
-    return found if found["checksum"] == checksum else draw()
+    return found if found["checksum"] == checksum and "entropies" in found else draw()
 
 
 def device_draw(logits: torch.Tensor, batch: DrawBatch) -> Callable[[], torch.Tensor]:
-    """Launches the draws of all rows by the Triton kernels; gives [2, rows] int32, as the engine reads it back."""
+    """Launches the draws of all rows by the Triton kernels; gives [2, rows] int32, as the engine reads it back, or [3,
+    rows] of a batch that measures."""
     from rlhfuse.gen.gpu import sampling
 
     rows = len(logits)
     packed = torch.from_numpy(draw_array(batch, np.arange(rows), rows)).to(logits.device)
-    inputs, outputs = DrawInputs(rows, packed), torch.zeros((2, rows), dtype=torch.int32, device=logits.device)
+    inputs, shape = DrawInputs(rows, packed), (2 + batch.measures, rows)
+    outputs = torch.zeros(shape, dtype=torch.int32, device=logits.device)
 
     def draw() -> torch.Tensor:
         sampling.draw(logits, inputs, outputs)
@@ -70,15 +73,17 @@ def check_parity(bench: Bench) -> dict:
     """Temperatures, greedy rows, top-k, top-p and bans: the CPU's tokens, but for rows whose two best are a tie."""
     rows, vocab = (ROWS, VOCAB) if bench.on_gpu else (12, 3000)
     wanted = draws_reference(bench.references, rows, vocab)
-    batch = batch_of(rows, True)
+    batch = replace(batch_of(rows, True), measures=True)
     found = device_draw(logits_of(rows, vocab).to(bench.where), batch)().cpu()
-    tokens, logprobs = found[0].tolist(), found[1].view(torch.float32).tolist()
+    tokens, numbers = found[0].tolist(), found[1:].view(torch.float32).tolist()
     other = [row for row in range(rows) if tokens[row] != wanted["tokens"][row]]
     same = [row for row in range(rows) if row not in other]
-    apart = max((abs(logprobs[row] - wanted["logprobs"][row]) for row in same), default=0.0)
+    apart = max((abs(numbers[0][row] - wanted["logprobs"][row]) for row in same), default=0.0)
+    entropies = max(abs(ours - theirs) for ours, theirs in zip(numbers[1], wanted["entropies"]))
     banned = sum(tokens[row] in batch.banned[row] for row in range(rows))
     detail = {"rows": rows, "other_tokens": len(other), "max_logprob_difference": apart, "banned_drawn": banned}
-    return require(len(other) <= 1 and apart < NEAR and not banned, detail)
+    detail |= {"max_entropy_difference": entropies}
+    return require(len(other) <= 1 and max(apart, entropies) < NEAR and not banned, detail)
 
 
 def check_speed(bench: Bench) -> dict:

@@ -186,4 +186,6 @@ class Generation:
 def as_rollout(result: GenerationResult) -> Rollout:
     """A finished generation as a sample to be scored."""
     logprobs = torch.tensor(result.logprobs, dtype=torch.float32)
-    return Rollout(result.sample_id, result.prompt_tokens, result.tokens, logprobs, result.finish_reason)
+    entropies = torch.tensor(result.entropies, dtype=torch.float32) if result.entropies else None
+    drawn = result.prompt_tokens, result.tokens, logprobs, result.finish_reason
+    return Rollout(result.sample_id, *drawn, entropies=entropies)

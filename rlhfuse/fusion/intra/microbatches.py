@@ -14,27 +14,30 @@ from torch import Tensor
 from rlhfuse.models.stage import Outbox, PackedTokens, padded_rows
 from rlhfuse.ppo.rollout import RolloutBatch
 
-LOOKED_UP = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")  # by losses, per response token
+LOOKED_UP = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns", "high_entropy")  # by losses, by token
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Samples on the device, N of T tokens and R response tokens, and what the losses look up in them."""
+    """Samples on the device, N of T tokens, and what the losses look up of their C response tokens that count."""
 
     packed: PackedTokens
-    predictions: Tensor  # int64 [R]: positions whose outputs predict the response tokens
-    targets: Tensor  # int64 [R]: the response tokens
-    samples: RolloutBatch  # of which LOOKED_UP is on the device
+    lengths: Tensor  # int64 [N]: how many of each sample count
+    predictions: Tensor  # int64 [C]: positions whose outputs predict these tokens
+    targets: Tensor  # int64 [C]: the tokens
+    samples: RolloutBatch  # of which LOOKED_UP is on the device, of these tokens alone
 
     @staticmethod
     def of(batch: RolloutBatch, device: torch.device, shards: int, outbox: Outbox) -> Microbatch:
         """From samples in host memory: on a GPU an index that is computed there would stop the queue."""
         kept = _looked_up(batch)
         others = [batch.prediction_index, batch.tokens[batch.response_index], *kept.values()]
-        packed, (predictions, targets, *arrays) = PackedTokens.beside(
-            others, batch.tokens, batch.cu_seqlens, device, shards, outbox
+        if batch.counted is not None:
+            others = [array[batch.counted] for array in others]
+        packed, (lengths, predictions, targets, *arrays) = PackedTokens.beside(
+            [batch.counted_lengths, *others], batch.tokens, batch.cu_seqlens, device, shards, outbox
         )
-        return Microbatch(packed, predictions, targets, batch.with_fields(**dict(zip(kept, arrays))))
+        return Microbatch(packed, lengths, predictions, targets, batch.with_fields(**dict(zip(kept, arrays))))
 
 
 class Microbatches:
@@ -67,13 +70,12 @@ class Microbatches:
         return self[number].packed
 
     def _bytes(self, number: int) -> int:
-        """Bound what a micro-batch sends: tokens, positions, borders, places, ids of responses, what is looked up."""
+        """Bound what a micro-batch sends: tokens, positions, borders, places, lengths, ids, what is looked up."""
         part = list(self._parts[number])
         responses, width = int(self._batch.response_lengths[part].sum()), 2 * 8
         width += sum(array.itemsize for array in _looked_up(self._batch).values())
-        return (
-            2 * 8 * self.rows[number] + 4 * (len(part) + 2) + width * responses + Outbox.MOST_DTYPES * Outbox.ALIGNMENT
-        )
+        sizes = 4 * (len(part) + 2) + 8 * len(part)
+        return 2 * 8 * self.rows[number] + sizes + width * responses + Outbox.MOST_DTYPES * Outbox.ALIGNMENT
 
 
 def _looked_up(batch: RolloutBatch) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """One mini-batch through all models that train: the cut, the program, one optimizer step each (paper section 5).
 
 The mini-batch is cut into K x M micro-batches once, the same for every model, computed identically on every rank;
-the pipelines of a model take them in turn, and cut them as they run. Losses are sums divided by the mini-batch's
-response tokens, a number known to every rank beforehand, so that data-parallel reduction is a sum.
+the pipelines of a model take them in turn, and cut them as they run. Losses are sums divided by what the mini-batch
+counts, a number known to every rank beforehand, so that data-parallel reduction is a sum.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from rlhfuse.models.stage import LossFunction, Outbox, TrainingStage
 from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.parallel.groups import ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
-from rlhfuse.ppo.losses import Stats, add_stats, kl_loss_sum, policy_loss_sum, value_loss_sum
+from rlhfuse.ppo.losses import LossTerms, Stats, add_stats, highest_entropies, kl_loss, policy_loss, value_loss
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.program import Programs
+
+TokenLosses = tuple[dict[str, Tensor], Stats]  # each term's losses [C], and sums of statistics
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class MinibatchResult:
     """What one mini-batch did on this rank. Statistics are this rank's sums, on last stages only."""
 
     stats: Mapping[str, Stats]  # role -> sums
-    tokens: int  # response tokens of the whole mini-batch
+    tokens: int  # response tokens of the whole mini-batch that count
     sample_tokens: tuple[int, ...]  # of every sample, prompt included, in the mini-batch's order
     parts_tokens: tuple[int, ...]  # of every micro-batch
     steps: Mapping[str, StepResult]  # role -> its optimizer step
@@ -117,11 +119,13 @@ class TrainingStep:
         `algorithm`: the settings of the losses, with the weight of a KL that is in force. Raises
         FloatingPointError, the same on all ranks, when a loss or gradient is not finite: the model named did not step.
         """
+        if algorithm.top_entropy_quantile < 1:
+            batch = batch.with_fields(high_entropy=highest_entropies(batch, algorithm.top_entropy_quantile))
         lengths = batch.lengths.tolist()
         parts = self._cut.split(lengths)
         executor = self._executors[self._cut.rung_of(parts)]
         tokens = tuple(sum(lengths[i] for i in part) for part in parts)
-        losses = Losses(batch.response_tokens, algorithm, self._temperature)
+        losses = Losses(batch, algorithm, self._temperature)
         work = {}
         for name, role in self._roles.items():
             model = self._models[role]
@@ -142,7 +146,7 @@ class TrainingStep:
         if not report.finite:
             self._raise_fault(report)
         steps = {role: report.steps[name] for name, role in self._roles.items()}
-        return MinibatchResult(losses.stats, batch.response_tokens, tuple(lengths), tokens, steps, report, self._roles)
+        return MinibatchResult(losses.stats, batch.counted_tokens, tuple(lengths), tokens, steps, report, self._roles)
 
     def _raise_fault(self, report: StepReport) -> None:
         """Gather what each rank saw, and raise the same NotFiniteError everywhere; a collective."""
@@ -167,10 +171,10 @@ class TrainingStep:
 
 
 class Losses:
-    """The loss functions of one mini-batch with `tokens` response tokens, and the sums that they leave in `stats`."""
+    """The loss functions of one mini-batch, and the sums that they leave in `stats`."""
 
-    def __init__(self, tokens: int, algorithm: AlgorithmConfig, temperature: float) -> None:
-        self._tokens = tokens
+    def __init__(self, minibatch: RolloutBatch, algorithm: AlgorithmConfig, temperature: float) -> None:
+        self._terms = LossTerms.of(algorithm, minibatch)
         self._algorithm = algorithm
         self._temperature = temperature
         self.stats: dict[str, Stats] = {}
@@ -179,42 +183,39 @@ class Losses:
         """The loss of a model's last stage, by micro-batch; `counts`: this tensor rank's statistics are kept."""
 
         def loss(output: Any, microbatch: int) -> Tensor:
-            compute = self._value_loss if model.scalar_head else self._policy_loss
-            total, sums = compute(model, cuts[microbatch], output)
+            compute = self._value_losses if model.scalar_head else self._policy_losses
+            losses, sums = compute(model, cuts[microbatch], output)
             if counts:
                 self.stats[model.role] = add_stats(self.stats.get(model.role, {}), sums)
-            return total / self._tokens
+            return self._terms.total(losses, cuts[microbatch].lengths)
 
         return loss
 
-    def _policy_loss(self, model: TrainedModel, microbatch: Microbatch, output: LanguageOutput) -> tuple[Tensor, Stats]:
-        algorithm, samples = self._algorithm, microbatch.samples
+    def _policy_losses(self, model: TrainedModel, microbatch: Microbatch, output: LanguageOutput) -> TokenLosses:
+        algorithm, samples, has = self._algorithm, microbatch.samples, self._terms.has
         assert samples.advantages is not None, "advantages come before training"
         logprobs, entropy = output.logprobs(
-            microbatch.predictions, microbatch.targets, model.spec.vocab, self._temperature, algorithm.entropy_coef != 0
+            microbatch.predictions, microbatch.targets, model.spec.vocab, self._temperature, has("entropy")
         )
-        total, sums = policy_loss_sum(
-            logprobs,
-            samples.old_logprobs,
-            samples.advantages,
-            algorithm.clip_eps,
-            algorithm.clip_eps_high,
-            algorithm.dual_clip,
-        )
-        if algorithm.kl_place == "loss" and algorithm.kl_coef:
+        given = logprobs, samples.old_logprobs, samples.advantages, microbatch.lengths
+        policy, sums = policy_loss(*given, algorithm)
+        if samples.high_entropy is not None:
+            policy = policy.where(samples.high_entropy, 0.0)
+        losses = {"policy": policy}
+        if has("kl"):
             assert samples.ref_logprobs is not None, "a KL needs a reference"
-            penalty, kl_sums = kl_loss_sum(logprobs, samples.ref_logprobs, algorithm.estimator)
-            total, sums = total + algorithm.kl_coef * penalty, sums | kl_sums
+            losses["kl"], kl_sums = kl_loss(logprobs, samples.ref_logprobs, algorithm.estimator)
+            sums |= kl_sums
         sums["entropy"] = entropy.detach().double().sum()
-        if algorithm.entropy_coef:
-            total = total - algorithm.entropy_coef * entropy.sum()
-        return total, sums
+        if has("entropy"):
+            losses["entropy"] = entropy
+        return losses, sums
 
-    def _value_loss(self, model: TrainedModel, microbatch: Microbatch, values_T: Tensor) -> tuple[Tensor, Stats]:
+    def _value_losses(self, model: TrainedModel, microbatch: Microbatch, values_T: Tensor) -> TokenLosses:
         values, samples = values_T[microbatch.predictions], microbatch.samples
         assert samples.values is not None and samples.returns is not None, "returns come before training"
-        total, sums = value_loss_sum(values, samples.values, samples.returns, self._algorithm.value_clip_eps)
-        return self._algorithm.value_loss_coef * total, sums
+        losses, sums = value_loss(values, samples.values, samples.returns, self._algorithm.value_clip_eps)
+        return {"value": losses}, sums
 
 
 def _origin_first(action: Action) -> tuple:

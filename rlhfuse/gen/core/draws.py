@@ -17,6 +17,7 @@ class Draws(NamedTuple):
 
     tokens: list[int]
     logprobs: list[float]
+    entropies: list[float] | None = None  # of the rows' distributions after temperature, where the engine measures them
 
 
 class Launched(NamedTuple):
@@ -36,4 +37,5 @@ class DrawBatch:
     top_ps: np.ndarray  # [R] float64, 1 = off
     banned: np.ndarray  # [R, B] int64, unused columns -1, behind the used ones
     asked: np.ndarray | None = None  # [R] bool: whose log-probability somebody reads; None: all
+    measures: bool = False  # entropies, too
     guesses: np.ndarray | None = None  # [R] int64: the next row counts if this is drawn; -1: it is another sample's

@@ -75,6 +75,7 @@ class GenerationResult:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
+    entropies: tuple[float, ...] = ()  # of the distributions that `logprobs` are of, where the engine measures them
 
 
 @dataclass(eq=False)
@@ -88,6 +89,7 @@ class Sequence:
     stop_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     block_table: list[int] = field(default_factory=list)
     computed_tokens: int = 0
@@ -133,7 +135,7 @@ class Sequence:
     def result(self) -> GenerationResult:
         assert self.finish_reason is not None, f"sample {self.sample_id} is not finished"
         lists = tuple(self.prompt), tuple(self.tokens), tuple(self.logprobs)
-        return GenerationResult(self.sample_id, *lists, self.finish_reason)
+        return GenerationResult(self.sample_id, *lists, self.finish_reason, tuple(self.entropies))
 
 
 def stop_table(sequences: list[Sequence]) -> np.ndarray:

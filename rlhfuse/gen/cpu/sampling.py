@@ -109,6 +109,19 @@ def _partition(row, temperature, highest, weights):
 
 
 @njit
+def _mean_below(row, temperature, highest, weights, total):
+    """The mean of row / temperature - highest, by `weights` that sum up to `total`."""
+    lanes = np.zeros(CHUNK, np.float64)
+    for i in range(row.shape[0]):
+        below = row[i] / temperature - highest
+        lanes[i % CHUNK] += np.float64(weights[i] * below) if weights[i] > 0 else 0.0
+    moment = 0.0
+    for j in range(CHUNK):
+        moment += lanes[j]
+    return moment / total
+
+
+@njit
 def _score(row, temperature, cutoff, hashes, scores):
     """Scores of a chunk's tokens, row / temperature + noise; minus infinity below the cutoff."""
     for j in range(row.shape[0]):
@@ -255,18 +268,22 @@ def row_cutoff(row, temperature, top_k, top_p):
 
 
 @njit(inline="never")
-def _draw_row(row, key0, key1, temperature, top_k, top_p, banned, asked):
-    """(token, log-probability) of one row; (-1, NaN) if it holds a number that is not finite.
+def _draw_row(row, key0, key1, temperature, top_k, top_p, banned, asked, measures):
+    """(token, log-probability, entropy) of one row; (-1, NaN, NaN) if it holds a number that is not finite.
 
-    The log-probability of a greedy row that is not `asked` for is NaN: its exponentials are not taken.
+    The log-probability of a greedy row that is not `asked` for is NaN: its exponentials are not taken. The entropy is,
+    unless it `measures`.
     """
     unit = temperature if temperature > 0 else F32(1.0)
-    highest, log_total = _highest(row) / unit, np.nan
+    highest, log_total, entropy = _highest(row) / unit, np.nan, np.nan
     if not np.isfinite(highest):
-        return -1, F32(np.nan)
+        return -1, F32(np.nan), F32(np.nan)
     weights = np.empty(row.shape[0] if asked or temperature > 0 else 0, np.float32)
     if weights.shape[0]:
-        log_total = np.log(_partition(row, unit, highest, weights))
+        total = _partition(row, unit, highest, weights)
+        log_total = np.log(total)
+        if measures:
+            entropy = log_total - _mean_below(row, unit, highest, weights, total)
     allowed = row
     if banned.shape[0] and banned.max() >= 0:
         allowed = row.copy()
@@ -281,42 +298,43 @@ def _draw_row(row, key0, key1, temperature, top_k, top_p, banned, asked):
     else:
         token = _greedy_token(allowed)
     if token < 0:
-        return -1, F32(np.nan)
-    return token, F32(np.float64(row[token] / unit - highest) - log_total)
+        return -1, F32(np.nan), F32(np.nan)
+    return token, F32(np.float64(row[token] / unit - highest) - log_total), F32(entropy)
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def draw_rows(logits, keys, temperatures, top_ks, top_ps, banned, asked, starts, guesses):
-    """Tokens [R] int64 (-1: not finite; -2: not drawn) and their log-probabilities [R] float32.
+def draw_rows(logits, keys, temperatures, top_ks, top_ps, banned, asked, starts, guesses, measures):
+    """Tokens [R] int64 (-1: not finite; -2: not drawn), their log-probabilities and the entropies, [R] float32 each.
 
     logits [R or more, vocab] float32; keys [R, 2] uint32; temperatures [R] float32; top_ks [R] int64, 0 = off;
     top_ps [R] float64, 1 = off; banned [R, B] int64, unused columns -1; asked [R] bool: for log-probabilities. Row
     starts[i] begins the i-th run, which is drawn up to the first token that is not the guess [R] of its row. Runs are
-    shared out among threads.
+    shared out among threads. Entropies are NaN unless it `measures`.
     """
     rows, runs = keys.shape[0], starts.shape[0]
     tokens, logprobs = np.full(rows, -2, np.int64), np.full(rows, np.nan, np.float32)
+    entropies = np.full(rows, np.nan, np.float32)
     for i in prange(runs):
         end = starts[i + 1] if i + 1 < runs else rows
         for r in range(starts[i], end):
-            tokens[r], logprobs[r] = _draw_row(
-                logits[r], keys[r, 0], keys[r, 1], temperatures[r], top_ks[r], top_ps[r], banned[r], asked[r]
+            tokens[r], logprobs[r], entropies[r] = _draw_row(
+                logits[r], keys[r, 0], keys[r, 1], temperatures[r], top_ks[r], top_ps[r], banned[r], asked[r], measures
             )
             if tokens[r] != guesses[r]:
                 break
-    return tokens, logprobs
+    return tokens, logprobs, entropies
 
 
 def draw_tokens(logits: Tensor, batch: DrawBatch) -> Draws:
     """One draw per row of `batch`; logits [R or more, vocab] float32 on the CPU."""
     if not len(batch.keys):
         return Draws([], [])
-    tokens, logprobs = draw_logits(logits, batch)
-    return Draws(tokens.tolist(), logprobs.tolist())
+    tokens, logprobs, entropies = draw_logits(logits, batch)
+    return Draws(tokens.tolist(), logprobs.tolist(), entropies.tolist() if batch.measures else None)
 
 
-def draw_logits(logits: Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [R] int64 and log-probabilities [R] float32."""
+def draw_logits(logits: Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens [R] int64, log-probabilities and entropies, [R] float32 each; the last NaN unless the batch measures."""
     share_threads()
     # Rows of a wider buffer are copied: the kernel is compiled for rows without gaps, which it reads several times.
     rows = np.ascontiguousarray(logits.numpy())
@@ -327,4 +345,4 @@ def draw_logits(logits: Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.ndarra
         starts = np.flatnonzero(np.concatenate(([True], guesses[:-1] < 0)))
     asked = np.ones(len(batch.keys), np.bool_) if batch.asked is None else batch.asked
     parameters = batch.temperatures, batch.top_ks, batch.top_ps, batch.banned, asked
-    return draw_rows(rows, batch.keys, *parameters, starts, guesses)
+    return draw_rows(rows, batch.keys, *parameters, starts, guesses, batch.measures)

@@ -66,17 +66,19 @@ class DrawKernels(NamedTuple):
     """Who draws; neither waits for a device."""
 
     feed: Callable[[Tensor, Tensor], None]  # tokens ~i become the i-th of the newest tokens, in place; both int32
-    # Of logits [rows, vocab], tokens and the bits of their log-probabilities into [2, rows or more] int32.
+    # Of logits [rows, vocab], tokens and the bits of their log-probabilities into [2, rows or more] int32, and those of
+    # entropies where it is [3, rows or more].
     draw: Callable[[Tensor, DrawInputs, Tensor], None]
 
 
 class DrawOutputs:
     """The newest draws on the device, and two places on the host to which they are copied in turn."""
 
-    def __init__(self, device: torch.device, most_rows: int) -> None:
+    def __init__(self, device: torch.device, most_rows: int, entropies: bool = False) -> None:
         self._device, cuda = device, device.type == "cuda"
-        self.newest = torch.zeros((2, most_rows), dtype=torch.int32, device=device)
-        self._hosts = [torch.empty((2, most_rows), dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        shape = 3 if entropies else 2, most_rows
+        self.newest = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._hosts = [torch.empty(shape, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._events = [torch.cuda.Event() if cuda else None for _ in range(2)]
 
     def send(self, places: np.ndarray) -> Launched:
@@ -94,7 +96,7 @@ class DrawOutputs:
         def read() -> Draws:
             if done is not None:
                 done.synchronize()
-            tokens, bits = host.numpy()[:, places]
-            return Draws(tokens.tolist(), bits.view(np.float32).tolist())
+            tokens, *bits = host.numpy()[:, places]
+            return Draws(tokens.tolist(), *(each.view(np.float32).tolist() for each in bits))
 
         return Launched(places, read)

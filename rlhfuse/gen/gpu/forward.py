@@ -57,8 +57,9 @@ class DeviceForward:
         attention: PagedAttention,
         layer_kernels: LayerKernels,
         guess_rows: int = 0,
+        measures: bool = False,
     ) -> None:
-        """`recorder` None: no graphs. `bind` must be called before `launch`.
+        """`recorder` None: no graphs; `measures`: entropies of the draws. `bind` must be called before `launch`.
 
         Raises InputError where tensor ranks would record NCCL unsafely.
         """
@@ -70,7 +71,7 @@ class DeviceForward:
         self._rotary = rotary_tables(spec, spec.context, device)
         self._staging = Staging(device)
         self._graphs = DecodeGraphs(recorder, device)
-        self._kernels, self._outputs = kernels, DrawOutputs(device, max(max_sequences, guess_rows))
+        self._kernels, self._outputs = kernels, DrawOutputs(device, max(max_sequences, guess_rows), measures)
         self._weights: ModelWeights | None = None
         self._weight_addresses: tuple[int, ...] = ()
 

@@ -30,12 +30,13 @@ _SQRT_HALF = tl.constexpr(0.707106781186547524)
 _LOWEST = tl.constexpr(-87.0)
 _UNIT, _PART = tl.constexpr(2.0**40), tl.constexpr(2.0**-40)
 # Where a step's integers, and the second half of what two tensors share, begin follows from its rows.
-_SHIFTING = ["words", "best"]
+_SHIFTING = ["words", "moments", "best"]
 
 
 def draw(logits: Tensor, inputs: DrawInputs, outputs: Tensor) -> None:
     """Tokens (-1: not finite) and the bits of their float32 log-probabilities into `outputs` [2, rows or more] int32.
 
+    Where it has a third row, the bits of the distributions' float32 entropies go there.
     logits [rows, vocab] float32 or bfloat16, columns side by side. Three launches, nothing read back.
     """
     rows, vocab = logits.shape
@@ -43,14 +44,16 @@ def draw(logits: Tensor, inputs: DrawInputs, outputs: Tensor) -> None:
     splits = -(-vocab // CHUNK)
     cutoffs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     highest, best = torch.empty((2, rows, splits), dtype=torch.float32, device=logits.device)
-    totals = torch.empty((rows, splits), dtype=torch.float64, device=logits.device)
+    measures = len(outputs) == 3
+    totals, moments = torch.empty((2, rows, splits), dtype=torch.float64, device=logits.device)
     tokens = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
     given = logits, logits.stride(0), vocab, inputs.packed, rows
-    parts = highest, totals, best, tokens
+    parts = highest, totals, moments, best, tokens
     _run(_cutoffs, (rows,), *given, cutoffs, BLOCK=CUTOFF_BLOCK, num_warps=16)
     block, room = min(power_of_two(vocab), CHUNK), power_of_two(splits)
-    _run(_scores, (rows, splits), *given, cutoffs, *parts, BLOCK=block, num_warps=8)
-    _run(_merge, (rows,), *given, *parts, splits, outputs, outputs.stride(0), SPLITS=room, num_warps=1)
+    _run(_scores, (rows, splits), *given, cutoffs, *parts, BLOCK=block, MEASURES=measures, num_warps=8)
+    last = splits, outputs, outputs.stride(0)
+    _run(_merge, (rows,), *given, *parts, *last, SPLITS=room, MEASURES=measures, num_warps=1)
 
 
 def feed(tokens: Tensor, newest: Tensor) -> None:
@@ -236,8 +239,23 @@ def _cutoffs(logits, stride, vocab, words, rows, cutoffs, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=_SHIFTING)
-def _scores(logits, stride, vocab, words, rows, cutoffs, highest, totals, best, tokens, BLOCK: tl.constexpr):
-    """A chunk's highest logit / temperature, its sum of exponentials below that, its best score and that token."""
+def _scores(
+    logits,
+    stride,
+    vocab,
+    words,
+    rows,
+    cutoffs,
+    highest,
+    totals,
+    moments,
+    best,
+    tokens,
+    BLOCK: tl.constexpr,
+    MEASURES: tl.constexpr,
+):
+    """A chunk's highest logit / temperature, its sum of exponentials below that, its best score and that token; and
+    where it measures the sum of these exponentials times their exponents."""
     row, part = tl.program_id(0), tl.program_id(1)
     words += row
     temperature = tl.load(words + 2 * rows).to(tl.float32, bitcast=True)
@@ -258,13 +276,30 @@ def _scores(logits, stride, vocab, words, rows, cutoffs, highest, totals, best, 
         at = row * tl.num_programs(1) + part
         tl.store(highest + at, most)
         tl.store(totals + at, tl.sum(terms.to(tl.float64), axis=0))
+        if MEASURES:
+            products = terms * tl.where(terms > 0, scaled - most, 0.0)
+            tl.store(moments + at, tl.sum(products.to(tl.float64), axis=0))
         tl.store(best + at, top)
         tl.store(tokens + at, part * BLOCK + where)
 
 
 @triton.jit(do_not_specialize=["rows", "next_row"], do_not_specialize_on_alignment=_SHIFTING)
 def _merge(
-    logits, stride, vocab, words, rows, highest, totals, best, tokens, splits, outputs, next_row, SPLITS: tl.constexpr
+    logits,
+    stride,
+    vocab,
+    words,
+    rows,
+    highest,
+    totals,
+    moments,
+    best,
+    tokens,
+    splits,
+    outputs,
+    next_row,
+    SPLITS: tl.constexpr,
+    MEASURES: tl.constexpr,
 ):
     row, part = tl.program_id(0), tl.arange(0, SPLITS)
     temperature = tl.load(words + 2 * rows + row).to(tl.float32, bitcast=True)
@@ -273,7 +308,8 @@ def _merge(
         most = tl.load(highest + at, mask=inside, other=float("-inf"))
         top = tl.max(most, axis=0)
         factors = tl.exp(tl.where(most > float("-inf"), most - top, float("-inf")).to(tl.float64))
-        total = tl.sum(tl.load(totals + at, mask=inside, other=0.0) * factors, axis=0)
+        own = tl.load(totals + at, mask=inside, other=0.0)
+        total = tl.sum(own * factors, axis=0)
         score, where = tl.max(tl.load(best + at, mask=inside, other=float("-inf")), axis=0, return_indices=True)
         token = tl.load(tokens + row * splits + where)
         # Sums of rows with a NaN or an infinity are NaN or without end; comparisons with NaN are false.
@@ -283,3 +319,8 @@ def _merge(
         logprob = tl.where(good, x.to(tl.float64) - tl.log(total), float("nan")).to(tl.float32)
         tl.store(outputs + row, tl.where(good, token, -1))
         tl.store(outputs + next_row + row, logprob.to(tl.int32, bitcast=True))
+        if MEASURES:
+            below = tl.where(most > float("-inf"), most - top, 0.0).to(tl.float64)
+            moment = tl.sum((tl.load(moments + at, mask=inside, other=0.0) + below * own) * factors, axis=0)
+            entropy = tl.where(good, tl.log(total) - moment / total, float("nan")).to(tl.float32)
+            tl.store(outputs + 2 * next_row + row, entropy.to(tl.int32, bitcast=True))

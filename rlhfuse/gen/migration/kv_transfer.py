@@ -34,10 +34,11 @@ class SequenceSnapshot:
     params: SamplingParams
     computed_tokens: int = 0  # those with keys and values in `blocks`
     blocks: tuple[int, ...] = ()  # numbers of the transfer's blocks
+    entropies: tuple[float, ...] = ()  # where the engine measures them
 
     def restore(self, seq: EngineSequence) -> EngineSequence:
         """Give `seq`, new and of the same request, the tokens drawn so far. Raises InputError if it is finished."""
-        seq.tokens, seq.logprobs = list(self.tokens), list(self.logprobs)
+        seq.tokens, seq.logprobs, seq.entropies = list(self.tokens), list(self.logprobs), list(self.entropies)
         if seq.total_tokens >= seq.max_total_tokens:
             raise InputError(f"sample {seq.sample_id} is finished: it has {seq.total_tokens} tokens")
         return seq
@@ -123,7 +124,7 @@ def prepare_transfer(
         table = seq.block_table[: -(-computed // shape.block_tokens)]
         blocks = tuple(numbers.setdefault(block, len(numbers)) for block in table)
         lists = tuple(seq.prompt), tuple(seq.tokens), tuple(seq.logprobs)
-        snapshots.append(SequenceSnapshot(seq.sample_id, *lists, seq.params, computed, blocks))
+        snapshots.append(SequenceSnapshot(seq.sample_id, *lists, seq.params, computed, blocks, tuple(seq.entropies)))
     cache_blocks = list(numbers)
 
     def read(wanted: Sequence[int], heads: slice) -> Tensor:

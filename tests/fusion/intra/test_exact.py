@@ -11,7 +11,7 @@ import torch
 from testkit.training_case import SAMPLES, Case, predicted_peaks, write_models
 from testkit.training_record import run_case
 from testkit.training_references import References
-from testkit.whole_model import ADAM
+from testkit.whole_model import ADAM, Recipe
 
 from rlhfuse.schedule.ir.action import Kind
 
@@ -22,6 +22,7 @@ FUSED, SERIAL, EAGER, CAPPED, SHARED, INTERLEAVED = (
 )
 RANDOM_SPLIT, CRITIC_SPLIT = {"schedule": "random", "split": BOTH}, {"split": ("critic",)}
 PARALLEL, SELECTIVE = {"sequence_parallel": True}, {"recompute": "selective"}
+BY_SAMPLE = Recipe(by_sample=True)
 TIED = {"actor": "tied", "critic": "five"}
 
 
@@ -90,6 +91,8 @@ ROWS = [
     ("d1t1p4 d1t1p4", {"steps": 1, "microbatches": SAMPLES}, []),  # a sample each
     ("d4t1p1 d4t1p1", {"steps": 1, "microbatches": 1}, []),
     ("d1t1p4 d2t1p2 d1t2p2", {}, [SERIAL, {"schedule": "random", "split": ("actor", "second")}]),
+    ("d1t2p2 d2t1p2", {"steps": 2, "recipe": BY_SAMPLE}, [SERIAL]),
+    ("d4t1p1 d1t1p4", {"steps": 2, "recipe": BY_SAMPLE, "microbatches": SAMPLES // 4}, []),  # some count nothing
     pytest.param("d1t1p4 d2t1p2", {"recipe": ADAM, "steps": 2}, [RANDOM_SPLIT, CRITIC_SPLIT], marks=SLOW),
     pytest.param("d1t2p2 d1t1p4", {"actor": "tied", "steps": 2}, [RANDOM_SPLIT, CRITIC_SPLIT], marks=SLOW),
     pytest.param("d4t1p1 d1t1p4", {"recipe": ADAM}, [SERIAL, EAGER, CAPPED], marks=SLOW),

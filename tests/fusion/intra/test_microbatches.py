@@ -58,6 +58,17 @@ def test_a_micro_batch_is_cut_when_the_program_comes_to_it(tmp_path, monkeypatch
             assert re.search(r":0F\d$", log[place - 1]), log[place - 1]
 
 
+def test_a_micro_batch_holds_the_tokens_that_count():
+    batch = make_batch(5)
+    batch = batch.with_fields(counted=torch.arange(batch.response_tokens) % 3 > 0).counting(torch.arange(20) % 4 > 0)
+    cut, samples = Microbatches(batch, [[4, 7, 2]], CPU, 1, Outbox())[0], batch.select([4, 7, 2])
+    kept = samples.counted
+    assert cut.lengths.tolist() == samples.counted_lengths.tolist() and int(cut.lengths[0]) == 0 < int(cut.lengths[1])
+    assert torch.equal(cut.predictions, samples.prediction_index[kept]) and len(cut.packed) >= len(samples.tokens)
+    assert torch.equal(cut.targets, samples.tokens[samples.response_index[kept]])
+    assert torch.equal(cut.samples.advantages, samples.advantages[kept])
+
+
 @pytest.mark.parametrize("shards", [1, 4])
 def test_all_that_a_step_sends_fits_into_what_was_taken_before_it(monkeypatch, shards):
     taken = []

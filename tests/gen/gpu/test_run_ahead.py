@@ -39,7 +39,7 @@ class AheadWorkload(Workload):
 
     def engine(self, **options: int) -> Engine:
         ahead = "max_sequences" in options  # those of a pair
-        choice = dict(kernels="torch", run_ahead=ahead)
+        choice = dict(kernels="torch", run_ahead=ahead, entropies=True)
         return engine_of(self.spec, self.weights, detokenize=letters, **options, **choice)
 
 
@@ -60,8 +60,9 @@ class AheadPair(EnginePair):
 
 
 def same_sample(found: GenerationResult, wanted: GenerationResult) -> None:
-    assert replace(found, logprobs=()) == replace(wanted, logprobs=())
-    assert np.allclose(found.logprobs, wanted.logprobs, rtol=0, atol=1e-4)
+    assert replace(found, logprobs=(), entropies=()) == replace(wanted, logprobs=(), entropies=())
+    for numbers, others in ((found.logprobs, wanted.logprobs), (found.entropies, wanted.entropies)):
+        assert len(numbers) == len(others) and np.allclose(numbers, others, rtol=0, atol=1e-4)
 
 
 def test_random_lives_end_as_they_do_without_running_ahead():

@@ -23,20 +23,22 @@ def inputs_of(batch: DrawBatch, places: np.ndarray, rows: int) -> DrawInputs:
     return DrawInputs(rows, torch.from_numpy(draw_array(batch, places, rows)).flatten())
 
 
-def draw(logits: torch.Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log-probabilities, by the kernels."""
+def draw(logits: torch.Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, log-probabilities and entropies, by the kernels; the first two are equal without the third."""
     rows = len(logits)
-    outputs = torch.full((2, rows + 3), NOTHING, dtype=torch.int32)
-    sampling.draw(logits, inputs_of(batch, np.arange(rows), rows), outputs)
-    assert (outputs[:, rows:] == NOTHING).all()
-    return outputs[0, :rows].numpy(), outputs[1, :rows].numpy().view(np.float32)
+    measured, outputs = (torch.full((count, rows + 3), NOTHING, dtype=torch.int32) for count in (3, 2))
+    for each in (measured, outputs):
+        sampling.draw(logits, inputs_of(batch, np.arange(rows), rows), each)
+    assert (measured[:, rows:] == NOTHING).all() and torch.equal(measured[:2], outputs)
+    return outputs[0, :rows].numpy(), *measured[1:, :rows].numpy().view(np.float32)
 
 
-def draw_on_cpu(logits: torch.Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.ndarray]:
+def draw_on_cpu(logits: torch.Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     arrays = batch.keys, batch.temperatures, batch.top_ks, batch.top_ps, batch.banned
     rows = np.arange(len(batch.keys))
     asked = np.ones(len(rows), np.bool_)
-    return cpu.draw_rows(np.ascontiguousarray(logits.float().numpy()), *arrays, asked, rows, np.full(len(rows), -1))
+    none, here = np.full(len(rows), -1), np.ascontiguousarray(logits.float().numpy())
+    return cpu.draw_rows(here, *arrays, asked, rows, none, True)
 
 
 def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
@@ -79,20 +81,20 @@ def test_draws_are_the_cpus(limited, cases):
     """Not one token differs, though only those whose best scores are 1e-5 apart were to agree."""
     for seed, (rows, vocab) in enumerate(cases):
         logits, batch = random_logits(rows, vocab, seed), random_batch(rows, vocab, seed, limited)
-        tokens, logprobs = draw(logits, batch)
-        expected, expected_logprobs = draw_on_cpu(logits, batch)
+        tokens, *numbers = draw(logits, batch)
+        expected, *expected_numbers = draw_on_cpu(logits, batch)
         assert tokens.tolist() == expected.tolist()
-        assert np.abs(logprobs - expected_logprobs).max() < 1e-6
+        assert np.abs(np.subtract(numbers, expected_numbers)).max() < 2e-6
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(3, 1), (3, 2), (8, 61), (6, 1003), (2, 9000)])
 def test_kept_tokens_are_the_cpus(rows, vocab):
     """With top-k and top-p the draws agree, and so does the least logit kept, ties included."""
     logits, batch = random_logits(rows, vocab, vocab), random_batch(rows, vocab, vocab, limited=True)
-    tokens, logprobs = draw(logits, batch)
-    expected, expected_logprobs = draw_on_cpu(logits, batch)
+    tokens, *numbers = draw(logits, batch)
+    expected, *expected_numbers = draw_on_cpu(logits, batch)
     assert tokens.tolist() == expected.tolist()
-    assert np.abs(logprobs - expected_logprobs).max() < 1e-6
+    assert np.abs(np.subtract(numbers, expected_numbers)).max() < 2e-6
     inputs, cutoffs = inputs_of(batch, np.arange(rows), rows), torch.full((rows,), float("nan"))
     sampling._cutoffs[(rows,)](logits, logits.stride(0), vocab, inputs.packed, rows, cutoffs, BLOCK=8192)
     for row in range(rows):
@@ -123,7 +125,7 @@ def test_wider_buffers_and_rows_that_draw_nothing(dtype):
     batch = random_batch(4, 333, 3, limited=True)
     outputs = torch.full((2, 12), NOTHING, dtype=torch.int32)
     sampling.draw(logits, inputs_of(batch, places, 9), outputs)
-    tokens, logprobs = draw_on_cpu(logits[places], batch)
+    tokens, logprobs, _ = draw_on_cpu(logits[places], batch)
     assert outputs[0, places].tolist() == tokens.tolist()
     assert np.abs(outputs[1, places].numpy().view(np.float32) - logprobs).max() < 1e-6
     assert (np.delete(outputs.numpy(), places, axis=1) == NOTHING).all()
@@ -137,9 +139,9 @@ def test_rows_that_are_not_finite(drawn_by):
         logits[row, place] = value
     logits[4] = -math.inf
     batch = draw_batch([{}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 3}, {}, {}])
-    tokens, logprobs = drawn_by(logits, batch)
-    assert tokens[:5].tolist() == [-1] * 5 and np.isnan(logprobs[:5]).all()
-    assert tokens[5] >= 0 and abs(logprobs[5] + math.log(5000)) < 1e-5
+    tokens, *numbers = drawn_by(logits, batch)
+    assert tokens[:5].tolist() == [-1] * 5 and np.isnan(np.array(numbers)[:, :5]).all()
+    assert tokens[5] >= 0 and all(abs(abs(found[5]) - math.log(5000)) < 1e-5 for found in numbers)
 
 
 @triton.jit

@@ -19,7 +19,8 @@ PARAMS = SamplingParams(max_tokens=24, seed=5, ignore_eos=True)
 
 
 def small_blocks(**options) -> Engine:
-    return engine_of(**({"num_blocks": 300, "block_tokens": 4} | options))
+    """Entropies travel with the log-probabilities: they are in every result."""
+    return engine_of(**({"num_blocks": 300, "block_tokens": 4, "entropies": True} | options))
 
 
 @pytest.fixture(scope="module")

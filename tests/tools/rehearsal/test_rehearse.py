@@ -178,6 +178,17 @@ def test_no_kernel_is_compiled_in_the_middle_of_a_program(programs, tmp_path):
     assert found["launches"]["_turn"] > 0 and found["problems"] == {}
 
 
+def test_losses_of_whole_samples_and_measured_entropies_wait_for_no_host(programs, tmp_path):
+    """On the actor's last stage, samples that moved among its own."""
+    run_yaml = write(tmp_path, SMALL | dict(num_key_value_heads=2, vocab_size=1024))
+    asked = [*OF_FOUR, "algorithm.policy_loss.loss_mode=gspo", "algorithm.top_entropy_quantile=0.2"]
+    asked += ["algorithm.kl_in=loss", "algorithm.kl_estimator=k3+", "algorithm.entropy_coef=0.01"]
+    found = rehearse(run_yaml, asked, make_plan(rehearsal_draft(load_config(run_yaml, asked), 4)), 2, WHOLE, print)
+    assert found["problems"] == {} and found["moved"] > 0
+    places = [place for phase in found["phases"][1:] for place in phase["reads"]]
+    assert places and not [place for place in places if place.startswith(("ppo/", "fusion/intra/training_step"))]
+
+
 # how it ends
 
 FAULTS = {  # file, what is there, what a fault would be, what a rehearsal says

@@ -152,7 +152,8 @@ class OtherRanks:
             drawn = self._samples.longest - TAIL_STEPS - len(request.prompt)
             numbers = tuple(range(blocks, blocks + held))
             own = request.prompt, (0,) * drawn, (0.0,) * drawn, request.params
-            sequences.append(SequenceSnapshot(move.sample_id, *own, move.kv_tokens, numbers))
+            entropies = own[2] if self._samples.config.algorithm.top_entropy_quantile < 1 else ()
+            sequences.append(SequenceSnapshot(move.sample_id, *own, move.kv_tokens, numbers, entropies))
             blocks += held
         self.moved += len(sequences)
         return TransferManifest(self._shape, blocks, tuple(sequences))

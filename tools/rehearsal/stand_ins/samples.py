@@ -82,7 +82,8 @@ class Samples:
         prompt = (length or self.longest) - response
         tokens = self.tokens(sample, prompt), self.tokens(sample, response)
         zeros = torch.zeros(response)
-        done = Rollout(sample, *tokens, zeros, "length")
+        entropies = zeros if self.config.algorithm.top_entropy_quantile < 1 else None
+        done = Rollout(sample, *tokens, zeros, "length", entropies=entropies)
         scorers = self.config.scorers() if scored else ()
         return done.with_scores(
             zeros if Role.REFERENCE in scorers else None,
