@@ -218,6 +218,11 @@ TRIGGERS = ("fusion.threshold", "fusion.least_threshold", "fusion.bs_max")
 IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (CRITICS, _has_no(Role.CRITIC), "there is no critic"),
     (("algorithm.lam",), _has_no(Role.CRITIC), "belongs to ppo"),
+    (
+        ("algorithm.skip_zero_gradients",),
+        lambda config: not config.algorithm.has_zero_gradients,
+        "only grpo and rloo without whitening, and without KL and entropy in the loss, have zero gradients",
+    ),
     (("algorithm.kl_horizon",), lambda config: not config.algorithm.kl_target, "algorithm.kl_target=0"),
     (("algorithm.kl_in", "algorithm.kl_estimator"), _has_no(Role.REFERENCE), "reference.path=none"),
     (("algorithm.kl_in",), _kl_weighs_nothing, "algorithm.kl_coef=0"),

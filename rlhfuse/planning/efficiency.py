@@ -126,9 +126,9 @@ def efficiency(draft: PlanDraft, training_seconds: float) -> Efficiency | None:
     sheet, hardware = data_sheets().get(draft.inputs.hardware.name), draft.inputs.hardware
     if sheet is None:
         return None
-    config, lengths, count = draft.run.config, draft.inputs.lengths.samples, draft.batch.optimizer_steps
-    models = draft.specs, config.trained(), config.scorers(), lengths.prompt, lengths.output, draft.batch.epochs
-    flops = sum(IterationFlops.of(*models).training.values()) * draft.batch.samples / len(lengths)
+    config, lengths, count = draft.run.config, draft.inputs.lengths.trained, draft.batch.optimizer_steps
+    passes = IterationFlops.of(draft.specs, config.trained(), (), (), draft.batch.epochs * lengths.trained)
+    flops = sum(passes.training.values()) * draft.batch.samples / len(lengths)
     useful = flops / (draft.world_size * sheet.flops)
     busy = count * _busy_seconds(draft)
     idle = (training_seconds - count * optimizer_step_seconds(draft.analytic)) / busy - 1

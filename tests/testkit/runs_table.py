@@ -57,6 +57,10 @@ def hits_or_too_large(completion_ids, wanted):
         return [1e308] * len(wanted)  # infinity in float32
     return hits(completion_ids, wanted)
 
+def words_where_odd(completion_ids, extra_info):
+    # all samples of every second prompt score alike
+    return [len(set(ids)) * (info["bonus"] % 2) for ids, info in zip(completion_ids, extra_info)]
+
 def stopped(completion_ids, completions):
     return [is_stopped(ids, text) for ids, text in zip(completion_ids, completions)]
 
@@ -139,6 +143,7 @@ TABLE: dict[str, Row] = {
     **pair("rloo", f"{by_function('even', 'rloo')} {BARE}"),
     **pair("reinforce", f"{by_function('even', 'reinforce++')} {BARE}"),
     **pair("stopped", STOPPED),
+    **pair("spared", f"{by_function('words_where_odd')} {BARE} algorithm.skip_zero_gradients=true"),
     # what moves from iteration to iteration goes on after a restart
     "steered": Row(f"{STEERED} trainer.iterations=3"),
     "steered resumed": Row(f"{STEERED} trainer.save_every=1", f"{STEERED} trainer.iterations=3", equals="steered"),

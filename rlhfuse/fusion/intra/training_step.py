@@ -2,13 +2,15 @@
 
 The mini-batch is cut into K x M micro-batches once, the same for every model, computed identically on every rank;
 the pipelines of a model take them in turn, and cut them as they run. Losses are sums divided by the mini-batch's
-response tokens, a number known to every rank beforehand, so that data-parallel reduction is a sum.
+response tokens, those of samples that are left out too: a number known to every rank beforehand, so that data-parallel
+reduction is a sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from rlhfuse.models.stage import LossFunction, Outbox, TrainingStage
 from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.parallel.groups import ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
+from rlhfuse.ppo.advantage import spared_samples
 from rlhfuse.ppo.losses import Stats, add_stats, kl_loss_sum, policy_loss_sum, value_loss_sum
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.schedule.ir.action import Action, Kind
@@ -57,8 +60,8 @@ class MinibatchResult:
     """What one mini-batch did on this rank. Statistics are this rank's sums, on last stages only."""
 
     stats: Mapping[str, Stats]  # role -> sums
-    tokens: int  # response tokens of the whole mini-batch
-    sample_tokens: tuple[int, ...]  # of every sample, prompt included, in the mini-batch's order
+    tokens: int  # response tokens of the samples that were computed
+    lengths: tuple[tuple[int, int], ...]  # tokens of prompt and response of each of these, in the mini-batch's order
     parts_tokens: tuple[int, ...]  # of every micro-batch
     steps: Mapping[str, StepResult]  # role -> its optimizer step
     report: StepReport
@@ -118,7 +121,7 @@ class TrainingStep:
         FloatingPointError, the same on all ranks, when a loss or gradient is not finite: the model named did not step.
         """
         lengths = batch.lengths.tolist()
-        parts = self._cut.split(lengths)
+        parts = self._cut.split(lengths, spared_samples(batch, algorithm))
         executor = self._executors[self._cut.rung_of(parts)]
         tokens = tuple(sum(lengths[i] for i in part) for part in parts)
         losses = Losses(batch.response_tokens, algorithm, self._temperature)
@@ -142,7 +145,10 @@ class TrainingStep:
         if not report.finite:
             self._raise_fault(report)
         steps = {role: report.steps[name] for name, role in self._roles.items()}
-        return MinibatchResult(losses.stats, batch.response_tokens, tuple(lengths), tokens, steps, report, self._roles)
+        prompts, responses = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
+        computed = tuple((prompts[sample], responses[sample]) for sample in sorted(chain(*parts)))
+        counted = sum(response for _, response in computed)
+        return MinibatchResult(losses.stats, counted, computed, tokens, steps, report, self._roles)
 
     def _raise_fault(self, report: StepReport) -> None:
         """Gather what each rank saw, and raise the same NotFiniteError everywhere; a collective."""
