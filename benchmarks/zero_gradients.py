@@ -4,7 +4,7 @@
 
 GRPO without a KL on stories260K (260,032 parameters, no part of this repository), two ranks of one thread: as two
 pipelines, and as one of two stages. All samples of the prompts that --alike gives a share of score the same, the others
-by their length. The learning rate is 0, so both sides draw the same samples. The plan of a side is for the lengths of
+by their tokens. The learning rate is 0, so both sides draw the same samples. The plan of a side is for the lengths of
 the first run that left samples out, by analytic costs: so shares are compared, not seconds.
 """
 
@@ -30,8 +30,8 @@ ALL, FEWER = "all samples", "those with a gradient"
 LEFT_OUT = ("samples", "tokens")  # names of metrics
 REWARD = """import zlib
 
-def lengths(prompts, completion_ids):
-    return [len(ids) * (zlib.crc32(prompt.encode()) % 1000 >= {}) for prompt, ids in zip(prompts, completion_ids)]
+def sums(prompts, completion_ids):
+    return [sum(ids) * (zlib.crc32(prompt.encode()) % 1000 >= {}) for prompt, ids in zip(prompts, completion_ids)]
 """
 
 
@@ -48,7 +48,7 @@ def main() -> None:
         iterations = SKIPPED + 1 if arguments.quick else SKIPPED + arguments.iterations
         for layout in ("d2t1p1", "d1t1p2"):
             own = [*settings(arguments.quick, iterations, arguments.seed), f"parallel.actor_train={layout}"]
-            own += [f"actor.path={arguments.model}", f"reward.function={reward}:lengths"]
+            own += [f"actor.path={arguments.model}", f"reward.function={reward}:sums"]
             rows.append(beside(measurement, Path(folder), layout, own, 1 if arguments.quick else arguments.rounds))
     head = ("layout", "left out", "of the tokens", ALL, FEWER, "saved", "planned", "ratio")
     measurement.table("saved", "Seconds of training in an iteration", head, rows)

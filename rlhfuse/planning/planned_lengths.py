@@ -23,13 +23,13 @@ MEDIAN_SHARE = 0.1  # of the longest response
 class PlannedLengths:
     """`samples`, cut to the run's longest; `known`: of past samples, not assumed; `told`: a line on what they are.
 
-    `trained`: what training is for, where a run leaves out samples and a past one says which: of its last iterations.
+    `trained`: what training is for, where it leaves out samples and a past run says which: its last iterations.
     """
 
     samples: SampleLengths
     known: bool
     told: str
-    trained: SampleLengths
+    trained: tuple[SampleLengths, ...] = ()
 
     @staticmethod
     def of(source: str, longest: tuple[int, int], skips: bool = False) -> PlannedLengths:
@@ -45,14 +45,14 @@ class PlannedLengths:
             except InputError as error:
                 raise InputError(f"parallel.lengths={source}: {error}") from None
             planned = PlannedLengths.seen(file.lengths, longest, f"parallel.lengths={source}")
-            return replace(planned, trained=file.recent.clip(*longest)) if skips and file.recent else planned
+            return replace(planned, trained=tuple(seen.clip(*longest) for seen in file.recent)) if skips else planned
         samples = assumed_lengths(prompt, response)
         marks = samples.percentiles()
         told = (
             f"lengths are assumed: responses lognormal with median {marks['p50']} and p99.9 {marks['p999']} tokens, "
             f"prompts of {prompt}; parallel.lengths names past ones"
         )
-        return PlannedLengths(samples, False, told, samples)
+        return PlannedLengths(samples, False, told)
 
     @staticmethod
     def seen(seen: SampleLengths, longest: tuple[int, int], where: str) -> PlannedLengths:
@@ -62,7 +62,14 @@ class PlannedLengths:
         marks = samples.percentiles()
         told = f"output p50 {marks['p50']}, p99.9 {marks['p999']}; {samples.clipped} cut to this run's {response}"
         told = f"lengths are those of {len(samples)} samples of {where}, {told}"
-        return PlannedLengths(samples, True, told, samples)
+        return PlannedLengths(samples, True, told, (samples,) if samples.spared else ())
+
+    @property
+    def trained_shares(self) -> tuple[float, float]:
+        """Parts of the samples, and of their tokens, that training does not leave out."""
+        every = SampleLengths.joined(self.trained or (self.samples,))
+        tokens = sum(every.prompt) + sum(every.output)
+        return len(every.trained) / len(every), sum(map(sum, every.trained)) / tokens
 
 
 def assumed_lengths(prompt: int, response: int) -> SampleLengths:

@@ -109,12 +109,12 @@ class Reasons:
         if not self.config.algorithm.skips:
             return
         key, source = "algorithm.skip_zero_gradients", self.config.parallel.lengths
-        if not lengths.trained.spared:
+        if not lengths.trained:
             past = "parallel.lengths=RUN, the folder of a past run with this setting, says how many"
             yield f"{key}: it is not known how many samples have none, and training is priced with all; {past}"
             return
-        samples, tokens = lengths.trained.spared_shares
-        where = f"the last iterations of {source}" if source else "what the run has seen"
+        samples, tokens = (1 - share for share in lengths.trained_shares)
+        where = f"the last iterations of {source or 'the run'}"
         left_out = f"{samples:.1%} of the samples, {tokens:.1%} of the tokens, have none, by {where}"
         yield f"{key}: training is priced without these: {left_out}"
 

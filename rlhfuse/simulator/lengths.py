@@ -7,7 +7,7 @@ one request per row, or the metrics.jsonl of a past run, whose lines hold a list
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -30,7 +30,7 @@ PROMPT_COLUMNS = (
     "context_tokens prompt input"
 ).split()
 SPARED = "lengths/zero_gradient"  # of a run's metrics: 1 for a sample without gradient, else 0
-RECENT_ITERATIONS = 8  # of a run, whose samples stand for those that the next leaves out
+RECENT_ITERATIONS = 8  # of a run, which stand for what the next leaves out
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,12 @@ class SampleLengths:
         spared = self.spared or (False,) * len(self)
         return tuple((p, o) for p, o, left_out in zip(self.prompt, self.output, spared) if not left_out)
 
-    @property
-    def spared_shares(self) -> tuple[float, float]:
-        """Parts of the samples, and of their tokens, that training leaves out."""
-        tokens = sum(self.prompt) + sum(self.output)
-        return 1 - len(self.trained) / len(self), 1 - sum(map(sum, self.trained)) / tokens
+    @staticmethod
+    def joined(parts: Sequence[SampleLengths]) -> SampleLengths:
+        """Samples of all parts, of which each knows what training leaves out, or none."""
+        fields = zip(*((one.prompt, one.output, one.spared) for one in parts))
+        prompt, output, spared = (tuple(chain(*columns)) for columns in fields)
+        return SampleLengths(prompt, output, spared=spared)
 
     def percentiles(self) -> dict[str, int]:
         """Output tokens that 50, 90, 99 and 99.9% of the samples do not exceed, and the longest."""
@@ -98,32 +99,38 @@ class SampleLengths:
         )
 
     def draw(self, samples: int, draws: int, seed: int) -> tuple[SampleLengths, ...]:
-        """`draws` batches of `samples` (prompt, output) pairs each, with replacement; the same for the same seed."""
-        generator = np.random.default_rng(seed)
-        drawn = (generator.integers(0, len(self), samples) for _ in range(draws))
-
-        def of(rows: np.ndarray) -> SampleLengths:
+        """`draws` batches of `samples` (prompt, output) pairs each, with replacement; the same for the same seed. The
+        share of samples that training leaves out is the same in all."""
+        generator, batches = np.random.default_rng(seed), []
+        for _ in range(draws):
+            rows = self._rows(generator, samples)
+            prompt, output = (tuple(column[i] for i in rows) for column in (self.prompt, self.output))
             spared = tuple(self.spared[i] for i in rows) if self.spared else ()
-            return SampleLengths(
-                tuple(self.prompt[i] for i in rows), tuple(self.output[i] for i in rows), spared=spared
-            )
+            batches.append(SampleLengths(prompt, output, spared=spared))
+        return tuple(batches)
 
-        return tuple(map(of, drawn))
+    def _rows(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        """So many positions, with replacement."""
+        if not self.spared:
+            return generator.integers(0, len(self), count)
+        kinds = [np.flatnonzero(np.asarray(self.spared) == kind) for kind in (True, False)]
+        left_out = round(count * len(kinds[0]) / len(self))
+        drawn = (generator.choice(kind, n) for kind, n in zip(kinds, (left_out, count - left_out)) if n)
+        return generator.permutation(np.concatenate([*drawn]))
 
 
 @dataclass(frozen=True)
 class LengthsFile:
     """What was read from a file and from which columns; no prompt column gives `prompt_column` None.
 
-    `recent`: samples of a run's last iterations, of which it says whether training left them out; None where it does
-    not.
+    `recent`: a run's last iterations, of whose samples it says which training left out.
     """
 
     lengths: SampleLengths
     path: str
     output_column: str
     prompt_column: str | None
-    recent: SampleLengths | None = None
+    recent: tuple[SampleLengths, ...] = ()
 
 
 def load_lengths(source: str | Path, prompt_column: str | None = None, default_prompt: int = 0) -> LengthsFile:
@@ -146,7 +153,7 @@ def load_lengths(source: str | Path, prompt_column: str | None = None, default_p
         prompt_column = _pick(path, columns, prompt_column, PROMPT_COLUMNS, "prompt lengths")
     prompts: list[int] = []
     outputs: list[int] = []
-    recent: deque[tuple[list[int], list[int], list[int]]] = deque(maxlen=RECENT_ITERATIONS)
+    recent: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
     for line, row in rows:
         if output_column not in row:  # a metrics line of another kind
             continue
@@ -159,21 +166,14 @@ def load_lengths(source: str | Path, prompt_column: str | None = None, default_p
             counts = f"{len(new_prompts)} values of {prompt_column} but {len(new_outputs)} of {output_column}"
             raise InputError(f"{path}:{line}: {counts}")
         if SPARED in row:
-            recent.append((new_prompts, new_outputs, _lengths_of(row[SPARED], path, line, SPARED, least=0)))
+            spared = tuple(map(bool, _lengths_of(row[SPARED], path, line, SPARED, least=0)))
+            recent.append(SampleLengths(tuple(new_prompts), tuple(new_outputs), spared=spared))
         prompts += new_prompts
         outputs += new_outputs
     if not outputs:
         raise InputError(f"{path}: column {output_column} holds no length")
     lengths = SampleLengths(tuple(prompts), tuple(outputs))
-    return LengthsFile(lengths, path, output_column, prompt_column, _joined(recent))
-
-
-def _joined(rows: Collection[tuple[list[int], list[int], list[int]]]) -> SampleLengths | None:
-    """The samples of iterations that say which of them training left out; None where none says so."""
-    if not rows:
-        return None
-    prompt, output, spared = (tuple(chain(*column)) for column in zip(*rows))
-    return SampleLengths(prompt, output, spared=tuple(map(bool, spared)))
+    return LengthsFile(lengths, path, output_column, prompt_column, tuple(recent))
 
 
 def _split_column(source: str) -> tuple[str, str | None]:

@@ -58,10 +58,11 @@ def test_training_is_for_what_a_past_run_leaves_out_where_this_one_does(tmp_path
         file.write(json.dumps(row) + "\n")
     source, longest = str(tmp_path), config().longest_sample
     planned, every = (PlannedLengths.of(source, longest, skips) for skips in (True, False))
-    assert planned.samples == every.samples == every.trained and len(every.samples) == 3
-    assert planned.trained == SampleLengths((1, 2), (7, 256), 1, spared=(True, False))
-    assumed = PlannedLengths.of("", longest, True)
-    assert assumed.trained == assumed.samples
+    assert planned.samples == every.samples and len(every.samples) == 3
+    assert planned.trained == (SampleLengths((1, 2), (7, 256), 1, spared=(True, False)),)
+    assert planned.trained_shares == (1 / 2, 258 / 266) and every.trained_shares == (1, 1)
+    assert every.trained == PlannedLengths.of("", longest, True).trained == ()
+    assert PlannedLengths.seen(*planned.trained, longest, "a run").trained == planned.trained
 
 
 def test_what_is_assumed_is_said():

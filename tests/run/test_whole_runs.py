@@ -21,7 +21,7 @@ from rlhfuse.monitor.trace import load_trace
 from rlhfuse.schedule.io import load_schedule
 
 slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("rloo serial", "reinforce serial", "steered resumed")]
-EQUAL = ["ppo serial", "grpo serial", "mixed serial", "stopped serial", "spared serial"]
+EQUAL = ["ppo serial", "grpo serial", "mixed serial", "stopped serial", "spared resumed"]
 EQUAL += ["warm resumed", "another order"]
 
 
@@ -118,8 +118,16 @@ def test_samples_without_gradient_are_left_out_and_the_next_plan_knows_it(runs):
     assert found.seconds["train"] > 0
     settings = f"{TABLE['spared'].first} parallel.lengths={run}".replace("{folder}", str(runs.folder)).split()
     told = call_tool("plan", "--config", runs.config, *settings)
-    share = sum(sum(row["lengths/zero_gradient"]) for row in rows) / sum(len(row["lengths/output"]) for row in rows)
-    assert told.returncode == 0 and f"priced without these: {share:.1%} of the samples" in told.stdout, told.stderr
+    assert told.returncode == 0 and f"these: {share_of(rows)} of the samples" in told.stdout, told.stderr
+    knows = {"spared": "it is not known", "spared resumed": f"these: {share_of(rows[:1])} of the samples"}
+    for name, part in knows.items():
+        (line,) = [line for line in plan_of(runs[name])["reasons"] if "skip_zero_gradients" in line]
+        assert part in line, "a run that is resumed knows its past"
+
+
+def share_of(rows) -> str:
+    flags = [flag for row in rows for flag in row["lengths/zero_gradient"]]
+    return f"{sum(flags) / len(flags):.1%}"
 
 
 def test_a_slow_reward_function_is_measured_and_predicted(runs):

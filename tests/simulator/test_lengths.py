@@ -96,17 +96,19 @@ def test_a_run_says_which_samples_of_its_last_iterations_have_no_gradient(tmp_pa
     read = load_lengths(tmp_path)
     assert len(read.lengths) == 24 and read.lengths.spared == ()
     last = range(12 - RECENT_ITERATIONS, 12)
-    assert read.recent.output == tuple(n for i in last for n in (i, 5)) and read.recent.prompt == (1, 2) * len(last)
-    assert read.recent.spared == tuple(flag for i in last for flag in (i % 2 == 1, True))
-    assert read.recent.trained == tuple((1, i) for i in last if i % 2 == 0)
-    tokens = sum(i + 8 for i in last)
-    assert read.recent.spared_shares == pytest.approx((12 / 16, 1 - sum(i + 1 for i in last if i % 2 == 0) / tokens))
-    kept = read.recent.clip(1, 4)
-    assert kept.spared == read.recent.spared and kept.output[1] == 4
-    for batch in kept.draw(50, 2, seed=1):
-        assert len(batch.spared) == 50 and {out for _, out in batch.trained} <= {4}
+    assert read.recent == tuple(SampleLengths((1, 2), (i, 5), spared=(i % 2 == 1, True)) for i in last)
+    every = SampleLengths.joined(read.recent)
+    assert every.output == tuple(n for i in last for n in (i, 5)) and every.prompt == (1, 2) * len(last)
+    assert every.trained == tuple((1, i) for i in last if i % 2 == 0)
+    kept = every.clip(1, 4)
+    assert kept.spared == every.spared and kept.output[1] == 4
+    first, second = kept.draw(50, 2, seed=1)
+    assert first != second and len(first) == len(first.spared) == 50
+    for batch in (first, second):
+        assert batch.trained == ((1, 4),) * 12, "a quarter is trained on, in any batch"
+        assert batch.spared != tuple(sorted(batch.spared)), "in any order"
     (tmp_path / "metrics.jsonl").write_text(json.dumps(rows[-1]) + "\n")
-    assert load_lengths(tmp_path).recent is None
+    assert load_lengths(tmp_path).recent == ()
     with pytest.raises(InputError, match="2 lengths, but 1 samples that are left out or not"):
         SampleLengths((1, 1), (1, 1), spared=(True,))
 

@@ -128,6 +128,7 @@ STILL = f"""{by_function("hits")} {HELD_OUT} actor.optim.lr=0 trainer.eval_every
     trainer.iterations=4 eval.samples_per_prompt=3 trainer.export=false trainer.keep_best=true"""
 BEST = f"""{by_function("hits")} {HELD_OUT} actor.optim.lr=0.01 trainer.seed=2 trainer.iterations=4 trainer.save_every=1
     trainer.eval_every=1 trainer.keep_best=true trainer.keep_checkpoints=1 eval.samples_per_prompt=4"""
+SPARED = f"{by_function('words_where_odd')} {BARE} algorithm.skip_zero_gradients=true"
 SPLIT, RULE = "fusion.split_backward=true", "fusion.intra_stage="
 TABLE: dict[str, Row] = {
     # PPO by a reward model, with which the critic begins
@@ -143,7 +144,10 @@ TABLE: dict[str, Row] = {
     **pair("rloo", f"{by_function('even', 'rloo')} {BARE}"),
     **pair("reinforce", f"{by_function('even', 'reinforce++')} {BARE}"),
     **pair("stopped", STOPPED),
-    **pair("spared", f"{by_function('words_where_odd')} {BARE} algorithm.skip_zero_gradients=true"),
+    "spared": Row(f"{SPARED} {FUSED}", shows=MOVED),
+    "spared resumed": Row(
+        f"{SPARED} {SERIAL} trainer.save_every=1 trainer.iterations=1", f"{SPARED} {SERIAL}", equals="spared"
+    ),
     # what moves from iteration to iteration goes on after a restart
     "steered": Row(f"{STEERED} trainer.iterations=3"),
     "steered resumed": Row(f"{STEERED} trainer.save_every=1", f"{STEERED} trainer.iterations=3", equals="steered"),

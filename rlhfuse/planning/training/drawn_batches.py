@@ -6,9 +6,10 @@ mini-batch costs what equal micro-batches of somewhat more than the mean tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import chain
 from statistics import fmean
 
 import numpy as np
@@ -37,11 +38,11 @@ class DrawnBatches:
 
     @staticmethod
     def of(
-        lengths: SampleLengths, samples: int, minibatches: int, seed: int, trained: SampleLengths | None = None
+        lengths: SampleLengths, samples: int, minibatches: int, seed: int, trained: Sequence[SampleLengths] = ()
     ) -> DrawnBatches:
-        """DRAWS batches of so many samples of the lengths, and for training of those of `trained`, if given."""
-        others = trained.draw(samples, DRAWS, seed) if trained and trained != lengths else ()
-        return DrawnBatches(lengths.draw(samples, DRAWS, seed), minibatches, seed, trained=others)
+        """DRAWS batches of so many samples of the lengths; for training one of each iteration of `trained`, if any."""
+        others = (one.draw(samples, 1, seed + number) for number, one in enumerate(trained))
+        return DrawnBatches(lengths.draw(samples, DRAWS, seed), minibatches, seed, trained=tuple(chain(*others)))
 
     def rungs(self, cut: MicrobatchCut) -> Mapping[int, float]:
         """Shares of mini-batches by their micro-batches per actor pipeline (M1), ascending."""

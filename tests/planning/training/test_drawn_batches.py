@@ -74,9 +74,10 @@ def test_what_training_leaves_out_takes_no_time(tokens):
     """Half of the samples, which have a third of the tokens, by the last iterations of a run of other lengths."""
     seen = SampleLengths((10,) * 40, (190, 90) * 20, spared=(False, True) * 20)
     every, same = replace(seen, spared=()), equal(9, 10, 100)
-    whole, fewer, plain = (DrawnBatches.of(same, 64, 2, 7, one) for one in (every, seen, None))
+    whole, fewer, plain = (DrawnBatches.of(same, 64, 2, 7, some) for some in ([every], [seen, seen], ()))
     assert whole.batches == fewer.batches == plain.batches and not plain.trained
-    assert fewer.trained == seen.draw(64, DRAWS, 7) and seen.spared_shares == pytest.approx((1 / 2, 1 / 3))
+    assert fewer.trained == seen.draw(64, 1, 7) + seen.draw(64, 1, 8)
+    assert all(len(batch.trained) == 32 for batch in fewer.trained)
     cut = MicrobatchCut.by_tokens(tokens, 2, 32, 200) if tokens else MicrobatchCut.by_samples(4, 2, 32, 200)
     wanted = by_hand(fewer, cut, 3)
     assert Counter(fewer.rung_of_each(cut)) == {rung: len(made) for rung, made in wanted.items()}
