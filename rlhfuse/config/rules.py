@@ -249,6 +249,11 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (CLIPS, _loss_mode("sapo"), "sapo does not clip"),
     (CLIPS[1:], _loss_mode("cispo"), "cispo clips both sides"),
     (GATES, _loss_mode("vanilla", "gspo", "cispo"), "belongs to sapo"),
+    (
+        ("algorithm.skip_zero_gradients",),
+        lambda config: not config.algorithm.has_zero_gradients,
+        "only grpo and rloo without whitening, and without KL and entropy in the loss, have zero gradients",
+    ),
     (("algorithm.kl_horizon",), lambda config: not config.algorithm.kl_target, "algorithm.kl_target=0"),
     (("algorithm.kl_in", "algorithm.kl_estimator"), _has_no(Role.REFERENCE), "reference.path=none"),
     (("algorithm.kl_in",), _kl_weighs_nothing, "algorithm.kl_coef=0"),

@@ -283,6 +283,11 @@ class AlgorithmConfig(Settings):
         AUTO, "optimizer steps per epoch; auto: 4, or the most below that cut the samples evenly, 4 or more to each"
     )
     epochs: Positive = key(1, "passes over the batch of an iteration, each in an order of its own")
+    skip_zero_gradients: Truth = key(
+        False,
+        "do not train on samples whose gradient is exactly 0, as those of a prompt with equal rewards: with grpo and "
+        "rloo, without whitening, and without KL and entropy in the loss. Gradients stay, sums end in other last bits",
+    )
     score_scale: Real = key(1.0, "scores are multiplied by this; not 0")
     scale_scores: Truth = key(
         False, "scores are also divided by the standard deviation of all scores of the run so far"
@@ -322,6 +327,17 @@ class AlgorithmConfig(Settings):
     def whitens(self) -> bool:
         by_default = self.name not in ("grpo", "rloo")
         return self.whiten_advantages == "true" or (self.whiten_advantages == "auto" and by_default)
+
+    @property
+    def has_zero_gradients(self) -> bool:
+        """Whether a sample without advantage has no gradient, and groups of equal rewards give such samples."""
+        kl_in_loss = self.kl_place == "loss" and self.kl_coef
+        return self.groups and not (self.whitens or self.entropy_coef or kl_in_loss)
+
+    @property
+    def skips(self) -> bool:
+        """Whether training leaves samples out."""
+        return self.skip_zero_gradients and self.has_zero_gradients
 
 
 class FusionConfig(Settings):

@@ -13,6 +13,7 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec
 
 TRAINING_FORWARDS = 3  # forward, gradients of inputs, gradients of weights
+Lengths = tuple[int, int]  # tokens of a sample's prompt and response
 
 
 def forward_flops(spec: ModelSpec, lengths: Sequence[int], outputs: int, scalar_head: bool = False) -> float:
@@ -45,23 +46,23 @@ class IterationFlops:
         specs: Mapping[Role, ModelSpec],
         trained: Sequence[Role],
         scorers: Sequence[Role],
-        prompt: Sequence[int],
-        output: Sequence[int],
-        epochs: int,
+        samples: Sequence[Lengths],
+        passes: Sequence[Lengths],
     ) -> IterationFlops:
-        """`prompt`, `output`: tokens of each sample; `specs` has the actor and all of `trained` and `scorers`.
+        """`samples`: tokens of each one's prompt and response; `passes`: the same of what training ran, a sample as
+        often as it did. `specs` has the actor and all of `trained` and `scorers`.
 
         Generation counts every sample by itself: its prompt and all but the last of its response tokens are read, and
         each response token is an output. Scoring and training read whole samples, with the same outputs.
         """
-        whole = [prompt + output for prompt, output in zip(prompt, output)]
-        read = [length - 1 for length in whole]
 
-        def forward(role: Role) -> float:
-            return forward_flops(specs[role], whole, sum(output), scalar_head=role.scalar_head)
+        def forward(role: Role, lengths: Sequence[Lengths]) -> float:
+            outputs = sum(output for _, output in lengths)
+            return forward_flops(specs[role], list(map(sum, lengths)), outputs, scalar_head=role.scalar_head)
 
+        read = [sum(lengths) - 1 for lengths in samples]
         return IterationFlops(
-            forward_flops(specs[Role.ACTOR], read, sum(output)),
-            sum(forward(role) for role in scorers),
-            {role: TRAINING_FORWARDS * epochs * forward(role) for role in trained},
+            forward_flops(specs[Role.ACTOR], read, sum(output for _, output in samples)),
+            sum(forward(role, samples) for role in scorers),
+            {role: TRAINING_FORWARDS * forward(role, passes) for role in trained},
         )

@@ -8,7 +8,7 @@ balances too). Every rank computes the same split from the same numbers, so shap
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -31,12 +31,16 @@ def split_minibatches(count: int, minibatches: int, seed: int, iteration: int, e
     return [part.tolist() for part in np.array_split(generator.permutation(count), minibatches)]
 
 
-def split_microbatches(token_lengths: Sequence[int], parts: int) -> list[list[int]]:
+def split_microbatches(
+    token_lengths: Sequence[int], parts: int, spared: Collection[int] = frozenset()
+) -> list[list[int]]:
     """Cut a mini-batch into `parts` = K * M micro-batches of nearly equal tokens, none empty, the heaviest first.
 
     Orders of pipelines are made for equal micro-batches, and neighbours in this order are nearly so. `deal` says which
-    pipeline takes which. Each micro-batch lists its samples in ascending order. Raises InputError when there are fewer
-    samples than parts.
+    pipeline takes which. Each micro-batch lists its samples in ascending order. `spared` samples are in none; where the
+    others are fewer than parts, the shortest of them fill what is left, last: so each sample is alone, and which of the
+    others come together, and who takes them, depends on these alone. Raises InputError when there are fewer samples
+    than parts.
     """
     if len(token_lengths) < parts:
         raise InputError(
@@ -47,12 +51,21 @@ def split_microbatches(token_lengths: Sequence[int], parts: int) -> list[list[in
         raise InputError(
             f"cannot cut weights {list(token_lengths)[:8]}... into {parts} parts: parts >= 1 and weights >= 0"
         )
+    needed = [sample for sample in range(len(token_lengths)) if sample not in spared]
+    if len(needed) < parts:
+        filling = sorted(spared, key=lambda sample: (token_lengths[sample], sample))[: parts - len(needed)]
+        return [*_heaviest_first(token_lengths, needed, len(needed)), *([sample] for sample in reversed(filling))]
+    return _heaviest_first(token_lengths, needed, parts)
+
+
+def _heaviest_first(token_lengths: Sequence[int], samples: Sequence[int], parts: int) -> list[list[int]]:
+    """Micro-batches of these samples, as many as `parts`, filled longest first."""
     made: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0, 0, part) for part in range(parts)]  # of two that weigh nothing the emptier is filled
-    for sample in sorted(range(len(token_lengths)), key=lambda sample: -token_lengths[sample]):
-        weight, samples, part = heap[0]
+    for sample in sorted(samples, key=lambda sample: -token_lengths[sample]):
+        weight, count, part = heap[0]
         made[part].append(sample)
-        heapq.heapreplace(heap, (weight + token_lengths[sample], samples + 1, part))
+        heapq.heapreplace(heap, (weight + token_lengths[sample], count + 1, part))
     return [sorted(made[part]) for _, _, part in sorted(heap, key=lambda one: (-one[0], min(made[one[2]])))]
 
 

@@ -6,7 +6,7 @@ ladder, for which a schedule is ready. By samples M is given. Memory, prices and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,12 +62,16 @@ class MicrobatchCut:
         return MicrobatchCut(pipelines, tuple(_ladder(first, last, multiple)), min(tokens, most_tokens))
 
     def split(
-        self, token_lengths: Sequence[int], into: Callable[[int], list[list[int]]] | None = None
+        self,
+        token_lengths: Sequence[int],
+        spared: Collection[int] = frozenset(),
+        into: Callable[[int], list[list[int]]] | None = None,
     ) -> list[list[int]]:
-        """The samples of each micro-batch, all pipelines' together, as `split_microbatches` lists them; `into`: it, of
-        these samples, from one who remembers what it gave."""
-        into, parts = into or partial(split_microbatches, token_lengths), []
-        enough = (rung for rung in self.rungs if rung * self.pipelines * self.tokens >= sum(token_lengths))
+        """The samples of each micro-batch, all pipelines' together, as `split_microbatches` lists them, the `spared`
+        ones that it leaves out in none; `into`: it, of these samples, from one who remembers what it gave."""
+        into, parts = into or partial(split_microbatches, token_lengths, spared=spared), []
+        needed = sum(tokens for sample, tokens in enumerate(token_lengths) if sample not in spared)
+        enough = (rung for rung in self.rungs if rung * self.pipelines * self.tokens >= needed)
         for rung in (*enough, self.rungs[-1]):
             parts = into(self.pipelines * rung)
             if sum(token_lengths[sample] for sample in parts[0]) <= self.tokens:

@@ -68,10 +68,11 @@ class DraftInputs:
         except InputError as error:
             raise InputError(f"trainer.hardware: {error}") from None
         longest, samples = config.longest_sample, config.samples_per_iteration
-        planned = PlannedLengths.of(config.parallel.lengths, longest)
+        planned = PlannedLengths.of(config.parallel.lengths, longest, config.algorithm.skips)
         if lengths:
             planned = PlannedLengths.seen(lengths, longest, "past runs")
-        drawn = DrawnBatches.of(planned.samples, samples, int(config.algorithm.minibatches), config.trainer.seed)
+        minibatches, seed = int(config.algorithm.minibatches), config.trainer.seed
+        drawn = DrawnBatches.of(planned.samples, samples, minibatches, seed, planned.trained)
         measured = load_costs(config.fusion.profile) if config.fusion.profile else None
         cores = SharedCores.of(config.trainer.threads_per_rank, hardware, world_size, run.host)
         return DraftInputs(hardware, cores, planned, drawn, measured)

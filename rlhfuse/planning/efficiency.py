@@ -16,6 +16,7 @@ from rlhfuse.decisions.layouts import TRAINED
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, training_problem
 from rlhfuse.schedule.rules.builders import pipeline_work
+from rlhfuse.simulator.lengths import SampleLengths
 
 WORSE = 0.8  # of every rate
 RATES = ("flops", "memory_bandwidth", "node_link_bandwidth", "cross_link_bandwidth", "host_bandwidth")
@@ -126,9 +127,10 @@ def efficiency(draft: PlanDraft, training_seconds: float) -> Efficiency | None:
     sheet, hardware = data_sheets().get(draft.inputs.hardware.name), draft.inputs.hardware
     if sheet is None:
         return None
-    config, lengths, count = draft.run.config, draft.inputs.lengths.samples, draft.batch.optimizer_steps
-    models = draft.specs, config.trained(), config.scorers(), lengths.prompt, lengths.output, draft.batch.epochs
-    flops = sum(IterationFlops.of(*models).training.values()) * draft.batch.samples / len(lengths)
+    config, count = draft.run.config, draft.batch.optimizer_steps
+    lengths = SampleLengths.joined(draft.inputs.lengths.trained or (draft.inputs.lengths.samples,))
+    passes = IterationFlops.of(draft.specs, config.trained(), (), (), draft.batch.epochs * lengths.trained)
+    flops = sum(passes.training.values()) * draft.batch.samples / len(lengths)
     useful = flops / (draft.world_size * sheet.flops)
     busy = count * _busy_seconds(draft)
     idle = (training_seconds - count * optimizer_step_seconds(draft.analytic)) / busy - 1

@@ -5,7 +5,7 @@ Samples that are all as long as they can become would show no tail to hide, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from statistics import NormalDist
 
@@ -21,25 +21,31 @@ MEDIAN_SHARE = 0.1  # of the longest response
 
 @dataclass(frozen=True)
 class PlannedLengths:
-    """`samples`, cut to the run's longest; `known`: of past samples, not assumed; `told`: a line on what they are."""
+    """`samples`, cut to the run's longest; `known`: of past samples, not assumed; `told`: a line on what they are.
+
+    `trained`: what training is for, where it leaves out samples and a past run says which: its last iterations.
+    """
 
     samples: SampleLengths
     known: bool
     told: str
+    trained: tuple[SampleLengths, ...] = ()
 
     @staticmethod
-    def of(source: str, longest: tuple[int, int]) -> PlannedLengths:
+    def of(source: str, longest: tuple[int, int], skips: bool = False) -> PlannedLengths:
         """What `source`, parallel.lengths, names, else the assumption, in which every prompt is as long as it may be.
 
-        `longest`: tokens of a prompt and of a response. Raises InputError naming the file.
+        `longest`: tokens of a prompt and of a response; `skips`: the run leaves out samples without gradient. Raises
+        InputError naming the file.
         """
         prompt, response = longest
         if source:
             try:
-                seen = load_lengths(source, default_prompt=prompt).lengths
+                file = load_lengths(source, default_prompt=prompt)
             except InputError as error:
                 raise InputError(f"parallel.lengths={source}: {error}") from None
-            return PlannedLengths.seen(seen, longest, f"parallel.lengths={source}")
+            planned = PlannedLengths.seen(file.lengths, longest, f"parallel.lengths={source}")
+            return replace(planned, trained=tuple(seen.clip(*longest) for seen in file.recent)) if skips else planned
         samples = assumed_lengths(prompt, response)
         marks = samples.percentiles()
         told = (
@@ -55,7 +61,15 @@ class PlannedLengths:
         samples = seen.clip(prompt, response)
         marks = samples.percentiles()
         told = f"output p50 {marks['p50']}, p99.9 {marks['p999']}; {samples.clipped} cut to this run's {response}"
-        return PlannedLengths(samples, True, f"lengths are those of {len(samples)} samples of {where}, {told}")
+        told = f"lengths are those of {len(samples)} samples of {where}, {told}"
+        return PlannedLengths(samples, True, told, (samples,) if samples.spared else ())
+
+    @property
+    def trained_shares(self) -> tuple[float, float]:
+        """Parts of the samples, and of their tokens, that training does not leave out."""
+        every = SampleLengths.joined(self.trained or (self.samples,))
+        tokens = sum(every.prompt) + sum(every.output)
+        return len(every.trained) / len(every), sum(map(sum, every.trained)) / tokens
 
 
 def assumed_lengths(prompt: int, response: int) -> SampleLengths:

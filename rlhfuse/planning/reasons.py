@@ -104,6 +104,20 @@ class Reasons:
             return (f"{when}, and chooses from what it sees from then on",)
         return ()
 
+    def left_out(self, lengths: PlannedLengths) -> Iterator[str]:
+        """What training is priced without, where it leaves out samples that have no gradient."""
+        if not self.config.algorithm.skips:
+            return
+        key, source = "algorithm.skip_zero_gradients", self.config.parallel.lengths
+        if not lengths.trained:
+            past = "parallel.lengths=RUN, the folder of a past run with this setting, says how many"
+            yield f"{key}: it is not known how many samples have none, and training is priced with all; {past}"
+            return
+        samples, tokens = (1 - share for share in lengths.trained_shares)
+        where = f"the last iterations of {source or 'the run'}"
+        left_out = f"{samples:.1%} of the samples, {tokens:.1%} of the tokens, have none, by {where}"
+        yield f"{key}: training is priced without these: {left_out}"
+
     def instance_limits(self, limits: InstanceLimits) -> str:
         """Bounds of the samples that go on decoding on one instance."""
         source = "fusion.bs_max" if self.config.fusion.bs_max else "a decode step is within 10% of one sample's"

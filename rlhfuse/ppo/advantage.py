@@ -48,6 +48,13 @@ def add_advantages(batch: RolloutBatch, algorithm: AlgorithmConfig, groups: Tens
     return batch.with_fields(advantages=advantages.float(), returns=returns.float())
 
 
+def spared_samples(batch: RolloutBatch, algorithm: AlgorithmConfig) -> frozenset[int]:
+    """Positions of the samples with advantages that training leaves out, for their gradient is exactly 0: those without
+    an advantage, or without a token that counts."""
+    zero = batch.without_advantage | (batch.counted_lengths == 0)
+    return frozenset(zero.nonzero().flatten().tolist() if algorithm.skips else ())
+
+
 def group_normalised(rewards: Tensor, groups: Tensor, divide: bool = True) -> Tensor:
     """Rewards [N] minus their group's mean, with `divide` over its deviation (of n - 1); float64."""
     rewards, (number, counts) = rewards.double(), _numbered(groups)

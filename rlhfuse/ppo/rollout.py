@@ -214,6 +214,14 @@ class RolloutBatch:
         """Positions in `tokens` whose logits and values predict the response tokens, each one before its: int64 [R]."""
         return self.response_index - 1
 
+    @property
+    def without_advantage(self) -> Tensor:
+        """Whether all advantages of a sample are exactly 0: bool [N]."""
+        owner = torch.arange(len(self)).repeat_interleave(self.response_lengths)
+        found = torch.ones(len(self), dtype=torch.bool)
+        found[owner[given(self.advantages) != 0]] = False
+        return found
+
     def with_fields(self, **arrays: Tensor | None) -> RolloutBatch:
         """A new batch with these fields set."""
         return replace(self, **arrays)

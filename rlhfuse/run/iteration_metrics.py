@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +22,11 @@ from rlhfuse.costs.speculation import DecodeObservation
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.monitor.trace import Span
+from rlhfuse.ppo.advantage import spared_samples
 from rlhfuse.ppo.losses import actor_metrics, critic_metrics
 from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
 from rlhfuse.ppo.rollout import RolloutBatch, given
-from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.lengths import SPARED, SampleLengths
 
 
 @dataclass
@@ -87,7 +88,7 @@ def reward_metrics(report: GenInferReport) -> dict[str, float]:
 
 
 def training_metrics(results: Sequence[MinibatchResult], ranks: Sequence[IterationStats]) -> dict[str, float]:
-    """Losses, gradient norms and learning rates of the models that train, means over the iteration."""
+    """Losses, gradient norms and learning rates of the models that train, means over what was computed."""
     tokens = sum(result.tokens for result in results)
     sums: dict[str, dict[str, float]] = {role: defaultdict(float) for role in results[0].steps}
     for losses in (losses for stats in ranks for losses in stats.losses):
@@ -100,7 +101,7 @@ def training_metrics(results: Sequence[MinibatchResult], ranks: Sequence[Iterati
     for role in sums:
         metrics[f"{role}/grad_norm"] = sum(r.steps[role].grad_norm for r in results) / len(results)
         metrics[f"{role}/lr"] = results[-1].steps[role].lr
-    balances = [balance_metrics(result.sample_tokens, result.parts_tokens) for result in results]
+    balances = [balance_metrics([*map(sum, result.lengths)], result.parts_tokens) for result in results]
     for name in balances[0]:
         metrics[name] = sum(balance[name] for balance in balances) / len(balances)
     first = sum(stats.losses[0].get("actor", {}).get("logprob_abs_diff", 0.0) for stats in ranks)
@@ -184,9 +185,27 @@ def mfu_metrics(
     return {f"perf/mfu/{name}": share for name, share in used.items()} | {"actor/mfu": used["actor"]}
 
 
-def lengths_of(batch: RolloutBatch) -> SampleLengths:
-    """Prompt and response lengths in order of sample id."""
-    return SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
+def spared_metrics(
+    batch: RolloutBatch, algorithm: AlgorithmConfig, results: Sequence[MinibatchResult]
+) -> dict[str, Any]:
+    """What training left out, for want of a gradient: parts of all samples and tokens, and which have none.
+
+    Nothing where nothing is left out. The shortest may have been computed all the same, to fill micro-batches.
+    """
+    if not algorithm.skips:
+        return {}
+    spared, computed = spared_samples(batch, algorithm), [pair for result in results for pair in result.lengths]
+    return {
+        "training/zero_gradient/samples": 1 - len(computed) / (algorithm.epochs * len(batch)),
+        "training/zero_gradient/tokens": 1 - sum(map(sum, computed)) / (algorithm.epochs * len(batch.tokens)),
+        SPARED: [int(sample in spared) for sample in range(len(batch))],
+    }
+
+
+def lengths_of(batch: RolloutBatch, spared: Collection[int] = ()) -> SampleLengths:
+    """Prompt and response lengths in order of sample id; `spared`: positions of those that training leaves out."""
+    left_out = tuple(sample in spared for sample in range(len(batch))) if spared else ()
+    return SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()), spared=left_out)
 
 
 def memory_metrics(ranks: Sequence[IterationStats]) -> dict[str, float]:

@@ -30,6 +30,7 @@ from rlhfuse.run.iteration_metrics import (
     mfu_metrics,
     reward_metrics,
     rollout_metrics,
+    spared_metrics,
     speculation_metrics,
     speed_metrics,
     training_metrics,
@@ -101,10 +102,11 @@ class IterationRecorder:
             self._threshold.observe(number, done.report, done.batch)
             return IterationRecord({}, [], [])
         metrics = {"iteration": number, **rollout_metrics(done.batch, done.algorithm)}
+        metrics |= spared_metrics(done.batch, done.algorithm, done.minibatches)
         metrics |= self._metrics(done, ranks)
         ended = wall_seconds()
         metrics |= speed_metrics(done.batch, ended - done.timer.begin)
-        metrics |= mfu_metrics(self._flops(done.batch), metrics, self._inputs.world_size, self._peak_flops)
+        metrics |= mfu_metrics(self._flops(done), metrics, self._inputs.world_size, self._peak_flops)
         message = self._threshold.observe(number, done.report, done.batch)
         if message:
             print(message, flush=True)
@@ -132,10 +134,10 @@ class IterationRecorder:
         metrics["fusion/makespan_measured_seconds"] = max(stats.program_seconds for stats in ranks)
         return metrics | memory_metrics(ranks) | dict(done.filtered)
 
-    def _flops(self, batch: RolloutBatch) -> IterationFlops:
-        config, specs, lengths = self._config, self._inputs.models.specs, lengths_of(batch)
-        roles = config.trained(), config.scorers()
-        return IterationFlops.of(specs, *roles, lengths.prompt, lengths.output, config.algorithm.epochs)
+    def _flops(self, done: IterationResult) -> IterationFlops:
+        config, specs = self._config, self._inputs.models.specs
+        passes = [lengths for result in done.minibatches for lengths in result.lengths]
+        return IterationFlops.of(specs, config.trained(), config.scorers(), lengths_of(done.batch).trained, passes)
 
 
 def sample_texts(

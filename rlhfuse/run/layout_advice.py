@@ -8,6 +8,7 @@ from typing import Any
 from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.search.layout_comparison import LayoutComparison, SeenIteration
+from rlhfuse.ppo.advantage import spared_samples
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.iteration_metrics import lengths_of
 from rlhfuse.run.threshold_controller import decode_observations
@@ -22,7 +23,7 @@ def layout_advice(
     """For the log: the layouts of `draft` beside others at what an iteration took, or a warning; of one rank."""
     try:
         seen = SeenIteration(
-            lengths_of(batch),
+            lengths_of(batch, spared_samples(batch, draft.run.config.algorithm)),
             decode_observations(observations["decode"]),
             observations["prefill"],
             observations["score"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +40,7 @@ from rlhfuse.run.checkpoint.checkpoint import METRICS, Checkpoint, check_resumed
 from rlhfuse.run.checkpoint.compatibility import RunCompatibility
 from rlhfuse.run.checkpoint.contents import contents_of
 from rlhfuse.run.rank_models import ModelFolders
+from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False, host: Ho
     resume = find_checkpoint(config)
     compile_for_drafts()
     run = settle(config, replace(facts, stored=_stored(resume)))
-    draft = draft_plan(run)
+    draft = draft_plan(run, _left_out_before(resume, run.config))
     for role in config.roles():
         check_checkpoint(models.paths[role], specs[role], role.scalar_head, role.fresh_head)
     contents, compared = contents_of(run.config, models.paths, Path(tokenizer.name_or_path)), run.config
@@ -122,6 +124,16 @@ def _stored(checkpoint: Checkpoint | None) -> StoredLayouts | None:
         return None
     facts = checkpoint.manifest.facts
     return StoredLayouts(str(checkpoint.folder), facts.world_size, facts.layouts)
+
+
+def _left_out_before(resume: Checkpoint | None, config: RunConfig) -> SampleLengths | None:
+    """Last samples of the run that is resumed, where training leaves some out and no other lengths are named."""
+    if resume is None or config.parallel.lengths or not config.algorithm.skips:
+        return None
+    with suppress(InputError):  # lines that cannot be read are no reason not to go on
+        recent = load_lengths(resume.folder.parent.parent / METRICS).recent
+        return SampleLengths.joined(recent) if recent else None
+    return None
 
 
 def run_tokenizer(config: RunConfig, actor: ModelSpec) -> Any:

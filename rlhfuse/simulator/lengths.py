@@ -6,9 +6,11 @@ one request per row, or the metrics.jsonl of a past run, whose lines hold a list
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +29,28 @@ PROMPT_COLUMNS = (
     "lengths/prompt input_length input_tokens prompt_length prompt_tokens num_prefill_tokens contexttokens "
     "context_tokens prompt input"
 ).split()
+SPARED = "lengths/zero_gradient"  # of a run's metrics: 1 for a sample without gradient, else 0
+RECENT_ITERATIONS = 8  # of a run, which stand for what the next leaves out
 
 
 @dataclass(frozen=True)
 class SampleLengths:
-    """Tokens of each sample's prompt and response, in sample order; how many of each `clip` has cut."""
+    """Tokens of each sample's prompt and response, in sample order; how many of each `clip` has cut.
+
+    `spared`: whether training leaves each of them out, for want of a gradient; nothing where that is not known.
+    """
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     clipped: int = 0  # responses
     clipped_prompts: int = 0
+    spared: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.prompt) != len(self.output) or not self.output:
             raise InputError(f"{len(self.prompt)} prompt and {len(self.output)} output lengths; need as many, not none")
+        if self.spared and len(self.spared) != len(self.output):
+            raise InputError(f"{len(self.output)} lengths, but {len(self.spared)} samples that are left out or not")
         if min(self.prompt) < 0 or min(self.output) < 1:
             shortest = f"prompt length {min(self.prompt)}, output length {min(self.output)}"
             raise InputError(f"{shortest}: a prompt has at least 0 tokens, an output at least 1")
@@ -58,6 +68,19 @@ class SampleLengths:
         """Part of the tokens that are of responses."""
         return sum(self.output) / (sum(self.prompt) + sum(self.output))
 
+    @property
+    def trained(self) -> tuple[tuple[int, int], ...]:
+        """Tokens of prompt and response of the samples that training does not leave out."""
+        spared = self.spared or (False,) * len(self)
+        return tuple((p, o) for p, o, left_out in zip(self.prompt, self.output, spared) if not left_out)
+
+    @staticmethod
+    def joined(parts: Sequence[SampleLengths]) -> SampleLengths:
+        """Samples of all parts, of which each knows what training leaves out, or none."""
+        fields = zip(*((one.prompt, one.output, one.spared) for one in parts))
+        prompt, output, spared = (tuple(chain(*columns)) for columns in fields)
+        return SampleLengths(prompt, output, spared=spared)
+
     def percentiles(self) -> dict[str, int]:
         """Output tokens that 50, 90, 99 and 99.9% of the samples do not exceed, and the longest."""
         ordered = np.sort(np.asarray(self.output))
@@ -72,25 +95,42 @@ class SampleLengths:
             output=tuple(min(o, max_output) for o in self.output),
             clipped=self.clipped + sum(o > max_output for o in self.output),
             clipped_prompts=self.clipped_prompts + sum(p > max_prompt for p in self.prompt),
+            spared=self.spared,
         )
 
     def draw(self, samples: int, draws: int, seed: int) -> tuple[SampleLengths, ...]:
-        """`draws` batches of `samples` (prompt, output) pairs each, with replacement; the same for the same seed."""
-        generator = np.random.default_rng(seed)
-        drawn = (generator.integers(0, len(self), samples) for _ in range(draws))
-        return tuple(
-            SampleLengths(tuple(self.prompt[i] for i in rows), tuple(self.output[i] for i in rows)) for rows in drawn
-        )
+        """`draws` batches of `samples` (prompt, output) pairs each, with replacement; the same for the same seed. The
+        share of samples that training leaves out is the same in all."""
+        generator, batches = np.random.default_rng(seed), []
+        for _ in range(draws):
+            rows = self._rows(generator, samples)
+            prompt, output = (tuple(column[i] for i in rows) for column in (self.prompt, self.output))
+            spared = tuple(self.spared[i] for i in rows) if self.spared else ()
+            batches.append(SampleLengths(prompt, output, spared=spared))
+        return tuple(batches)
+
+    def _rows(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        """So many positions, with replacement."""
+        if not self.spared:
+            return generator.integers(0, len(self), count)
+        kinds = [np.flatnonzero(np.asarray(self.spared) == kind) for kind in (True, False)]
+        left_out = round(count * len(kinds[0]) / len(self))
+        drawn = (generator.choice(kind, n) for kind, n in zip(kinds, (left_out, count - left_out)) if n)
+        return generator.permutation(np.concatenate([*drawn]))
 
 
 @dataclass(frozen=True)
 class LengthsFile:
-    """What was read from a file and from which columns; no prompt column gives `prompt_column` None."""
+    """What was read from a file and from which columns; no prompt column gives `prompt_column` None.
+
+    `recent`: a run's last iterations, of whose samples it says which training left out.
+    """
 
     lengths: SampleLengths
     path: str
     output_column: str
     prompt_column: str | None
+    recent: tuple[SampleLengths, ...] = ()
 
 
 def load_lengths(source: str | Path, prompt_column: str | None = None, default_prompt: int = 0) -> LengthsFile:
@@ -113,6 +153,7 @@ def load_lengths(source: str | Path, prompt_column: str | None = None, default_p
         prompt_column = _pick(path, columns, prompt_column, PROMPT_COLUMNS, "prompt lengths")
     prompts: list[int] = []
     outputs: list[int] = []
+    recent: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
     for line, row in rows:
         if output_column not in row:  # a metrics line of another kind
             continue
@@ -124,11 +165,15 @@ def load_lengths(source: str | Path, prompt_column: str | None = None, default_p
         if len(new_prompts) != len(new_outputs):
             counts = f"{len(new_prompts)} values of {prompt_column} but {len(new_outputs)} of {output_column}"
             raise InputError(f"{path}:{line}: {counts}")
+        if SPARED in row:
+            spared = tuple(map(bool, _lengths_of(row[SPARED], path, line, SPARED, least=0)))
+            recent.append(SampleLengths(tuple(new_prompts), tuple(new_outputs), spared=spared))
         prompts += new_prompts
         outputs += new_outputs
     if not outputs:
         raise InputError(f"{path}: column {output_column} holds no length")
-    return LengthsFile(SampleLengths(tuple(prompts), tuple(outputs)), path, output_column, prompt_column)
+    lengths = SampleLengths(tuple(prompts), tuple(outputs))
+    return LengthsFile(lengths, path, output_column, prompt_column, tuple(recent))
 
 
 def _split_column(source: str) -> tuple[str, str | None]:

@@ -249,6 +249,19 @@ def test_missing_file(tmp_path):
             "algorithm.kl_in=loss (reference.path=none), algorithm.kl_estimator=k2 (reference.path=none)",
         ),
         ("reference.path=none algorithm.kl_coef=0 algorithm.name=grpo", ""),
+        (
+            "algorithm.skip_zero_gradients=true",
+            "algorithm.skip_zero_gradients=True (only grpo and rloo without whitening",
+        ),
+        (
+            "algorithm.skip_zero_gradients=true algorithm.name=grpo",
+            "(only grpo and rloo without whitening, and without KL",
+        ),
+        ("algorithm.skip_zero_gradients=true algorithm.name=grpo algorithm.kl_coef=0", ""),
+        ("algorithm.skip_zero_gradients=true algorithm.name=rloo", ""),  # its KL is part of the rewards
+        ("algorithm.skip_zero_gradients=true algorithm.name=rloo algorithm.entropy_coef=0.1", "have zero gradients"),
+        ("algorithm.skip_zero_gradients=true algorithm.name=rloo algorithm.whiten_advantages=true", "zero gradients"),
+        ("algorithm.skip_zero_gradients=true algorithm.name=reinforce++ algorithm.kl_coef=0", "have zero gradients"),
         ("rollout.ignore_eos=true rollout.min_tokens=3", "rollout.min_tokens=3 (nothing ends a response but"),
         ("rollout.ignore_eos=true rollout.min_tokens=3 rollout.stop=[x]", ""),
         ("trainer.device=cpu rollout.cuda_graphs=false", "rollout.cuda_graphs=False (trainer.device=cpu)"),

@@ -57,6 +57,43 @@ def test_full_samples_fit_on_the_last_rung_and_not_before(pipelines, samples, lo
         assert high <= max(low + multiple, 1.25 * low + multiple), "a step is a quarter"
 
 
+@examples(300)
+@given(data=st.data(), by_samples=st.booleans(), **SIZES)
+def test_spared_samples_are_in_none_and_decide_nothing_for_the_others(
+    data, by_samples, pipelines, samples, longest, times, multiple, least
+):
+    cut = cut_of(pipelines, samples, longest, times, multiple, least)
+    if by_samples:
+        cut = MicrobatchCut.by_samples(cut.rungs[0], pipelines, samples, longest)
+    some_length = st.integers(1, longest)
+    lengths = data.draw(st.lists(some_length, min_size=samples, max_size=samples))
+    spared = data.draw(st.frozensets(st.integers(0, samples - 1)))
+    others = [data.draw(some_length) if sample in spared else tokens for sample, tokens in enumerate(lengths)]
+    parts, again = cut.split(lengths, spared), cut.split(others, spared)
+    assert len(parts) == len(again) == pipelines * cut.rung_of(parts) and cut.rung_of(parts) in cut.rungs
+    placed = list(itertools.chain(*parts))
+    assert len(set(placed)) == len(placed) and set(placed) | spared == set(range(samples)) and all(parts)
+    filling = spared & set(placed)
+    own = [part for part in parts if not filling.intersection(part)]
+    assert parts[: len(own)] == own == again[: len(own)], "the others' first, the same whatever the spared ones are"
+    assert all(filling.issuperset(part) for part in parts[len(own) :]), "none has both"
+    if filling:
+        assert len(filling) == len(parts) - (samples - len(spared)) and all(len(part) == 1 for part in parts)
+        left_out = [lengths[sample] for sample in spared - filling]
+        assert max(lengths[sample] for sample in filling) <= min(left_out, default=longest)
+    if not by_samples:
+        assert max(sum(lengths[sample] for sample in part) for part in parts) <= cut.tokens
+    assert cut.split(lengths, frozenset()) == cut.split(lengths)
+
+
+def test_a_minibatch_with_hardly_any_gradient_fills_the_lowest_rung():
+    """One of eight samples has a gradient: the three shortest others fill the micro-batches that would be empty."""
+    cut, lengths = MicrobatchCut.by_tokens(20, 2, 8, 10, least=2), [10, 9, 8, 7, 6, 5, 4, 3]
+    assert cut.rungs == (2,) and cut.split(lengths, frozenset(range(8)) - {4}) == [[4], [5], [6], [7]]
+    assert cut.split(lengths, frozenset(range(8))) == [[4], [5], [6], [7]]
+    assert cut.split(lengths, frozenset((0, 2))) == split_microbatches(lengths, 4, {0, 2}) == [[1], [4, 7], [5, 6], [3]]
+
+
 def test_a_ladder_of_many():
     assert MicrobatchCut.by_tokens(2048, 1, 96, 2048, least=8).rungs == (8, 10, 13, 17, 22, 28, 35, 44, 55, 69, 87, 96)
     assert MicrobatchCut.by_tokens(8192, 2, 96, 2048, multiple=3, least=4).rungs == (6, 9, 12)

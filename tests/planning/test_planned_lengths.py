@@ -9,6 +9,7 @@ from testkit.four_ranks import config
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.planning.planned_lengths import QUANTILES, PlannedLengths, assumed_lengths
+from rlhfuse.simulator.lengths import SampleLengths
 
 
 @pytest.mark.parametrize("response", [200, 1024, 30000])
@@ -48,6 +49,20 @@ def test_named_lengths_are_read_and_cut_to_the_run(tmp_path):
     assert set(lengths_of(config(parallel__lengths=f"{file}:other")).samples.output) == {3}
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"lengths/output": [7, 8], "lengths/prompt": [1, 2]}) + "\n")
     assert lengths_of(config(parallel__lengths=str(tmp_path))).samples.output == (7, 8)
+
+
+def test_training_is_for_what_a_past_run_leaves_out_where_this_one_does(tmp_path):
+    row = {"lengths/output": [7, 800], "lengths/prompt": [1, 2], "lengths/zero_gradient": [1, 0]}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"lengths/output": [9], "lengths/prompt": [4]}) + "\n")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    source, longest = str(tmp_path), config().longest_sample
+    planned, every = (PlannedLengths.of(source, longest, skips) for skips in (True, False))
+    assert planned.samples == every.samples and len(every.samples) == 3
+    assert planned.trained == (SampleLengths((1, 2), (7, 256), 1, spared=(True, False)),)
+    assert planned.trained_shares == (1 / 2, 258 / 266) and every.trained_shares == (1, 1)
+    assert every.trained == PlannedLengths.of("", longest, True).trained == ()
+    assert PlannedLengths.seen(*planned.trained, longest, "a run").trained == planned.trained
 
 
 def test_what_is_assumed_is_said():

@@ -1,5 +1,7 @@
 """What a plan gives as its reasons: models that may be too small for their rates, files that the run writes."""
 
+import json
+
 from testkit.four_ranks import SPECS, planned, run, shared_plan
 
 from rlhfuse.base.readable_bytes import readable_bytes
@@ -30,6 +32,26 @@ def test_what_is_not_kept_for_backwards_is_said():
     (line,) = told["selective"]
     words = f"keeps {readable_bytes(4 * 714)} of a token until its backward, which needs {readable_bytes(4 * 1034)}"
     assert line == f"trainer.recompute=selective: a layer of the actor {words}"
+
+
+def test_a_plan_says_what_training_leaves_out_and_does_not_price_it(tmp_path):
+    """Half of the samples of a past run, which had four fifths of the tokens."""
+    row = {"lengths/prompt": [10] * 8, "lengths/output": [150, 30] * 4, "lengths/zero_gradient": [1, 0] * 4}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    grpo = {"algorithm__name": "grpo", "algorithm__kl_coef": 0, "parallel__lengths": str(tmp_path)}
+    kinds = {"on": {"algorithm__skip_zero_gradients": True}, "off": {}}
+    kinds["not known"] = kinds["on"] | {"parallel__lengths": ""}
+    plans = {kind: planned(run(**grpo | keys)).report for kind, keys in kinds.items()}
+    said = {kind: [reason for reason in plan.reasons if "skip_zero" in reason] for kind, plan in plans.items()}
+    assert said["off"] == []
+    assert said["on"] == [
+        "algorithm.skip_zero_gradients: training is priced without these: 50.0% of the samples, 80.0% of the tokens, "
+        f"have none, by the last iterations of {tmp_path}"
+    ]
+    assert len(said["not known"]) == 1 and "training is priced with all; parallel.lengths=RUN" in said["not known"][0]
+    on, off = plans["on"], plans["off"]
+    assert on.schedule.makespan_seconds < 0.8 * off.schedule.makespan_seconds
+    assert on.seconds.generation_fused == off.seconds.generation_fused and on.batch == off.batch
 
 
 def files(**trainer):

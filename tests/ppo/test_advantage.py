@@ -19,6 +19,7 @@ from rlhfuse.ppo.advantage import (
     generalized_advantages,
     group_normalised,
     leave_one_out,
+    spared_samples,
     whiten,
 )
 from rlhfuse.ppo.token_rewards import add_token_rewards
@@ -100,6 +101,34 @@ def test_equal_scores_with_grpos_defaults_train_on_nothing():
     in_reward = algorithm.with_(kl_in="reward")
     batch = add_advantages(add_token_rewards(batch, in_reward, 8), in_reward, number)
     assert batch.advantages.abs().max() > 1  # an explicit place is kept
+
+
+@examples(100)
+@given(
+    name=st.sampled_from(["grpo", "rloo"]),
+    divides=st.booleans(),
+    scores=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=6),
+    copies=st.integers(2, 17),
+    seed=st.integers(0, 99),
+)
+@example(name="grpo", divides=True, scores=[0.1], copies=3, seed=0)  # in float64 three times 0.1 is no multiple of 3
+def test_equal_scores_have_advantages_of_exactly_zero_and_are_spared(name, divides, scores, copies, seed):
+    """The last prompt's samples differ in one score."""
+    algorithm = AlgorithmConfig(name=name, kl_coef=0, group_std=divides or name == "rloo", skip_zero_gradients=True)
+    given_scores = [score for score in [*scores, 0.5] for _ in range(copies)]
+    given_scores[-1] = 0.75
+    lengths = torch.randint(1, 5, (len(given_scores),), generator=torch.Generator().manual_seed(seed)).tolist()
+    batch = add_token_rewards(batch_of(given_scores, [[0.0] * length for length in lengths]), algorithm, 8)
+    batch = add_advantages(batch, algorithm, torch.arange(len(given_scores)) // copies)
+    assert spared_samples(batch, algorithm) == frozenset(range(len(scores) * copies))
+    assert batch.without_advantage.tolist() == [True] * len(scores) * copies + [False] * copies
+    for changed in ({"skip_zero_gradients": False}, {"entropy_coef": -0.1}, {"kl_coef": 0.1, "kl_in": "loss"}):
+        assert spared_samples(batch, algorithm.with_(**changed)) == frozenset()
+
+
+def test_a_sample_with_an_advantage_at_one_token_is_not_spared():
+    batch = batch_of([0.0] * 3, [[0.0] * 2] * 3).with_fields(advantages=torch.tensor([0, 0, 0, 1e-30, math.nan, 0]))
+    assert batch.without_advantage.tolist() == [True, False, False]
 
 
 def test_a_prompt_with_one_sample_is_refused():

@@ -1,10 +1,23 @@
 """Metrics that are computed from other metrics."""
 
 import pytest
+import torch
+from testkit.rollouts import batch_of
 
+from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.fusion.inter.report import GenInferReport
-from rlhfuse.run.iteration_metrics import IterationStats, fusion_metrics, memory_metrics, mfu_metrics
+from rlhfuse.fusion.intra.step_report import StepReport
+from rlhfuse.fusion.intra.training_step import MinibatchResult
+from rlhfuse.parallel.optimizer import StepResult
+from rlhfuse.run.iteration_metrics import (
+    IterationStats,
+    fusion_metrics,
+    memory_metrics,
+    mfu_metrics,
+    spared_metrics,
+    training_metrics,
+)
 
 SECONDS = {"timing_s/train": 4.0, "fusion/gen_infer_seconds": 2.0, "timing_s/step": 10.0}
 
@@ -17,6 +30,31 @@ def test_utilisation_is_of_all_ranks_for_the_seconds_that_it_took():
     alone = IterationFlops(3e12, 0.0, {"actor": 8e12})
     assert "perf/mfu/critic" not in mfu_metrics(alone, SECONDS, 4, 1e12)
     assert mfu_metrics(alone, SECONDS, 4, None) == {}
+
+
+def minibatch(tokens: int, lengths, parts: int) -> MinibatchResult:
+    step, each = StepResult(2.0, True, 1e-3), sum(map(sum, lengths)) // parts
+    report = StepReport((), {}, {}, {"actor": step}, (), 0, 0.0)
+    return MinibatchResult({}, tokens, lengths, (each,) * parts, {"actor": step}, report, {})
+
+
+def test_what_was_left_out_counts_in_scores_and_not_in_means_of_training():
+    """Two passes over three samples of 2 tokens: of the first one nobody needs the gradient, and once it was computed
+    to fill a micro-batch."""
+    algorithm = AlgorithmConfig(name="rloo", kl_coef=0, epochs=2, skip_zero_gradients=True)
+    batch = batch_of([0.0, 1.0, 2.0]).with_fields(advantages=torch.tensor([0.0, 1.0, -1.0]))
+    results = [minibatch(2, ((1, 1), (1, 1)), 2), minibatch(3, ((1, 1),) * 3, 3)]
+    assert spared_metrics(batch, algorithm, results) == {
+        "training/zero_gradient/samples": pytest.approx(1 / 6),
+        "training/zero_gradient/tokens": pytest.approx(1 / 6),
+        "lengths/zero_gradient": [1, 0, 0],
+    }
+    assert spared_metrics(batch, algorithm.with_(skip_zero_gradients=False), results) == {}
+    sums = {"pg_loss": 10.0, "entropy": 5.0, "logprob_abs_diff": 4.0}
+    made = training_metrics(results, [IterationStats([{"actor": sums}, {"actor": sums}], {}, 0.0, {}, [])])
+    assert (made["actor/pg_loss"], made["actor/entropy"]) == (20 / 5, 10 / 5), "means over computed response tokens"
+    assert made["rollout/train_logprob_abs_diff"] == 4 / 2
+    assert made["global_seqlen/max"] == made["global_seqlen/balanced_max"] == 2
 
 
 def test_recorded_graphs_are_told_where_some_were():

@@ -12,7 +12,7 @@ from run_report.run_files import RunFiles
 from safetensors.torch import load_file, save_file
 from testkit.paths import ROOT
 from testkit.programs import call_tool
-from testkit.runs_table import FUSED, in_the_checkout, metrics_of, plan_of, printed, stages
+from testkit.runs_table import FUSED, TABLE, in_the_checkout, metrics_of, plan_of, printed, stages
 from testkit.tiny import write_checkpoint, write_run, write_tokenizer
 
 from rlhfuse.monitor.samples import read_samples
@@ -28,6 +28,7 @@ EQUAL = [
     "by sample serial",
     "warm resumed",
     "another order",
+    "spared resumed",
 ]
 
 
@@ -124,6 +125,29 @@ def test_grpo_trains_without_a_critic(runs):
     assert metrics[0]["actor/kl_loss"] >= 0 and not {"critic/vf_loss", "critic/values/mean"} & metrics[0].keys()
     assert metrics[0]["actor/kl_coef"] == 0.05 > metrics[1]["actor/kl_coef"]  # it was below its target
     assert [task["name"] for task in plan_of(run)["tasks"]] == ["generation", "reference_inference", "actor_train"]
+
+
+def test_samples_without_gradient_are_left_out_and_the_next_plan_knows_it(runs):
+    run = runs["spared"]
+    rows = metrics_of(run)
+    for row in rows:
+        zero, left_out = row["lengths/zero_gradient"], row["training/zero_gradient/samples"]
+        assert zero[::2] == zero[1::2] and 0 < sum(zero) < len(zero) and 0 < left_out <= sum(zero) / len(zero)
+        assert 0 < row["training/zero_gradient/tokens"] < 1 and row["actor/grad_norm"] > 0
+    found = Forecaster(RunFiles.read(run)).forecast(1)
+    assert found.seconds["train"] > 0
+    settings = f"{TABLE['spared'].first} parallel.lengths={run}".replace("{folder}", str(runs.folder)).split()
+    told = call_tool("plan", "--config", runs.config, *settings)
+    assert told.returncode == 0 and f"these: {share_of(rows)} of the samples" in told.stdout, told.stderr
+    knows = {"spared": "it is not known", "spared resumed": f"these: {share_of(rows[:1])} of the samples"}
+    for name, part in knows.items():
+        (line,) = [line for line in plan_of(runs[name])["reasons"] if "skip_zero_gradients" in line]
+        assert part in line, "a run that is resumed knows its past"
+
+
+def share_of(rows) -> str:
+    flags = [flag for row in rows for flag in row["lengths/zero_gradient"]]
+    return f"{sum(flags) / len(flags):.1%}"
 
 
 def test_a_slow_reward_function_is_measured_and_predicted(runs):

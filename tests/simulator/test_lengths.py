@@ -9,7 +9,7 @@ from pyarrow import parquet
 from testkit.paths import shared_data
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.simulator.lengths import SampleLengths, load_lengths
+from rlhfuse.simulator.lengths import RECENT_ITERATIONS, SPARED, SampleLengths, load_lengths
 
 
 def write(path: Path, text: str) -> str:
@@ -86,6 +86,31 @@ def test_percentiles_are_samples():
 def test_clipping_is_counted():
     clipped = SampleLengths((5, 50, 50), (5, 5, 500)).clip(10, 100)
     assert clipped == SampleLengths((5, 10, 10), (5, 5, 100), clipped=1, clipped_prompts=2)
+
+
+def test_a_run_says_which_samples_of_its_last_iterations_have_no_gradient(tmp_path):
+    rows = [{"iteration": -1, "val/samples": 3}]
+    rows += [{"lengths/output": [i, 5], "lengths/prompt": [1, 2], SPARED: [i % 2, 1]} for i in range(1, 12)]
+    rows += [{"lengths/output": [7, 8], "lengths/prompt": [3, 3]}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = load_lengths(tmp_path)
+    assert len(read.lengths) == 24 and read.lengths.spared == ()
+    last = range(12 - RECENT_ITERATIONS, 12)
+    assert read.recent == tuple(SampleLengths((1, 2), (i, 5), spared=(i % 2 == 1, True)) for i in last)
+    every = SampleLengths.joined(read.recent)
+    assert every.output == tuple(n for i in last for n in (i, 5)) and every.prompt == (1, 2) * len(last)
+    assert every.trained == tuple((1, i) for i in last if i % 2 == 0)
+    kept = every.clip(1, 4)
+    assert kept.spared == every.spared and kept.output[1] == 4
+    first, second = kept.draw(50, 2, seed=1)
+    assert first != second and len(first) == len(first.spared) == 50
+    for batch in (first, second):
+        assert batch.trained == ((1, 4),) * 12, "a quarter is trained on, in any batch"
+        assert batch.spared != tuple(sorted(batch.spared)), "in any order"
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(rows[-1]) + "\n")
+    assert load_lengths(tmp_path).recent == ()
+    with pytest.raises(InputError, match="2 lengths, but 1 samples that are left out or not"):
+        SampleLengths((1, 1), (1, 1), spared=(True,))
 
 
 def test_draws_repeat_with_the_seed():

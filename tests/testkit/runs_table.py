@@ -58,6 +58,10 @@ def hits_or_too_large(completion_ids, wanted):
         return [1e308] * len(wanted)  # infinity in float32
     return hits(completion_ids, wanted)
 
+def words_where_odd(completion_ids, extra_info):
+    # all samples of every second prompt score alike
+    return [len(set(ids)) * (info["bonus"] % 2) for ids, info in zip(completion_ids, extra_info)]
+
 def stopped(completion_ids, completions):
     return [is_stopped(ids, text) for ids, text in zip(completion_ids, completions)]
 
@@ -138,6 +142,7 @@ BEST = f"""{by_function("hits")} {HELD_OUT} actor.optim.lr=0.01 trainer.seed=2 t
 FILTERED = f"{by_function('odd')} {BARE} algorithm.filter_groups.enable=true trainer.iterations=3"
 IN_ROUNDS = "algorithm.filter_groups.streaming=false"
 ALONE = "parallel.generation=d1t2p1 parallel.actor_train=d1t2p1"
+SPARED = f"{by_function('words_where_odd')} {BARE} algorithm.skip_zero_gradients=true"
 SPLIT, RULE = "fusion.split_backward=true", "fusion.intra_stage="
 TABLE: dict[str, Row] = {
     # PPO by a reward model, with which the critic begins
@@ -168,6 +173,10 @@ TABLE: dict[str, Row] = {
     "filtered on tensor ranks": Row(f"{FILTERED} {ALONE}"),
     "filtered on tensor ranks, in rounds": Row(f"{FILTERED} {ALONE} {IN_ROUNDS}", equals="filtered on tensor ranks"),
     **pair("by sample", BY_SAMPLE),
+    "spared": Row(f"{SPARED} {FUSED}", shows=MOVED),
+    "spared resumed": Row(
+        f"{SPARED} {SERIAL} trainer.save_every=1 trainer.iterations=1", f"{SPARED} {SERIAL}", equals="spared"
+    ),
     # what moves from iteration to iteration goes on after a restart
     "steered": Row(f"{STEERED} trainer.iterations=3"),
     "steered resumed": Row(f"{STEERED} trainer.save_every=1", f"{STEERED} trainer.iterations=3", equals="steered"),

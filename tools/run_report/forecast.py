@@ -210,21 +210,26 @@ def action_seconds(spans: Sequence[Span]) -> Callable[[Action], float]:
 
 def _seconds(recent: Sequence[Row], row: Row, timeline: GenInferTimeline, edges: float) -> dict[str, float]:
     """By phase, of a batch with the tokens of `row`; `edges`: what lies around the simulated timeline."""
-    tokens, generation = row["perf/total_num_tokens"], timeline.generation_seconds
+    generation = timeline.generation_seconds
 
-    def line(phase: str) -> float:
-        counts = [(past["perf/total_num_tokens"],) for past in recent]
-        return Line.fit(counts, [past[f"timing_s/{phase}"] for past in recent])(tokens)
+    def line(phase: str, tokens: Callable[[Row], float]) -> float:
+        counts = [(tokens(past),) for past in recent]
+        return Line.fit(counts, [past[f"timing_s/{phase}"] for past in recent])(tokens(row))
 
     seconds = {
         "reshard": statistics.median(past["timing_s/reshard"] for past in recent),
         "gen": generation + statistics.median(past.get("timing_s/graph_capture", 0.0) for past in recent),
         "infer": timeline.total_seconds - generation + edges,
-        "adv": line("adv"),
-        "train": line("train"),
+        "adv": line("adv", itemgetter("perf/total_num_tokens")),
+        "train": line("train", _trained_tokens),
     }
     between = [past["timing_s/step"] - sum(past[f"timing_s/{part}"] for part in PARTS) for past in recent]
     return {**seconds, "step": sum(seconds.values()) + statistics.median(between)}
+
+
+def _trained_tokens(row: Row) -> float:
+    """All but those of samples that training left out."""
+    return row["perf/total_num_tokens"] * (1 - row.get("training/zero_gradient/tokens", 0.0))
 
 
 def _lengths(row: Row) -> SampleLengths:

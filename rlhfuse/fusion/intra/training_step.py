@@ -2,13 +2,15 @@
 
 The mini-batch is cut into K x M micro-batches once, the same for every model, computed identically on every rank;
 the pipelines of a model take them in turn, and cut them as they run. Losses are sums divided by what the mini-batch
-counts, a number known to every rank beforehand, so that data-parallel reduction is a sum.
+counts, in samples that are left out too: numbers known to every rank beforehand, so that data-parallel reduction is a
+sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from rlhfuse.models.stage import LossFunction, Outbox, TrainingStage
 from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.parallel.groups import ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
+from rlhfuse.ppo.advantage import spared_samples
 from rlhfuse.ppo.losses import LossTerms, Stats, add_stats, highest_entropies, kl_loss, policy_loss, value_loss
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.schedule.ir.action import Action, Kind
@@ -59,8 +62,8 @@ class MinibatchResult:
     """What one mini-batch did on this rank. Statistics are this rank's sums, on last stages only."""
 
     stats: Mapping[str, Stats]  # role -> sums
-    tokens: int  # response tokens of the whole mini-batch that count
-    sample_tokens: tuple[int, ...]  # of every sample, prompt included, in the mini-batch's order
+    tokens: int  # response tokens that count, of the samples that were computed
+    lengths: tuple[tuple[int, int], ...]  # tokens of prompt and response of each of these, in the mini-batch's order
     parts_tokens: tuple[int, ...]  # of every micro-batch
     steps: Mapping[str, StepResult]  # role -> its optimizer step
     report: StepReport
@@ -122,7 +125,7 @@ class TrainingStep:
         if algorithm.top_entropy_quantile < 1:
             batch = batch.with_fields(high_entropy=highest_entropies(batch, algorithm.top_entropy_quantile))
         lengths = batch.lengths.tolist()
-        parts = self._cut.split(lengths)
+        parts = self._cut.split(lengths, spared_samples(batch, algorithm))
         executor = self._executors[self._cut.rung_of(parts)]
         tokens = tuple(sum(lengths[i] for i in part) for part in parts)
         losses = Losses(batch, algorithm, self._temperature)
@@ -146,7 +149,11 @@ class TrainingStep:
         if not report.finite:
             self._raise_fault(report)
         steps = {role: report.steps[name] for name, role in self._roles.items()}
-        return MinibatchResult(losses.stats, batch.counted_tokens, tuple(lengths), tokens, steps, report, self._roles)
+        prompts, responses = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
+        computed = sorted(chain(*parts))
+        counted = int(batch.counted_lengths[computed].sum())
+        computed = tuple((prompts[sample], responses[sample]) for sample in computed)
+        return MinibatchResult(losses.stats, counted, computed, tokens, steps, report, self._roles)
 
     def _raise_fault(self, report: StepReport) -> None:
         """Gather what each rank saw, and raise the same NotFiniteError everywhere; a collective."""

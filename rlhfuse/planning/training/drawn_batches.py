@@ -6,9 +6,10 @@ mini-batch costs what equal micro-batches of somewhat more than the mean tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import chain
 from statistics import fmean
 
 import numpy as np
@@ -25,18 +26,23 @@ DRAWS = 5  # batches drawn from lengths and averaged
 class DrawnBatches:
     """Batches of an iteration, each split into mini-batches as the first epoch of a run with this seed begins.
 
-    `even`: micro-batches are of mean tokens, as if samples could be split.
+    `even`: micro-batches are of mean tokens, as if samples could be split. `trained`: what training cuts, where these
+    are others than those that are generated.
     """
 
     batches: tuple[SampleLengths, ...]
     minibatches: int
     seed: int
     even: bool = False
+    trained: tuple[SampleLengths, ...] = ()
 
     @staticmethod
-    def of(lengths: SampleLengths, samples: int, minibatches: int, seed: int) -> DrawnBatches:
-        """DRAWS batches of so many samples of the lengths."""
-        return DrawnBatches(lengths.draw(samples, DRAWS, seed), minibatches, seed)
+    def of(
+        lengths: SampleLengths, samples: int, minibatches: int, seed: int, trained: Sequence[SampleLengths] = ()
+    ) -> DrawnBatches:
+        """DRAWS batches of so many samples of the lengths; for training one of each iteration of `trained`, if any."""
+        others = (one.draw(samples, 1, seed + number) for number, one in enumerate(trained))
+        return DrawnBatches(lengths.draw(samples, DRAWS, seed), minibatches, seed, trained=tuple(chain(*others)))
 
     def rungs(self, cut: MicrobatchCut) -> Mapping[int, float]:
         """Shares of mini-batches by their micro-batches per actor pipeline (M1), ascending."""
@@ -48,8 +54,8 @@ class DrawnBatches:
     def rung_of_each(self, cut: MicrobatchCut) -> tuple[int, ...]:
         """M1 of each mini-batch of each batch: cuts for which these are alike cut alike."""
         if cut not in self._rungs:
-            of = enumerate(self._minibatch_tokens)
-            parts = (cut.split(tokens, partial(self._into, number)) for number, tokens in of)
+            of = enumerate(self._minibatches)
+            parts = (cut.split(*minibatch, into=partial(self._into, number)) for number, minibatch in of)
             self._rungs[cut] = tuple(map(cut.rung_of, parts))
         return self._rungs[cut]
 
@@ -81,20 +87,22 @@ class DrawnBatches:
 
     @cached_property
     def _sums(self) -> tuple[int, int, int]:
-        """Sums over all batches: tokens, samples, response tokens."""
-        prompts, outputs = (
-            sum(sum(side) for side in sides) for sides in zip(*((b.prompt, b.output) for b in self.batches))
-        )
-        return prompts + outputs, sum(map(len, self.batches)), outputs
+        """Sums over the samples of all batches that are trained on: tokens, samples, response tokens."""
+        batches = self.trained or self.batches
+        kept = [pair for batch in batches for pair in batch.trained]
+        kept = kept or [pair for batch in batches for pair in zip(batch.prompt, batch.output)]
+        outputs = sum(output for _, output in kept)
+        return sum(map(sum, kept)), len(kept), outputs
 
     @cached_property
-    def _minibatch_tokens(self) -> tuple[list[int], ...]:
-        """Tokens of each sample of each mini-batch, batch by batch."""
+    def _minibatches(self) -> tuple[tuple[list[int], frozenset[int]], ...]:
+        """Tokens of each sample of each mini-batch, and positions of those that are left out, batch by batch."""
         made = []
-        for batch in self.batches:
+        for batch in self.trained or self.batches:
             tokens = np.asarray(batch.prompt, np.int64) + np.asarray(batch.output, np.int64)
+            spared = np.asarray(batch.spared or (False,) * len(batch))
             made += [
-                tokens[part].tolist()
+                (tokens[part].tolist(), frozenset(np.flatnonzero(spared[part]).tolist()))
                 for part in split_minibatches(len(batch), self.minibatches, self.seed, iteration=0)
             ]
         return tuple(made)
@@ -102,14 +110,19 @@ class DrawnBatches:
     @cached_property
     def _into(self) -> Callable[[int, int], list[list[int]]]:
         """A mini-batch in so many micro-batches, remembered: many budgets of tokens come to the same."""
-        return cache(lambda number, parts: split_microbatches(self._minibatch_tokens[number], parts))
+
+        def into(number: int, parts: int) -> list[list[int]]:
+            tokens, spared = self._minibatches[number]
+            return split_microbatches(tokens, parts, spared)
+
+        return cache(into)
 
     @cached_property
     def _loads(self) -> Callable[[int, int, int], list[tuple[int, int]]]:
         """Tokens of each pipeline and of its heaviest micro-batch, of a mini-batch that is dealt in so many parts."""
 
         def loads(number: int, parts: int, pipelines: int) -> list[tuple[int, int]]:
-            tokens = self._minibatch_tokens[number]
+            tokens, _ = self._minibatches[number]
             weights = [sum(tokens[sample] for sample in part) for part in self._into(number, parts)]
             dealt = (deal(weights, pipelines, pipeline) for pipeline in range(pipelines))
             return [(sum(own), max(own)) for own in dealt]

@@ -26,6 +26,7 @@ FREE_KEYS = (
     "reward.workers",
     "data.val_files",
     "rollout.draft_rows",
+    "algorithm.skip_zero_gradients",
 )  # of the other groups, yet change no number
 FIXED_KEYS = ("trainer.seed", "trainer.dtype")  # of the free groups, yet change numbers
 WITH_KEYS = {  # change a number only where the other key is set
@@ -33,7 +34,12 @@ WITH_KEYS = {  # change a number only where the other key is set
     "data.max_prompt_tokens": "data.filter_long_prompts",  # else it refuses prompts, and one file has the same
 }
 # These change the order of sums, like a layout.
-ORDER_KEYS = ("fusion.microbatch_tokens", "fusion.actor_microbatches", "parallel.sequence_parallel")
+ORDER_KEYS = (
+    "fusion.microbatch_tokens",
+    "fusion.actor_microbatches",
+    "parallel.sequence_parallel",
+    "algorithm.skip_zero_gradients",
+)
 
 
 def shape_of(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,10 +109,11 @@ class RunCompatibility:
 
     def layout_diff(self, other: RunCompatibility) -> str:
         """How this run lies on its ranks otherwise than `other` did, '' where it does not."""
+        before = {key: str(value) for key, value, _ in RunConfig().leaves() if key in ORDER_KEYS} | dict(other.layouts)
         changed = [] if other.world_size == self.world_size else [f"{other.world_size} -> {self.world_size} ranks"]
         changed += [
-            f"{task} {other.layouts.get(task)} -> {layout}"
+            f"{task} {before.get(task)} -> {layout}"
             for task, layout in self.layouts.items()
-            if other.layouts.get(task) != layout
+            if before.get(task) != layout
         ]
         return ", ".join(changed)

@@ -29,11 +29,11 @@ seeds = st.integers(0, 9)
 def by_hand(drawn: DrawnBatches, cut: MicrobatchCut, depth: int) -> dict[int, list[float]]:
     """Tokens of the micro-batch of each mini-batch, by M1, with the functions that a run calls."""
     found: dict[int, list[float]] = {}
-    for batch in drawn.batches:
-        lengths = [p + o for p, o in zip(batch.prompt, batch.output)]
+    for batch in drawn.trained or drawn.batches:
+        lengths, spared = [p + o for p, o in zip(batch.prompt, batch.output)], batch.spared or [False] * len(batch)
         for part in split_minibatches(len(batch), drawn.minibatches, drawn.seed, 0):
             own = [lengths[i] for i in part]
-            parts = cut.split(own)
+            parts = cut.split(own, {place for place, i in enumerate(part) if spared[i]})
             weights = [sum(own[i] for i in micro) for micro in parts]
             rows = [deal(weights, cut.pipelines, k) for k in range(cut.pipelines)]
             slowest = max(sum(row) + (depth - 1) * max(row) for row in rows)
@@ -67,6 +67,33 @@ def test_a_microbatch_is_what_the_runs_own_cut_takes(minibatches, pipelines, man
     assert total == pytest.approx(everything)
     for rung in set(cut.rungs) - wanted.keys():
         assert drawn.microbatch(cut, rung, pipelines, depth).tokens == cut.tokens, "none is drawn: full ones"
+
+
+@pytest.mark.parametrize("tokens", [0, 600])
+def test_what_training_leaves_out_takes_no_time(tokens):
+    """Half of the samples, which have a third of the tokens, by the last iterations of a run of other lengths."""
+    seen = SampleLengths((10,) * 40, (190, 90) * 20, spared=(False, True) * 20)
+    every, same = replace(seen, spared=()), equal(9, 10, 100)
+    whole, fewer, plain = (DrawnBatches.of(same, 64, 2, 7, some) for some in ([every], [seen, seen], ()))
+    assert whole.batches == fewer.batches == plain.batches and not plain.trained
+    assert fewer.trained == seen.draw(64, 1, 7) + seen.draw(64, 1, 8)
+    assert all(len(batch.trained) == 32 for batch in fewer.trained)
+    cut = MicrobatchCut.by_tokens(tokens, 2, 32, 200) if tokens else MicrobatchCut.by_samples(4, 2, 32, 200)
+    wanted = by_hand(fewer, cut, 3)
+    assert Counter(fewer.rung_of_each(cut)) == {rung: len(made) for rung, made in wanted.items()}
+    for rung, made in wanted.items():
+        micro = fewer.microbatch(cut, rung, 2, 3)
+        assert micro.tokens == pytest.approx(sum(made) / len(made))
+        assert micro == pytest.approx((micro.tokens, micro.tokens / 200, 0.95 * micro.tokens))
+    if tokens:
+        rungs = (sum(rung * share for rung, share in drawn.rungs(cut).items()) for drawn in (fewer, whole))
+        assert next(rungs) < 0.9 * next(rungs), "fewer micro-batches"
+
+
+def test_batches_without_any_gradient_are_priced_with_what_fills_micro_batches():
+    lengths = SampleLengths((10,) * 8, (10, 20, 30, 40) * 2, spared=(True,) * 8)
+    micro = DrawnBatches((lengths,), 1, 0).microbatch(by_samples(8, 1, 2), 2, 1, 1)
+    assert micro == pytest.approx((20.0, 20 / 35, 20 * 25 / 35))
 
 
 def by_samples(samples: int, pipelines: int, microbatches: int) -> MicrobatchCut:

@@ -263,6 +263,10 @@ def test_another_layout_or_world_is_taken_and_told(copy):
     facts = inputs.resume.manifest.facts
     assert replace(facts, world_size=4).layout_diff(facts) == "2 -> 4 ranks"
     assert facts.layout_diff(facts) == ""
+    line = start_line(inputs_of(*copy, "algorithm.skip_zero_gradients=true"))
+    assert "algorithm.skip_zero_gradients False -> True: equal to about 1e-5" in line
+    older = {key: value for key, value in facts.layouts.items() if key != "algorithm.skip_zero_gradients"}
+    assert facts.layout_diff(replace(facts, layouts=older)) == "", "what a checkpoint is older than was off"
 
 
 def test_another_model_or_vocabulary_and_a_key_that_the_checkpoint_is_older_than(runs):

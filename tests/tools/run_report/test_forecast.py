@@ -40,6 +40,19 @@ def test_graphs_that_every_iteration_records_are_predicted(run):
             del row["timing_s/graph_capture"]
 
 
+def test_training_is_predicted_by_the_tokens_that_it_does_not_leave_out(run):
+    found = Forecaster(run).forecast(4)
+    shares = [0.0, 0.5, 0.25, 0.5, 0.75]
+    for row, share in zip(run.rows, shares):
+        row["training/zero_gradient/tokens"], row["timing_s/train"] = share, row["timing_s/train"] * (1 - share)
+    try:
+        made = Forecaster(run).forecast(4).seconds
+        assert made["train"] == pytest.approx(found.seconds["train"] / 4) and made["adv"] == found.seconds["adv"]
+    finally:
+        for row, share in zip(run.rows, shares):
+            row["timing_s/train"] /= 1 - row.pop("training/zero_gradient/tokens")
+
+
 def test_waiting_for_the_reward_function_is_predicted(run, tmp_path):
     """Its workers are busy for longer than all else; the edges around generation with inference stay what they were."""
     slow = RunFiles.read(write_run(tmp_path / "run", reward=0.2))

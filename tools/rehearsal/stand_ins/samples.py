@@ -72,8 +72,8 @@ class Samples:
             count = max((samples for samples in filled if samples <= count), default=count)
         count *= minibatches
         made = RolloutBatch.from_rollouts([self.rollout(number, length=length) for number in range(count)])
-        zeros = torch.zeros(made.response_tokens)
-        return made.with_fields(advantages=zeros, returns=zeros)
+        ones = torch.ones(made.response_tokens)  # without an advantage a sample may be left out
+        return made.with_fields(advantages=ones, returns=torch.zeros_like(ones))
 
     def rollout(self, sample: int, scored: bool = True, length: int | None = None) -> Rollout:
         """As it comes out of generation, or of inference; the longest, or of so many tokens."""
