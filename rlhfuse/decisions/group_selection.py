@@ -15,6 +15,7 @@ from rlhfuse.base.errors import InputError
 
 PREFIX = "training/filter_groups/"  # of metrics
 PLACES = f"{PREFIX}places"
+BEGUN = f"{PREFIX}num_gen_batches"  # groups begun for one that is taken
 TAKEN, FILLED, EQUAL, SURPLUS, DROPPED = "AFESX"
 
 

@@ -72,7 +72,8 @@ class DraftInputs:
         if lengths:
             planned = PlannedLengths.seen(lengths, longest, "past runs")
         minibatches, seed = int(config.algorithm.minibatches), config.trainer.seed
-        drawn = DrawnBatches.of(planned.samples, samples, minibatches, seed, planned.trained)
+        begun = planned.begun if config.algorithm.filter_groups.enable else 1.0
+        drawn = DrawnBatches.of(planned.samples, samples, minibatches, seed, planned.trained, begun)
         measured = load_costs(config.fusion.profile) if config.fusion.profile else None
         cores = SharedCores.of(config.trainer.threads_per_rank, hardware, world_size, run.host)
         return DraftInputs(hardware, cores, planned, drawn, measured)

@@ -24,12 +24,14 @@ class PlannedLengths:
     """`samples`, cut to the run's longest; `known`: of past samples, not assumed; `told`: a line on what they are.
 
     `trained`: what training is for, where it leaves out samples and a past run says which: its last iterations.
+    `begun`: groups that a past run began for one that it took.
     """
 
     samples: SampleLengths
     known: bool
     told: str
     trained: tuple[SampleLengths, ...] = ()
+    begun: float = 1.0
 
     @staticmethod
     def of(source: str, longest: tuple[int, int], skips: bool = False) -> PlannedLengths:
@@ -45,7 +47,8 @@ class PlannedLengths:
             except InputError as error:
                 raise InputError(f"parallel.lengths={source}: {error}") from None
             planned = PlannedLengths.seen(file.lengths, longest, f"parallel.lengths={source}")
-            return replace(planned, trained=tuple(seen.clip(*longest) for seen in file.recent)) if skips else planned
+            trained = tuple(seen.clip(*longest) for seen in file.recent) if skips else ()
+            return replace(planned, trained=trained or planned.trained, begun=file.begun)
         samples = assumed_lengths(prompt, response)
         marks = samples.percentiles()
         told = (

@@ -109,6 +109,7 @@ def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) ->
             *reasons.learning_rates(),
             reasons.ends(),
             f"{inputs.lengths.told}; times are means of {len(inputs.drawn.batches)} batches drawn from them",
+            *reasons.drawn_again(inputs.lengths),
             *reasons.left_out(inputs.lengths),
             reasons.source_of_costs(inputs.hardware, draft.costs, draft.costs_name),
             *inputs.cores.lines(draft.world_size),

@@ -104,6 +104,17 @@ class Reasons:
             return (f"{when}, and chooses from what it sees from then on",)
         return ()
 
+    def drawn_again(self, lengths: PlannedLengths) -> Iterator[str]:
+        """How many groups generation is priced for, where they are filtered."""
+        if not self.config.algorithm.filter_groups.enable:
+            return
+        key, source = "algorithm.filter_groups", self.config.parallel.lengths
+        if lengths.begun == 1:
+            past = "parallel.lengths=RUN, the folder of a past run with this setting, says how many are drawn again"
+            yield f"{key}: generation is priced as if the scores of all groups differed; {past}"
+        else:
+            yield f"{key}: generation is priced for {lengths.begun:.3g} groups begun for one that is taken, by {source}"
+
     def left_out(self, lengths: PlannedLengths) -> Iterator[str]:
         """What training is priced without, where it leaves out samples that have no gradient."""
         if not self.config.algorithm.skips:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import LARGEST
 from rlhfuse.base.rows import read_rows
+from rlhfuse.decisions.group_selection import BEGUN
 
 # What traces and runs call these columns; compared without case, the first that exists is taken.
 OUTPUT_COLUMNS = (
@@ -123,7 +125,8 @@ class SampleLengths:
 class LengthsFile:
     """What was read from a file and from which columns; no prompt column gives `prompt_column` None.
 
-    `recent`: a run's last iterations, of whose samples it says which training left out.
+    `recent`: a run's last iterations, of whose samples it says which training left out. `begun`: groups that its last
+    iterations began for one that was taken, where it filtered them.
     """
 
     lengths: SampleLengths
@@ -131,6 +134,7 @@ class LengthsFile:
     output_column: str
     prompt_column: str | None
     recent: tuple[SampleLengths, ...] = ()
+    begun: float = 1.0
 
 
 def load_lengths(source: str | Path, prompt_column: str | None = None, default_prompt: int = 0) -> LengthsFile:
@@ -154,6 +158,7 @@ def load_lengths(source: str | Path, prompt_column: str | None = None, default_p
     prompts: list[int] = []
     outputs: list[int] = []
     recent: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
+    begun: deque[float] = deque(maxlen=RECENT_ITERATIONS)
     for line, row in rows:
         if output_column not in row:  # a metrics line of another kind
             continue
@@ -168,12 +173,14 @@ def load_lengths(source: str | Path, prompt_column: str | None = None, default_p
         if SPARED in row:
             spared = tuple(map(bool, _lengths_of(row[SPARED], path, line, SPARED, least=0)))
             recent.append(SampleLengths(tuple(new_prompts), tuple(new_outputs), spared=spared))
+        if BEGUN in row:
+            begun.append(float(row[BEGUN]))
         prompts += new_prompts
         outputs += new_outputs
     if not outputs:
         raise InputError(f"{path}: column {output_column} holds no length")
     lengths = SampleLengths(tuple(prompts), tuple(outputs))
-    return LengthsFile(lengths, path, output_column, prompt_column, tuple(recent))
+    return LengthsFile(lengths, path, output_column, prompt_column, tuple(recent), fmean(begun or (1.0,)))
 
 
 def _split_column(source: str) -> tuple[str, str | None]:

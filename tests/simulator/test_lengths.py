@@ -9,6 +9,7 @@ from pyarrow import parquet
 from testkit.paths import shared_data
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.decisions.group_selection import BEGUN
 from rlhfuse.simulator.lengths import RECENT_ITERATIONS, SPARED, SampleLengths, load_lengths
 
 
@@ -125,3 +126,12 @@ def test_real_traces_have_the_published_tail():
     file = shared_data("traces") / "azure2023_conv.csv"
     marks = load_lengths(file).lengths.percentiles()
     assert (marks["p50"], marks["p999"]) == (129, 954)
+
+
+def test_a_run_that_filtered_groups_says_how_many_it_began(tmp_path):
+    row = {"lengths/prompt": [1], "lengths/output": [2]}
+    rows = [row | {BEGUN: begun} for begun in (9.0, *(1.0, 2.0) * (RECENT_ITERATIONS // 2))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert load_lengths(tmp_path).begun == 1.5, "by the last iterations"
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row))
+    assert load_lengths(tmp_path).begun == 1

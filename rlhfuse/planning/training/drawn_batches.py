@@ -38,11 +38,20 @@ class DrawnBatches:
 
     @staticmethod
     def of(
-        lengths: SampleLengths, samples: int, minibatches: int, seed: int, trained: Sequence[SampleLengths] = ()
+        lengths: SampleLengths,
+        samples: int,
+        minibatches: int,
+        seed: int,
+        trained: Sequence[SampleLengths] = (),
+        begun: float = 1.0,
     ) -> DrawnBatches:
-        """DRAWS batches of so many samples of the lengths; for training one of each iteration of `trained`, if any."""
-        others = (one.draw(samples, 1, seed + number) for number, one in enumerate(trained))
-        return DrawnBatches(lengths.draw(samples, DRAWS, seed), minibatches, seed, trained=tuple(chain(*others)))
+        """DRAWS batches of so many samples of the lengths; for training one of each iteration of `trained`, if any.
+        `begun` samples are generated for one that is taken."""
+        others = tuple(chain(*(one.draw(samples, 1, seed + number) for number, one in enumerate(trained))))
+        batches = lengths.draw(round(samples * begun), DRAWS, seed)
+        if begun != 1 and not others:
+            others = tuple(SampleLengths(batch.prompt[:samples], batch.output[:samples]) for batch in batches)
+        return DrawnBatches(batches, minibatches, seed, trained=others)
 
     def rungs(self, cut: MicrobatchCut) -> Mapping[int, float]:
         """Shares of mini-batches by their micro-batches per actor pipeline (M1), ascending."""

@@ -13,7 +13,7 @@ from typing import Any
 from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.sampler import PromptSampler
-from rlhfuse.decisions.group_selection import EQUAL, PLACES, PREFIX, SURPLUS, GroupSelection
+from rlhfuse.decisions.group_selection import BEGUN, EQUAL, PLACES, PREFIX, SURPLUS, GroupSelection
 from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.fusion.inter.group_stream import GroupStream
 from rlhfuse.fusion.inter.inter_stage import InterStage
@@ -67,7 +67,8 @@ class GroupSampler:
             begun += rounds[-1].begun // self._config.rollout.samples_per_prompt
         taken, report = {*selection.taken(self._rule.on_shortage == "fill")}, joined(rounds)
         self.drawn, self.share = self.drawn + selection.end, selection.share
-        every = zip(report.rollouts, prompt_places(report))
+        every = [*zip(report.rollouts, prompt_places(report))]
+        report.untaken = [rollout for rollout, place in every if place not in taken]
         report.rollouts = [rollout for rollout, place in every if place in taken]
         return report, self._metrics(selection, report, len(rounds))
 
@@ -129,7 +130,7 @@ class GroupSampler:
             f"{PREFIX}evicted_samples": letters.count(EQUAL) * copies,
             f"{PREFIX}discarded_surplus_samples": letters.count(SURPLUS) * copies,
             f"{PREFIX}aborted_samples": report.aborted,
-            f"{PREFIX}num_gen_batches": begun / selection.wanted,
+            BEGUN: begun / selection.wanted,
             f"{PREFIX}rounds": rounds,
             f"{PREFIX}accepted_share": sum(selection.differs.values()) / len(selection.differs),
             PLACES: letters,

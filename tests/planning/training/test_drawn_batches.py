@@ -175,3 +175,11 @@ def test_waiting_for_heavy_microbatches_is_idle_time():
     busy = [use.useful + use.products + use.other for use in training]
     assert busy[0] / tokens[0] == pytest.approx(busy[1] / tokens[1], rel=0.05)
     assert training[0].idle / busy[0] > training[1].idle / busy[1] + 0.2
+
+
+def test_groups_that_are_drawn_again_are_generated_and_not_trained_on():
+    lengths = SampleLengths(tuple(range(1, 101)), tuple(range(101, 201)))
+    drawn = DrawnBatches.of(lengths, 40, 2, 1, begun=1.5)
+    assert {len(batch) for batch in drawn.batches} == {60} and {len(batch) for batch in drawn.trained} == {40}
+    assert all(many.output[:40] == few.output for many, few in zip(drawn.batches, drawn.trained))
+    assert DrawnBatches.of(lengths, 40, 2, 1) == DrawnBatches.of(lengths, 40, 2, 1, begun=1.0)
