@@ -126,9 +126,13 @@ def test_a_step_that_does_not_draw_every_row():
     engine = torch_engine()
     batch = filled(engine)
     forward, cache = engine.forward, engine._cache
-    tokens, logprobs = forward.launch(batch, greedy(8), cache).read()
+    tokens, logprobs, unmeasured = forward.launch(batch, greedy(8), cache).read()
     some = ForwardBatch(**{**vars(batch), "draw_rows": np.array([1, 4])})
-    assert forward.launch(some, greedy(2), cache).read() == ([tokens[1], tokens[4]], [logprobs[1], logprobs[4]])
+    assert forward.launch(some, greedy(2), cache).read() == (
+        [tokens[1], tokens[4]],
+        [logprobs[1], logprobs[4]],
+        unmeasured,
+    )
 
 
 def test_recording_follows_shapes_cache_and_weights():
