@@ -90,6 +90,14 @@ def test_quick_run_on_the_story_model(measured, program):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_quick_run_of_training_without_zero_gradients(measured):
+    shared_data("stories260K-hf")
+    figures = measured("zero_gradients.py")["figures"]
+    assert {"d2t1p1.saved", "d1t1p2.planned"} <= set(figures) and figures["d2t1p1.left_out.samples"]["value"] > 0.2
+
+
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_search_on_two_ranks(measured):
     pytest.importorskip("mpi4py", reason="needs pip install rlhfuse[mpi]")
