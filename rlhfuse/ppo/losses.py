@@ -80,13 +80,13 @@ class LossTerms:
         for name, loss in losses.items():
             term = self.terms[name]
             if term.sample_means:
-                loss = loss / of_tokens(lengths.to(loss.dtype), lengths, len(loss))
+                loss = loss / per_token(lengths.to(loss.dtype), lengths, len(loss))
             part = term.coefficient * loss.sum()
             sums[term.divisor] = sums[term.divisor] + part if term.divisor in sums else part
         return reduce(operator.add, (total / divisor for divisor, total in sums.items()))
 
 
-def of_tokens(values: Tensor, lengths: Tensor, tokens: int) -> Tensor:
+def per_token(values: Tensor, lengths: Tensor, tokens: int) -> Tensor:
     """Each sample's value [N] for all its `tokens` [C], for which a device need not be asked."""
     return values.repeat_interleave(lengths, output_size=tokens)
 
@@ -160,7 +160,7 @@ def _sample_ratio(logprobs: Tensor, log_ratio: Tensor, lengths: Tensor) -> Tenso
     """The exponential of each sample's mean log-ratio, for each token with the gradient of its own log-probability."""
     # Summed sample by sample, whatever lies beside it; `unsafe` leaves out a check for which a device would be asked.
     sums = torch.segment_reduce(log_ratio.detach().double(), "sum", lengths=lengths, unsafe=True)
-    means = of_tokens(sums / lengths.clamp(min=1), lengths, len(log_ratio))
+    means = per_token(sums / lengths.clamp(min=1), lengths, len(log_ratio))
     return (means.to(logprobs.dtype) + (logprobs - logprobs.detach())).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
