@@ -49,10 +49,8 @@ def add_advantages(batch: RolloutBatch, algorithm: AlgorithmConfig, groups: Tens
 
 
 def spared_samples(batch: RolloutBatch, algorithm: AlgorithmConfig) -> frozenset[int]:
-    """Positions of the samples with advantages that training leaves out, for their gradient is exactly 0: those without
-    an advantage, or without a token that counts."""
-    zero = batch.without_advantage | (batch.counted_lengths == 0)
-    return frozenset(zero.nonzero().flatten().tolist() if algorithm.skips else ())
+    """Positions of the samples with advantages that training leaves out, for their gradient is exactly 0."""
+    return frozenset(batch.without_advantage.nonzero().flatten().tolist() if algorithm.skips else ())
 
 
 def group_normalised(rewards: Tensor, groups: Tensor, divide: bool = True) -> Tensor:

@@ -216,10 +216,10 @@ class RolloutBatch:
 
     @property
     def without_advantage(self) -> Tensor:
-        """Whether all advantages of a sample are exactly 0: bool [N]."""
-        owner = torch.arange(len(self)).repeat_interleave(self.response_lengths)
+        """Whether all advantages of a sample that count are exactly 0: bool [N]."""
+        some = given(self.advantages) != 0
         found = torch.ones(len(self), dtype=torch.bool)
-        found[owner[given(self.advantages) != 0]] = False
+        found[self.owners[some if self.counted is None else some & self.counted]] = False
         return found
 
     def with_fields(self, **arrays: Tensor | None) -> RolloutBatch:
