@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from rlhfuse.base.errors import InputError
+from rlhfuse.base.errors import JointError
 
 PREFIX = "training/filter_groups/"  # of metrics
 PLACES = f"{PREFIX}places"
@@ -68,11 +68,11 @@ class GroupSelection:
     def taken(self, fill: bool) -> tuple[int, ...]:
         """Places of the iteration, ascending, once it is `done`. Where too few differ, `fill` takes the first others.
 
-        Raises InputError without `fill`.
+        Raises JointError without `fill`.
         """
         short = self.wanted - len(self.accepted)
         if short and not fill:
-            raise InputError(
+            raise JointError(
                 f"algorithm.filter_groups: scores differ in {len(self.accepted)} of {self.most} prompts, {self.wanted} "
                 "are wanted; raise max_num_gen_batches, use other prompts, or set on_shortage=fill"
             )

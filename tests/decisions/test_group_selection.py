@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.base.errors import InputError
+from rlhfuse.base.errors import JointError
 from rlhfuse.decisions.group_selection import GroupSelection
 
 TABLES = st.lists(st.booleans(), min_size=2, max_size=60)
@@ -78,7 +78,7 @@ def test_a_place_that_is_late_may_take_the_turn_of_a_later_one():
 def test_too_few_are_filled_up_or_end_the_run():
     selection = GroupSelection(3, 4, {0: False, 1: True, 2: False, 3: False})
     assert selection.done and selection.taken(fill=True) == (0, 1, 2)
-    with pytest.raises(InputError, match="scores differ in 1 of 4 prompts, 3 are wanted; raise max_num_gen_batches"):
+    with pytest.raises(JointError, match="scores differ in 1 of 4 prompts, 3 are wanted; raise max_num_gen_batches"):
         selection.taken(fill=False)
 
 

@@ -39,9 +39,10 @@ def test_it_is_the_other_run_bit_for_bit(runs, name):
 
 
 FILTERED = ["filtered serial", "filtered in rounds", "filtered resumed", "filtered one by one, serial"]
+FILTERED += ["filtered beside a model, serial", "filtered on tensor ranks, in rounds"]
 
 
-@pytest.mark.parametrize("name", [*FILTERED, "filtered on tensor ranks, in rounds"])
+@pytest.mark.parametrize("name", FILTERED)
 def test_which_groups_are_taken_depends_on_scores_alone(runs, name):
     rows = metrics_of(runs[name])
     assert sum(row["training/filter_groups/evicted_samples"] for row in rows) > 0
@@ -49,6 +50,13 @@ def test_which_groups_are_taken_depends_on_scores_alone(runs, name):
     assert all(row["training/filter_groups/num_gen_batches"] >= 1 for row in rows)
     page = render_report(RunFiles.read(runs[name]))
     assert "groups taken" in page and rows[-1]["training/filter_groups/places"] in page
+
+
+def test_too_few_groups_that_differ_are_filled_up_or_end_the_run(runs):
+    assert all(row["critic/advantages/max"] == 0 for row in metrics_of(runs["filled"]))
+    first = TABLE["filled"].first
+    told = runs.start("short", f"{first} algorithm.filter_groups.on_shortage=error", errors=True)
+    assert len(set(told)) == 1 and told[0].startswith("JointError: algorithm.filter_groups: scores differ in 0 of 8 ")
 
 
 def test_a_run_leaves_what_it_promises(runs):

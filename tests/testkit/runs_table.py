@@ -67,7 +67,10 @@ def stopped(completion_ids, completions):
 
 def odd(completion_ids):
     # half of the prompts of two samples have two equal scores
-    return [float(sum(ids) % 2) for ids in completion_ids]
+    return [1.0 + sum(ids) % 2 for ids in completion_ids]
+
+def alike(completion_ids):
+    return [1.0 for ids in completion_ids]
 
 def odd_sample(data_source, solution_str, ground_truth, extra_info=None):
     return float(len(solution_str) % 2)
@@ -169,6 +172,16 @@ TABLE: dict[str, Row] = {
     "filtered one by one, serial": Row(
         f"{FILTERED} reward.signature=verl reward.function={{folder}}/functions.py:odd_sample {SERIAL} {IN_ROUNDS}",
         equals="filtered one by one",
+    ),
+    "filtered beside a model": Row(  # whose part is less than a last bit of the function's: in rounds
+        f"{FILTERED} reward.path={{folder}}/reward reward.model_weight=1e-30 {FUSED}"
+    ),
+    "filtered beside a model, serial": Row(
+        f"{FILTERED} reward.path={{folder}}/reward reward.model_weight=1e-30 {SERIAL}", equals="filtered beside a model"
+    ),
+    "filled": Row(
+        f"{FILTERED} {by_function('alike')} {FUSED} algorithm.filter_groups.max_num_gen_batches=2",
+        shows={"training/filter_groups/places": "FFFFEEEE"},
     ),
     "filtered on tensor ranks": Row(f"{FILTERED} {ALONE}"),
     "filtered on tensor ranks, in rounds": Row(f"{FILTERED} {ALONE} {IN_ROUNDS}", equals="filtered on tensor ranks"),

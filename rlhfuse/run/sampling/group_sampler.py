@@ -48,7 +48,7 @@ class GroupSampler:
     def run(self, iteration: int, threshold: int, limits: FusionLimits) -> tuple[GenInferReport, dict[str, Any]]:
         """All samples of an iteration, and metrics of how groups were filtered; a collective. The engine is ready.
 
-        Raises InputError where too few differ and that is an error, as `InterStage.run` else.
+        Raises JointError where too few differ and that is an error, and as `InterStage.run`.
         """
         wanted, rounds = self._config.rollout.prompts_per_iteration, []
         if not self._rule.enable:
