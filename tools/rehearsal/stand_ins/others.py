@@ -65,7 +65,7 @@ class OtherRanks:
         self._answers: dict[int, deque[bytes]] = {}  # of destinations that this rank sends to
         self._tickets = self._taken = 0
         inter_stage.IterationStore = lambda *_: self  # type: ignore[assignment,misc]
-        inter_stage.StoreReporter = lambda _: Reporter(self)  # type: ignore[assignment,misc]
+        inter_stage.StoreReporter = lambda *_, **more: Reporter(self)  # type: ignore[assignment,misc]
         inter_stage.ScoringQueue = SomePacks  # type: ignore[misc]
         rank_place.TensorParallelGroup = LedHere  # type: ignore[misc]
         peer_transfer.send_bytes, peer_transfer.receive_bytes = self._hear, self._say
@@ -103,9 +103,9 @@ class OtherRanks:
             rows[self._rank] = value
         gathered[:] = rows
 
-    def _at_barrier(self, mine: tuple[list[UnfinishedSample], int, list[Rollout]], size: int) -> list[Any]:
+    def _at_barrier(self, mine: tuple[list[UnfinishedSample], int, list[Rollout], Any], size: int) -> list[Any]:
         batch = self._batch
-        rows: list[Any] = [([], 0, []) for _ in range(size)]
+        rows: list[Any] = [([], 0, [], ()) for _ in range(size)]
         for instance, ranks in enumerate(self._placement.instances):
             done, late = self._cut(instance)
             states = [
@@ -114,10 +114,11 @@ class OtherRanks:
                 for count in [self._samples.longest - TAIL_STEPS]
             ]
             finished = [self._samples.rollout(request.sample_id, scored=False) for request in done]
-            rows[ranks[0]] = mine if instance == self.instance else (states, mine[1], finished)
+            began = tuple(request.sample_id for request in batch.requests[instance])
+            rows[ranks[0]] = mine if instance == self.instance else (states, mine[1], finished, began)
         leaders = [rows[ranks[0]] for ranks in self._placement.instances]
-        self._late = [state for states, _, _ in leaders for state in states]
-        free = [free for _, free, _ in leaders]
+        self._late = [state for states, *_ in leaders for state in states]
+        free = [free for _, free, *_ in leaders]
         self._plan = plan_at_threshold(batch.threshold, self._late, free, batch.limits)
         return rows
 
