@@ -125,8 +125,8 @@ def test_sides_of_training_run_the_same_instructions():
 
 
 def test_the_rise_of_held_out_scores():
-    rise = Rise(1, [-1, 1], [0.25, 0.5], [0.03, 0.04])
-    assert rise.standard_errors == pytest.approx(5) and rise.row() == ["1", "0.250", "0.500", "5.0"]
+    rise = Rise("sums", 1, [-1, 1], [0.25, 0.5], [0.03, 0.04])
+    assert rise.standard_errors == pytest.approx(5) and rise.row() == ["sums", "1", "0.250", "0.500", "5.0"]
 
 
 def test_slopes_are_free_of_tokens():
