@@ -36,8 +36,8 @@ def generation_that(keeps: bool, graphs: bool):
             weights.append(self.weights.addresses())
 
     def with_recorder(self, *args) -> None:
-        *others, _, kernels, attention, layer, rows = args
-        build(self, *others, recorder, kernels, attention, layer, rows)
+        *others, _, kernels, attention, layer, rows, measures = args
+        build(self, *others, recorder, kernels, attention, layer, rows, measures)
 
     def as_on_a_gpu(*args) -> EngineOptions:
         return replace(options(*args), kernels="torch", draft_rows=0)

@@ -37,8 +37,9 @@ def test_a_recipe_is_planned_and_every_setting_of_it_has_an_effect(file, monkeyp
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_a_recipe_trains(runs, file):
-    runs.start(file.stem, SHORT, SEARCH, config=file, watch=in_the_checkout)
-    rows = metrics_of(runs.folder / file.stem)
+    name = f"recipe {file.stem}"
+    runs.start(name, SHORT, SEARCH, config=file, watch=in_the_checkout)
+    rows = metrics_of(runs.folder / name)
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
     assert all(row["actor/grad_norm"] > 0 for row in rows)

@@ -92,7 +92,7 @@ def test_a_tenth_of_the_mini_batches_gets_a_tenth_of_the_search(monkeypatch):
     real = module.search
     monkeypatch.setattr(module, "SearchSettings", lambda time_limit, **more: (time_limit, more))
 
-    def search(problem, settings, start):
+    def search(problem, settings, start, comm):
         asked[problem.pipelines[0].microbatches] = settings[0]
         made, report = real(problem, module_settings(iterations=500))
         return made, replace(report, seconds=report.kernel_seconds)  # it takes no time
