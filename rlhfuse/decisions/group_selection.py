@@ -57,13 +57,16 @@ class GroupSelection:
         seen = self.prior * self.wanted + sum(self.differs.values())
         return max(seen / (self.wanted + len(self.differs)), 1 / (2 * self.most))
 
-    def missing(self, begun: int, inflight: int) -> int:
-        """How many places more to begin after the first `begun`, so that `wanted` can be expected; at most `inflight`
-        are then not judged."""
+    def missing(self, begun: int, inflight: int, deviations: float = 0.0) -> int:
+        """How many places more to begin after the first `begun`, so that `wanted` can be expected, or are in so many
+        standard `deviations` better or worse cases; at most `inflight` are then not judged."""
         waiting = sum(place not in self.differs for place in range(min(begun, self.end)))
-        short = self.wanted - len(self.accepted) - waiting * self.share
-        more = math.ceil(short / self.share - 1e-9)
-        return max(0, min(more, inflight - waiting, self.most - begun))
+        if not (short := self.wanted - len(self.accepted)):
+            return 0
+        # share n - deviations sqrt(share (1 - share) n) = short
+        spread = deviations * math.sqrt(self.share * (1 - self.share))
+        enough = ((spread + math.sqrt(spread**2 + 4 * self.share * short)) / (2 * self.share)) ** 2
+        return max(0, min(math.ceil(enough - waiting - 1e-9), inflight - waiting, self.most - begun))
 
     def taken(self, fill: bool) -> tuple[int, ...]:
         """Places of the iteration, ascending, once it is `done`. Where too few differ, `fill` takes the first others.

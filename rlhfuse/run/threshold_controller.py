@@ -109,9 +109,7 @@ class ThresholdController:
             self._observed.pop()  # the process's first iteration compiled kernels: it counts while there is no other
         self._seen += 1
         self._observed.append(report.observations)
-        seen, others = lengths_of(batch), report.untaken
-        prompts, outputs = [len(r.prompt_tokens) for r in others], [len(r.response_tokens) for r in others]
-        self._lengths.append(SampleLengths((*seen.prompt, *prompts), (*seen.output, *outputs)))
+        self._lengths.append(lengths_of(batch))
         message, self._costs, self._costs_name, self.limits, self.threshold = from_rank_0(
             self._follow(iteration) if dist.get_rank() == 0 else None
         )

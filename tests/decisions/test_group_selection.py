@@ -25,14 +25,17 @@ def scores(differs: bool) -> list[float]:
     return [0.5, 1.0 if differs else 0.5]
 
 
-@given(st.integers(1, 6), TABLES, st.integers(1, 8), st.sampled_from([0.05, 0.5, 1.0]), st.integers(0, 2**32))
+PRIORS, DEVIATIONS = st.sampled_from([0.05, 0.5, 1.0]), st.sampled_from([-0.7, 0.0, 1.5])
+
+
+@given(st.integers(1, 6), TABLES, st.integers(1, 8), PRIORS, DEVIATIONS, st.integers(0, 2**32))
 @settings(max_examples=300, deadline=None)
-def test_any_order_of_ends_takes_the_same_groups(wanted, table, inflight, prior, seed):
+def test_any_order_of_ends_takes_the_same_groups(wanted, table, inflight, prior, deviations, seed):
     wanted, dice = min(wanted, len(table)), random.Random(seed)
     selection, begun, running = GroupSelection(wanted, len(table), prior=prior), 0, set()
     inflight = max(inflight, wanted)
     while not selection.done:
-        more = selection.missing(begun, inflight)
+        more = selection.missing(begun, inflight, deviations)
         if more:  # an instance begins what it sees missing, one or all; another may overshoot
             more = min(dice.choice((1, more, more + 1)), len(table) - begun)
             running |= set(range(begun, begun + more))

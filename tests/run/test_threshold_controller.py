@@ -40,7 +40,7 @@ def observe(controller, number, lengths=None, **observed) -> str:
     assert set(rows) == set(OBSERVED)
     lengths = lengths or long_tail(64, longest=256)
     batch = SimpleNamespace(prompt_lengths=torch.tensor(lengths.prompt), response_lengths=torch.tensor(lengths.output))
-    report = SimpleNamespace(untaken=[], observations={kind: [row] for kind, row in rows.items()} | observed)
+    report = SimpleNamespace(observations={kind: [row] for kind, row in rows.items()} | observed)
     return controller.observe(number, report, batch)
 
 

@@ -17,6 +17,8 @@ from rlhfuse.fusion.inter.inference import Rewarder
 from rlhfuse.fusion.inter.iteration_store import StoreReporter
 from rlhfuse.fusion.inter.request import Request
 
+LIKELY = -0.7  # standard deviations beside what is expected: a group that begins beside others is likely to be needed
+
 
 @dataclass(frozen=True)
 class GroupStream:
@@ -73,7 +75,7 @@ class LiveGroups:
 
     def next_place(self, begin: Callable[[int], int]) -> int | None:
         """A place for this instance to begin; None where none is missing. `begin`: `IterationStore.begin_places`."""
-        if not self.selection.missing(self.begun, self._stream.inflight):
+        if not self.selection.missing(self.begun, self._stream.inflight, LIKELY):
             return None
         self._added = begin(1)
         place = self._stream.begun + self._added - 1

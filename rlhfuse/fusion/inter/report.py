@@ -22,7 +22,6 @@ class GenInferReport:
     rollouts: list[Rollout] = field(default_factory=list)
     begun: int = 0  # samples, and of them those that were dropped as their groups were not needed
     aborted: int = 0
-    untaken: list[Rollout] = field(default_factory=list)  # generated, and not trained on
     plan: MigrationPlan | None = None  # None: serial
     migrated_samples: int = 0
     migrated_bytes: int = 0

@@ -67,8 +67,7 @@ class GroupSampler:
             begun += rounds[-1].begun // self._config.rollout.samples_per_prompt
         taken, report = {*selection.taken(self._rule.on_shortage == "fill")}, joined(rounds)
         self.drawn, self.share = self.drawn + selection.end, selection.share
-        every = [*zip(report.rollouts, prompt_places(report))]
-        report.untaken = [rollout for rollout, place in every if place not in taken]
+        every = zip(report.rollouts, prompt_places(report))
         report.rollouts = [rollout for rollout, place in every if place in taken]
         return report, self._metrics(selection, report, len(rounds))
 
