@@ -20,6 +20,7 @@ from harness import Figure, Measurement, counting, options, take_turns
 from processes import ROOT, train
 
 from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.decisions.group_selection import BEGUN
 
 SKIPPED = 4  # iterations at the beginning
 GOAL = 1.2
@@ -29,7 +30,6 @@ SIDES: Mapping[str, Sequence[str]] = {
     "rounds": (FILTERED, "algorithm.filter_groups.streaming=false"),
     "unfiltered": (),
 }
-BEGUN = "training/filter_groups/num_gen_batches"
 
 
 def main() -> None:

@@ -197,22 +197,21 @@ def search(asked: Asked, ranks: MpiRanks) -> int:
     """Print what is found; the plan of the best table is another command's."""
     args, config, facts, _ = asked
     run = settle_but_layouts(config, facts)
-    setting = Setting.of(run)
-    ranking = Ranking(setting) if ranks.rank == 0 else None
+    setting, made = Setting.of(run), []  # the first rank's ranking, which would take long to send
 
     def find() -> FastestTables:
-        assert ranking is not None, "the first rank's"
         try:
-            return ranking.fastest(args.top or TOP)
+            made.append(Ranking(setting))
+            return made[0].fastest(args.top or TOP)
         except MemoryRefusal as refusal:
             raise without_a_plan(args, run, refusal) from None
 
     fastest = ranks.from_first(find)
     if args.anneal:
         fastest = annealed(fastest, setting, args.anneal, ranks)
-    if ranking is None:
+    if ranks.rank > 0:
         return 0
-    answer = answer_of(ranking, fastest, bool(args.thorough))
+    answer = answer_of(made[0], fastest, bool(args.thorough))
     best = answer.fastest.best
     if args.best:
         whole = with_table(config, best.table)

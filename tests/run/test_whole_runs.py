@@ -52,6 +52,13 @@ def test_which_groups_are_taken_depends_on_scores_alone(runs, name):
     assert "groups taken" in page and rows[-1]["training/filter_groups/places"] in page
 
 
+def test_the_next_iteration_draws_on_behind_the_last_group_that_was_taken(runs):
+    run = runs["filtered resumed"]
+    drawn = [row["training/filter_groups/places"].rindex("A") + 1 for row in metrics_of(run)]
+    manifest = json.loads((run / "checkpoints/iteration-1/manifest.json").read_text())
+    assert manifest["state"]["position"]["prompts_drawn"] == drawn[0] and max(drawn) > 4
+
+
 def test_too_few_groups_that_differ_are_filled_up_or_end_the_run(runs):
     assert all(row["critic/advantages/max"] == 0 for row in metrics_of(runs["filled"]))
     first = TABLE["filled"].first

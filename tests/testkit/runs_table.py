@@ -163,7 +163,7 @@ TABLE: dict[str, Row] = {
     **pair("stopped", STOPPED),
     # groups of equal scores are left out: as they are judged, with a tail and without, in rounds, and after a restart
     "filtered": Row(f"{FILTERED} fusion.threshold=3 {QUEUED}"),
-    "filtered serial": Row(f"{FILTERED} {SERIAL}", equals="filtered"),
+    "filtered serial": Row(f"{FILTERED} {SERIAL}", equals="filtered", shows={"training/filter_groups/rounds": 1}),
     "filtered in rounds": Row(f"{FILTERED} {IN_ROUNDS} {FUSED}", equals="filtered"),
     "filtered resumed": Row(f"{FILTERED} trainer.save_every=1 trainer.iterations=1", FILTERED, equals="filtered"),
     "filtered one by one": Row(

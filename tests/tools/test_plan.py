@@ -303,3 +303,5 @@ def test_ranks_of_mpirun_share_tables_and_sizes_out(programs, tmp_path, run_yaml
     assert programs.mpirun(2, ROOT / "tools/plan.py", "--config", run_yaml).stdout.count("plan for 4 ranks") == 1
     refused = programs.mpirun(2, ROOT / "tools/plan.py", "--config", run_yaml, "--top", 3)
     assert refused.returncode == 2 and refused.stderr.count("error: --top is of a search") == 1
+    none = programs.mpirun(2, ROOT / "tools/plan.py", "--config", run_yaml, "--search", "parallel.generation=d3t1p1")
+    assert none.returncode == 2 and none.stderr.count("error: ") == 1, "told by the first rank, and nobody waits"
