@@ -26,7 +26,8 @@ from rlhfuse.base.json_values import DEEPEST, LARGEST
 from rlhfuse.config.auto_layouts import SCORERS
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config
-from rlhfuse.config.settings import RunConfig, Settings
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.settings_group import Settings
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO, LARGEST_REAL, OrAuto
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.settings import AlgorithmConfig, FusionConfig, RolloutConfig, RunConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
+from rlhfuse.config.settings import FusionConfig, RolloutConfig, RunConfig
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 

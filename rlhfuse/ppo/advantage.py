@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.ppo.rollout import RolloutBatch, given, segment_index
 from rlhfuse.ppo.token_rewards import sample_rewards
 

@@ -16,7 +16,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import LOG_RATIO_LIMIT, kl_estimate
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlhfuse.config.settings import AlgorithmConfig, RewardConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
+from rlhfuse.config.settings import RewardConfig
 from rlhfuse.ppo.rollout import RolloutBatch, given
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is still far from overflow

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfuse.base.clock import wall_seconds
-from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.costs.speculation import DecodeObservation

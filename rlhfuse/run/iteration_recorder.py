@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhfuse.base.clock import wall_seconds
-from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult

@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import Store
 
 from rlhfuse.base.clock import wall_seconds
 from rlhfuse.base.sample_ids import prompt_groups
+from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.role import SCORING_ORDER, Role
-from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.decisions.balance import split_minibatches
 from rlhfuse.fusion.inter.inference import Scorer

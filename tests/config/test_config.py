@@ -7,9 +7,9 @@ from testkit.config_file import MINIMAL, load
 from testkit.paths import ROOT
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.load import dump_config, load_config
 from rlhfuse.config.rules import idle_settings
-from rlhfuse.config.settings import AlgorithmConfig
 
 
 def test_defaults_follow_other_keys(tmp_path):

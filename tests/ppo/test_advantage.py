@@ -11,7 +11,7 @@ from testkit.profiles import examples
 from testkit.rollouts import batch_of
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.ppo.advantage import (
     BLOCK,
     add_advantages,

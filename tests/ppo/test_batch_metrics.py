@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
 
-from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.ppo.losses import actor_metrics, add_stats, critic_metrics, kl_loss, policy_loss, value_loss
 
 FAR = math.exp(20)  # where log-ratios are clamped

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from testkit.profiles import examples
 from testkit.rollouts import batch_of
 
-from rlhfuse.config.settings import AlgorithmConfig, RewardConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
+from rlhfuse.config.settings import RewardConfig
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards, combine_rewards, sample_kl, sample_rewards
 

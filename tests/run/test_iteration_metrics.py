@@ -4,7 +4,7 @@ import pytest
 import torch
 from testkit.rollouts import batch_of
 
-from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.step_report import StepReport

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.settings import AlgorithmConfig, PolicyLossConfig
+from rlhfuse.config.algorithm import AlgorithmConfig, PolicyLossConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.ppo.rollout import RolloutBatch

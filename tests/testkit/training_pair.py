@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig, RunConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
+from rlhfuse.config.settings import OptimizerConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch

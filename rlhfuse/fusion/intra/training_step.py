@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhfuse.base.errors import InputError, NotFiniteError
-from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.balance import deal
 from rlhfuse.decisions.microbatch_cut import MicrobatchCut

@@ -3,7 +3,7 @@
 import pytest
 from testkit.training_pair import LR, Plan, build_pair, make_batch
 
-from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.decisions.balance import split_microbatches
 
 

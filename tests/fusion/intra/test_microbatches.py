@@ -11,7 +11,8 @@ from testkit.training_pair import make_batch, unit_problem
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.settings import AlgorithmConfig, ParallelConfig, RunConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
+from rlhfuse.config.settings import ParallelConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.fusion.intra.microbatches import Microbatch, Microbatches

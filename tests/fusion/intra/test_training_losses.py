@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from testkit.profiles import examples
 from testkit.rollouts import batch_of
 
-from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.fusion.intra.microbatches import Microbatch
 from rlhfuse.fusion.intra.training_step import Losses
 from rlhfuse.models.stage import Outbox

@@ -9,7 +9,7 @@ from rehearsal.stand_ins.others import Batch, OtherRanks
 from rehearsal.stand_ins.samples import Samples
 
 from rlhfuse.base.sample_ids import sample_id
-from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.decisions.packing import split_samples
 from rlhfuse.fusion.inter.request import Request
