@@ -124,6 +124,7 @@ class Session:
         self._request, self._place, self._done = request, place, done
         self._background: dict[str, Worker] = {}
         self._together: Worker | None = None  # the process of the small checks
+        self._next: Worker | None = None  # imports while the check before it runs
         self.facts: dict[str, Any] = {}
         self.results: list[Result] = []
         self.left_out: list[str] = []
@@ -158,7 +159,7 @@ class Session:
         return min(check.limit * (1 if self._on_gpu else REHEARSAL), self._request.until - time.monotonic())
 
     def _run(self, check: Check) -> Result:
-        from gpu_checks.isolation import Worker, run_alone
+        from gpu_checks.isolation import Worker
 
         if check.name in self._background:
             worker = self._background.pop(check.name)
@@ -176,13 +177,22 @@ class Session:
             print(
                 f"     {check.name} failed among others, and runs alone: {result.detail}", file=sys.stderr, flush=True
             )
-        return run_alone(check, self._place, self._limit(check))
+        return self._run_alone(check, self._limit(check))
+
+    def _run_alone(self, check: Check, limit: float) -> Result:
+        """The result of a check in a process that has run no other."""
+        from gpu_checks.isolation import Worker
+
+        worker, self._next = self._next or Worker(self._place), Worker(self._place)
+        try:
+            worker.begin(check, limit)
+            return worker.result()
+        finally:
+            worker.close()
 
     def run_probe(self, check: Check) -> Result:
         """Whatever the budget."""
-        from gpu_checks.isolation import run_alone
-
-        self._record(run_alone(check, self._place, check.limit))
+        self._record(self._run_alone(check, check.limit))
         return self.results[-1]
 
     def _record(self, result: Result) -> None:
@@ -193,8 +203,9 @@ class Session:
 
     def close(self) -> None:
         """End what still runs."""
-        for worker in (*self._background.values(), *([self._together] if self._together else [])):
-            worker.close()
+        for worker in (*self._background.values(), self._together, self._next):
+            if worker:
+                worker.close()
 
     def report(self) -> dict[str, Any]:
         from gpu_checks.catalog import not_shown

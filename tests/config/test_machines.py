@@ -92,6 +92,12 @@ def test_a_measured_machine_is_read_as_it_was_written(tmp_path):
     assert is_for_gpus(TrainerConfig(hardware=f"measured:{file}"))
 
 
+def test_the_measured_machine_of_the_examples_is_an_h100_whose_host_launches_slowly():
+    found = hardware_by_name("measured:examples/h100.json", "cuda", 8)
+    assert found.name == "h100" and found.launch_seconds > 10 * KNOWN["h100"].launch_seconds
+    assert {"flops", "memory_bandwidth", "launch_seconds", "host_bandwidth"} <= {*found.measured}
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

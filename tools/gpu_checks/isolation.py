@@ -24,6 +24,7 @@ from typing import Any
 
 from rlhfuse.base.cuda_environment import LOADING
 
+MEMORY_DEVICE = "/dev/nvidia-uvm"  # CUDA holds it from its start on; who asks the driver alone opens others
 TOLD_BYTES = 1500  # of what a check that gave no answer has said last
 
 
@@ -116,19 +117,11 @@ class Worker:
         self._process.join(10)
 
 
-def run_alone(check: Check, place: Surroundings, limit: float) -> Result:
-    """The result of a check in a process that has run no other."""
-    worker = Worker(place)
-    try:
-        worker.begin(check, limit)
-        return worker.result()
-    finally:
-        worker.close()
-
-
 def _serve(pipe: Any, kind: str, references: Path | None) -> None:
     """In the worker: run checks as they come."""
     os.setsid()  # what it starts is ended with it
+    import gpu_checks.imports  # noqa: F401  # where it was not forked with them
+
     gc.freeze()  # garbage of the process that this one was forked from is not collected here: its threads are not here
     while True:
         try:
@@ -140,7 +133,7 @@ def _serve(pipe: Any, kind: str, references: Path | None) -> None:
             os.dup2(stream.fileno(), number)
         sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
         faulthandler.enable(stream)
-        faulthandler.dump_traceback_later(max(limit - 3, limit / 2), file=stream)  # says where it hangs
+        faulthandler.dump_traceback_later(max(limit - 3, limit / 2, 0.1), file=stream)  # says where it hangs
         if check.background:
             os.nice(10)
             os.environ.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 2) // 2)))  # of a compilation
@@ -184,6 +177,6 @@ def _cause(code: int | None) -> str:
 
 
 def _leave_if_touched() -> None:
-    """Exit code 1 where the process that this one was forked from holds the GPU, and its forks cannot."""
+    """Exit code 1 where the process that this one was forked from has started CUDA, which its forks cannot use."""
     held = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
-    os._exit(any(path.startswith("/dev/nvidia") for path in held))
+    os._exit(any(path.startswith(MEMORY_DEVICE) for path in held))
