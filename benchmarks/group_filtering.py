@@ -3,8 +3,9 @@
     python benchmarks/group_filtering.py [--rounds 5] [--iterations 40]
 
 Trains examples/sums_grpo.yaml with algorithm.filter_groups on two ranks, streaming and in rounds in turns. Both take
-the same groups, so every iteration has the same samples; seconds are those of generation with scoring. The limit is
-the run without filtering, in which every sample that is generated is trained on.
+the same groups, so every iteration has the same samples; seconds are those of generation with scoring. The run
+without filtering trains on all that it generates: its rate over the groups begun for one taken is the limit where a
+sample costs the same whatever runs beside it.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ def main() -> None:
     rates = {name: [samples_a_second(rows) for rows in runs] for name, runs in made.items()}
     gains = [one / other for one, other in zip(rates["streaming"], rates["rounds"])]
     gain = measurement.figure("over_rounds", Figure.of(gains, "x").at_least(GOAL))
-    shares = [one / most for one, most in zip(rates["streaming"], rates["unfiltered"])]
-    measurement.figure("of_limit", Figure.of(shares))
     rows = []
     for name, each in rates.items():
         begun = [fmean(row.get(BEGUN, 1.0) for row in run) for run in made[name]]
-        figures = Figure.of(each, "samples/s"), Figure.of(begun)
-        measurement.figure(name, figures[0]), measurement.figure(f"{name}.begun", figures[1])
-        rows.append([name, f"{figures[0].value:.0f}", f"{figures[1].value:.2f}"])
-    columns = ("", "samples taken a second", "groups begun for one taken")
+        shares = [one * groups / most for one, groups, most in zip(each, begun, rates["unfiltered"])]
+        figures = Figure.of(each, "samples/s"), Figure.of(begun), Figure.of(shares)
+        for key, figure in zip((name, f"{name}.begun", f"{name}.of_limit"), figures):
+            measurement.figure(key, figure)
+        rows.append([name, *(f"{figure.value:{form}}" for figure, form in zip(figures, (".0f", ".2f", ".0%")))])
+    columns = ("", "samples taken a second", "groups begun for one taken", "of the limit")
     measurement.table("rates", f"Streaming over rounds: {gain.value:.2f}", columns, rows)
     measurement.facts(iterations=count - SKIPPED)
     measurement.finish()
