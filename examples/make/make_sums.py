@@ -12,15 +12,18 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from make_tiny_models import BOS, EOS, PAD, count_parameters, sample, train_tokenizer
 from pretraining import Pretraining, pack, say
 from stories import generator
 from sums import Sum, draw_different
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as quiet
 
@@ -70,16 +73,22 @@ def taught(recipe: Recipe) -> list[tuple[str, str]]:
     ]
 
 
-def train(recipe: Recipe, folder: Path) -> float:
-    """Train tokenizer and model and save them in `folder`; the last training loss in nats per token of an answer."""
-    questions, answers = zip(*taught(recipe))
-    train_tokenizer([one + other for one, other in zip(questions, answers)][:20000], folder, VOCAB, CONTEXT, True)
+def pretrained_tokenizer(
+    texts: list[str], folder: Path, context: int, template: str = "", marks: Sequence[str] = ()
+) -> Any:
+    """A tokenizer of VOCAB tokens, digits one by one, saved in `folder`; `marks` are tokens of their own."""
+    train_tokenizer(texts, folder, VOCAB - len(marks), context, True)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    prompts = tokenizer(list(questions))["input_ids"]  # as PPO does, encoded without the response
-    responses = tokenizer(list(answers), add_special_tokens=False)["input_ids"]
-    texts = [prompt + response + [EOS] for prompt, response in zip(prompts, responses)]
-    windows = pack(texts, CONTEXT, given=[len(prompt) for prompt in prompts])
-    config = LlamaConfig(
+    if marks:
+        tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def small_llama(context: int) -> LlamaConfig:
+    """A Llama of 205,248 parameters."""
+    return LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=192,
@@ -87,13 +96,24 @@ def train(recipe: Recipe, folder: Path) -> float:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         tie_word_embeddings=False,
         bos_token_id=BOS,
         eos_token_id=EOS,
         pad_token_id=PAD,
     )
-    return Pretraining(recipe.seed, recipe.steps, recipe.batch_windows, recipe.lr).run(config, windows, folder)
+
+
+def train(recipe: Recipe, folder: Path) -> float:
+    """Train tokenizer and model and save them in `folder`; the last training loss in nats per token of an answer."""
+    questions, answers = zip(*taught(recipe))
+    tokenizer = pretrained_tokenizer([one + other for one, other in zip(questions, answers)][:20000], folder, CONTEXT)
+    prompts = tokenizer(list(questions))["input_ids"]  # as PPO does, encoded without the response
+    responses = tokenizer(list(answers), add_special_tokens=False)["input_ids"]
+    texts = [prompt + response + [EOS] for prompt, response in zip(prompts, responses)]
+    windows = pack(texts, CONTEXT, given=[[(0, len(prompt))] for prompt in prompts])
+    training = Pretraining(recipe.seed, recipe.steps, recipe.batch_windows, recipe.lr)
+    return training.run(small_llama(CONTEXT), windows, folder)
 
 
 def model_card(recipe: Recipe, folder: Path, loss: float, started: float) -> str:

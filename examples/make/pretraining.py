@@ -26,11 +26,13 @@ class Window(NamedTuple):
     targets: torch.Tensor
 
 
-def pack(texts: Sequence[Sequence[int]], window_tokens: int, given: Sequence[int] = ()) -> list[Window]:
+def pack(
+    texts: Sequence[Sequence[int]], window_tokens: int, given: Sequence[Sequence[tuple[int, int]]] = ()
+) -> list[Window]:
     """Join whole texts, in the order given, into windows; a text that is longer is cut at the end.
 
-    The first `given` tokens of each text (of all of them 1 if empty) are not learnt, only what follows them. The rest
-    of a window is filled with a text of its own that nothing is learnt from.
+    Of each text the spans (start, end) of `given` (the first token if empty) are not learnt. The rest of a window is
+    filled with a text of its own that nothing is learnt from.
     """
     windows: list[Window] = []
     tokens: list[int] = []
@@ -44,13 +46,15 @@ def pack(texts: Sequence[Sequence[int]], window_tokens: int, given: Sequence[int
         for row in (tokens, positions, targets):
             row.clear()
 
-    for text, first in zip(texts, given or [1] * len(texts), strict=True):
+    for text, spans in zip(texts, given or [[(0, 1)]] * len(texts), strict=True):
         text = list(text[:window_tokens])
         if len(tokens) + len(text) > window_tokens:
             close()
         tokens += text
         positions += range(len(text))
-        learnt = [token if place >= first else -100 for place, token in enumerate(text)]
+        learnt = text.copy()
+        for start, end in spans:
+            learnt[start:end] = [-100] * len(learnt[start:end])
         targets += learnt[1:] + [-100]  # the last token of a text predicts nothing
     if tokens:
         close()

@@ -120,8 +120,8 @@ def test_packing_keeps_every_text_and_its_own_positions(texts, window):
 
 
 def test_what_is_given_is_not_learnt():
-    (window,) = pack([[1, 5, 6, 7, 2], [1, 9, 8, 2]], 12, given=[3, 1])
-    assert window.targets.tolist() == [-100, -100, 7, 2, -100, 9, 8, 2, -100, -100, -100, -100]
+    (window,) = pack([[1, 5, 6, 7, 2], [1, 9, 8, 2]], 12, given=[[(0, 3)], [(0, 1), (2, 3)]])
+    assert window.targets.tolist() == [-100, -100, 7, 2, -100, 9, -100, 2, -100, -100, -100, -100]
 
 
 def test_packed_loss_is_the_loss_of_the_texts_alone():
