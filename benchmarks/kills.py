@@ -1,7 +1,8 @@
 """kill -9 at random moments of a run that saves and evaluates: what is lost, beside the run that was left alone.
 
-    python benchmarks/kills.py [--kills 20] [key=value ...]
+    python benchmarks/kills.py [--kills 20] [--tools] [key=value ...]
 
+Trains examples/quickstart.yaml, or with --tools examples/calculator_grpo.yaml, whose tool takes 0 to 0.6 s at random.
 Each kill waits for a kind of work, in turn, in an iteration drawn from all, and a moment longer. All ranks die with
 what they started, in half of the kills torchrun too. Iterations may be repeated; metrics, samples and weights that are
 not those of the run left alone, bit for bit, are lost.
@@ -38,6 +39,7 @@ KINDS = {  # of work, by the words of it, and the seconds that a kill may come l
     "start-up": ("", 10.0),
     "export": ("exporting", 0.02),
     "evaluation": ("evaluat", 0.5),
+    "tool": ("wait for tools|tool .* of sample", 0.3),
     "generation": ("generation|moving weights", 0.2),
     "inference": ("inference: [^w]|inter-stage", 0.1),
     "reward": ("reward function", 0.3),
@@ -49,14 +51,29 @@ def slow(completion_ids):
     time.sleep(0.05)
     return [float(len(set(ids))) for ids in completion_ids]
 """
-SETTINGS = (  # other than examples/quickstart.yaml's
-    *("rollout.prompts_per_iteration=4", "rollout.max_response_tokens=48", "rollout.max_sequences_per_instance=3"),
-    *("algorithm.minibatches=2", "fusion.actor_microbatches=2", "fusion.search_seconds=0.3"),
-    *("fusion.least_threshold=4", "fusion.bs_max=4", "parallel.actor_train=d1t1p2", "parallel.critic_train=d2t1p1"),
-    *("parallel.generation=d2t1p1", "parallel.inference=d2t1p1"),
-    *("reward.signature=trl", "trainer.save_every=1", "trainer.resume=auto"),
+TOOL = """import random, time
+def calc(a: int, sign: str, b: int) -> str:
+    \"\"\"Add or subtract.
+
+    Args:
+        a: The first number.
+        sign: + or -.
+        b: The second number.
+    \"\"\"
+    time.sleep(random.SystemRandom().random() * 0.6)
+    return str(a + b if sign == "+" else a - b)
+"""
+SETTINGS = (
+    *("rollout.prompts_per_iteration=4", "rollout.max_sequences_per_instance=3", "fusion.least_threshold=4"),
+    *("fusion.bs_max=4", "reward.signature=trl", "trainer.save_every=1", "trainer.resume=auto"),
     *("trainer.eval_every=2", "trainer.eval_before_train=true", "trainer.keep_best=true"),
 )
+OF_STORIES = (  # other than examples/quickstart.yaml's
+    *("rollout.max_response_tokens=48", "algorithm.minibatches=2", "fusion.actor_microbatches=2"),
+    *("fusion.search_seconds=0.3", "parallel.actor_train=d1t1p2", "parallel.critic_train=d2t1p1"),
+    *("parallel.generation=d2t1p1", "parallel.inference=d2t1p1"),
+)
+OF_CALCULATOR = ("rollout.samples_per_prompt=4", "eval.samples_per_prompt=1")  # than examples/calculator_grpo.yaml's
 
 
 @dataclass
@@ -92,11 +109,11 @@ class Kill:
         return number, "saving" if saves else kind, words
 
 
-def attempt(folder: Path, changes: list[str], kill: Kill | None = None) -> int:
-    """Start the run, which ends by itself or by `kill`; how many of its processes are left some time later."""
+def attempt(folder: Path, example: str, changes: list[str], kill: Kill | None = None) -> int:
+    """Start the run of an example, which ends by itself or by `kill`; how many of its processes are left later."""
     doing = folder.with_suffix(".doing")
     doing.write_bytes(b"loading modules".ljust(WIDTH))
-    words = [*torchrun(2), __file__, ROOT / "examples" / "quickstart.yaml", f"trainer.output_dir={folder}"]
+    words = [*torchrun(2), __file__, ROOT / "examples" / f"{example}.yaml", f"trainer.output_dir={folder}"]
     try:
         run([*words, *changes], timeout=900, watch=kill or (lambda _: None), more={DOING: str(doing)})
     except RuntimeError:
@@ -137,20 +154,25 @@ def lost(whole: Path, run_dir: Path, needed: int) -> list[str]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--kills", type=counting, default=20)
+    parser.add_argument("--tools", action="store_true", help="train the example that calls a tool")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the program's")
     arguments = parser.parse_intermixed_args()
     count, iterations = (2, 2) if arguments.quick else (arguments.kills, ITERATIONS)
     measurement, dice = Measurement("kills", arguments, timed=False), random.Random(arguments.seed)
     rows, gone, left, repeated, kills = [], [], 0, 0, []
     with tempfile.TemporaryDirectory() as folder:
-        names = "whole", "killed", "reward.py", "held_out.jsonl"
-        whole, broken, reward, held_out = (Path(folder) / name for name in names)
-        reward.write_text(REWARD)
-        held_out.write_text("".join((ROOT / "examples/prompts/quickstart.jsonl").open().readlines()[:6]))
-        own = [f"reward.function={reward}:slow", f"data.val_files=[{held_out}]", f"trainer.iterations={iterations}"]
-        changes = [*SETTINGS, *own, *arguments.overrides]
-        attempt(whole, changes)
-        kinds = dice.sample(list(KINDS), len(KINDS))
+        names = "whole", "killed", "functions.py", "held_out.jsonl"
+        whole, broken, functions, held_out = (Path(folder) / name for name in names)
+        functions.write_text(TOOL if arguments.tools else REWARD)
+        example, prompts = ("calculator_grpo", "calculator_train") if arguments.tools else ("quickstart", "quickstart")
+        held_out.write_text("".join((ROOT / f"examples/prompts/{prompts}.jsonl").open().readlines()[:6]))
+        named = "rollout.multi_turn.function_tool_path={}" if arguments.tools else "reward.function={}:slow"
+        own = [named.format(functions), f"data.val_files=[{held_out}]", f"trainer.iterations={iterations}"]
+        more = OF_CALCULATOR if arguments.tools else OF_STORIES
+        changes = [*SETTINGS, *more, *own, *arguments.overrides]
+        attempt(whole, example, changes)
+        kinds = [kind for kind in KINDS if kind != "tool" or arguments.tools]
+        dice.shuffle(kinds)
         for number in range(count):
             kind, both = kinds[number % len(kinds)], number // len(kinds) % 2 == 0
             iteration = (
@@ -159,14 +181,14 @@ def main() -> None:
             kills.append(Kill(broken, kind, iteration, dice.uniform(0, KINDS[kind][1]), both))
         for kill in sorted(kills, key=lambda kill: kill.iteration):
             before = saved(broken)
-            left += attempt(broken, changes, kill)
+            left += attempt(broken, example, changes, kill)
             gone += (now := lost(whole, broken, max(before, saved(broken))))
             metrics = read_metrics(broken / "metrics.jsonl") if (broken / "metrics.jsonl").exists() else []
             repeated += (done := metrics[-1]["iteration"] + 1 if metrics else 0) - saved(broken)
             who, told = "ranks, torchrun" if kill.torchrun else "ranks", "; ".join(now) or "nothing"
             rows.append([*kill.found, who, str(done), str(saved(broken)), told])
             measurement.say(" | ".join(rows[-1]))
-        attempt(broken, changes)
+        attempt(broken, example, changes)
         gone += lost(whole, broken, iterations)
     head = ("in", "rank 0 was in", "killed", "iterations done", "saved", "lost")
     measurement.table("kills", "Runs killed by SIGKILL", head, rows)
