@@ -8,7 +8,7 @@ from rlhfuse.base.errors import InputError, RewardError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
-from rlhfuse.data.tools import REWARD
+from rlhfuse.data.tool_set import REWARD
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.run.checkpoint.checkpoint import is_finished

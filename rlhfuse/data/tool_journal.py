@@ -15,7 +15,7 @@ from pathlib import Path
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import AppendFile, read_lines
 from rlhfuse.base.json_values import from_json, json_value
-from rlhfuse.data.tools import ToolCall
+from rlhfuse.data.tool_set import ToolCall
 
 FILES = "tool_calls.*.jsonl"
 REPLAY = "rollout.multi_turn.replay"

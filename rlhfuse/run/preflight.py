@@ -29,7 +29,7 @@ from rlhfuse.costs.hardware import GPU_NAMES
 from rlhfuse.costs.machine import Host
 from rlhfuse.data.prompts import Prompt, PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
-from rlhfuse.data.tools import REWARD, EnvironmentReward
+from rlhfuse.data.tool_set import REWARD, EnvironmentReward
 from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
 from rlhfuse.models.layers.transformer_engine import choose_layers
 from rlhfuse.models.tokenizer import chat_tokens, load_tokenizer, resolve_tokens

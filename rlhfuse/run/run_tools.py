@@ -12,7 +12,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.data.chat_turns import ChatTurns
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.tool_journal import check_replay
-from rlhfuse.data.tools import KEY, OWN, ToolSet
+from rlhfuse.data.tool_set import KEY, OWN, ToolSet
 from rlhfuse.models.tokenizer import tool_schema
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.data.tool_journal import JournalEntry, ToolJournal, check_replay, read_journal
-from rlhfuse.data.tools import ToolCall
+from rlhfuse.data.tool_set import ToolCall
 
 
 def call(number=0, **arguments):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.data.tools import ToolCall, ToolSet
+from rlhfuse.data.tool_set import ToolCall, ToolSet
 from rlhfuse.models.tokenizer import tool_schema
 
 FUNCTIONS = '''
