@@ -150,27 +150,33 @@ class MigrationPlan:
 
 
 def destination_count(
-    threshold: int, bs_max: int, sample_kv_bytes: float, capacity_kv_bytes: float, instances: int
+    threshold: int,
+    bs_max: int,
+    sample_kv_bytes: float,
+    capacity_kv_bytes: float,
+    instances: int,
+    active_share: float = 1.0,
 ) -> int:
     """m of n instances keep decoding when `threshold` samples remain. Raises InputError below two instances.
 
-        m = ceil(max(R_t / BS_max, R_t x M / C)), at least 1 and at most n - 1
+        m = ceil(a x max(R_t / BS_max, R_t x M / C)), at least 1 and at most n - 1
 
     `bs_max` (BS_max): the largest batch that decodes about as fast as one sequence; `sample_kv_bytes` (M): the longest
-    prompt plus maximum output; `capacity_kv_bytes` (C): of an instance.
+    prompt plus maximum output; `capacity_kv_bytes` (C): of an instance; `active_share` (a): part of their time in which
+    samples decode, for one that pauses holds no row, and no cache that cannot be taken.
     """
     if instances < 2:
         raise InputError(f"{instances} generation instance: none can be freed; inter-stage fusion needs at least 2")
     if bs_max < 1 or capacity_kv_bytes <= 0:
         raise InputError(f"BS_max={bs_max} and C={capacity_kv_bytes} bytes must both be above 0")
     # A hair is taken off before rounding up, so that an exact quotient does not gain an instance by rounding.
-    needed = max(threshold / bs_max, threshold * sample_kv_bytes / capacity_kv_bytes)
+    needed = active_share * max(threshold / bs_max, threshold * sample_kv_bytes / capacity_kv_bytes)
     return min(max(math.ceil(needed - 1e-9), 1), instances - 1)
 
 
 @dataclass(frozen=True)
 class FusionLimits:
-    """What decides m and how samples move (BS_max, M, C of paper section 4.2), and the size of a scoring pack."""
+    """What decides m and how samples move (BS_max, M, C of paper section 4.2, a), and the size of a scoring pack."""
 
     bs_max: int
     sample_kv_bytes: float  # M
@@ -178,6 +184,7 @@ class FusionLimits:
     block_tokens: int
     move_cost: SampleMoveCost
     score_tokens: int  # token budget of one scoring pack
+    active_share: float = 1.0  # a
 
 
 def plan_at_threshold(
@@ -186,7 +193,8 @@ def plan_at_threshold(
     """The plan once `threshold` samples remain; None where nothing is left to decode or there is one instance."""
     if not states or len(free_blocks) < 2:
         return None
-    m = destination_count(threshold, limits.bs_max, limits.sample_kv_bytes, limits.capacity_kv_bytes, len(free_blocks))
+    sizes = limits.bs_max, limits.sample_kv_bytes, limits.capacity_kv_bytes
+    m = destination_count(threshold, *sizes, len(free_blocks), limits.active_share)
     return plan_migration(states, m, free_blocks, limits.block_tokens, limits.move_cost)
 
 

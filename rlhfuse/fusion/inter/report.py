@@ -12,7 +12,7 @@ from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.monitor.trace import Span
 from rlhfuse.ppo.rollout import Rollout
 
-OBSERVED = ("decode", "prefill", "score", "load", "migration", "meeting", "release", "reward", "capture")
+OBSERVED = ("step", "score", "load", "migration", "meeting", "release", "reward", "capture")
 
 
 @dataclass
@@ -34,6 +34,7 @@ class GenInferReport:
     reward_seconds: float = 0.0  # from the last score on, waiting for the reward function
     total_seconds: float = 0.0
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> the Rewarder's score
+    turns: dict[int, list[list]] = field(default_factory=dict)  # sample id -> see `turns_of`; {} without tools
     observations: dict[str, list[list]] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
 
@@ -70,8 +71,7 @@ class RankEvents:
 
     Observations are rows of numbers:
 
-    decode      sequences, tokens of context, seconds  a step; guesses in it, and how many of them were drawn
-    prefill     tokens, sequences, seconds             a step that runs prompts
+    step        sequences, tokens of context, tokens of prompts, seconds, guesses, and how many of them were drawn
     score       tokens, samples, seconds               a pack, by all models that there are
     load        seconds                                all models, one after the other
     migration   bytes of keys and values, seconds      from one instance to another
