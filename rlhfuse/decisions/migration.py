@@ -159,11 +159,11 @@ def destination_count(
 ) -> int:
     """m of n instances keep decoding when `threshold` samples remain. Raises InputError below two instances.
 
-        m = ceil(a x max(R_t / BS_max, R_t x M / C)), at least 1 and at most n - 1
+        m = ceil(max(a R_t / BS_max, a R_t x M / C)), at least 1 and at most n - 1
 
     `bs_max` (BS_max): the largest batch that decodes about as fast as one sequence; `sample_kv_bytes` (M): the longest
-    prompt plus maximum output; `capacity_kv_bytes` (C): of an instance; `active_share` (a): part of their time in which
-    samples decode, for one that pauses holds no row, and no cache that cannot be taken.
+    prompt plus maximum output; `capacity_kv_bytes` (C): of an instance; `active_share` (a): of their time in which
+    samples decode, and don't pause: a paused one has no row, and no cache that others cannot take.
     """
     if instances < 2:
         raise InputError(f"{instances} generation instance: none can be freed; inter-stage fusion needs at least 2")
@@ -176,7 +176,10 @@ def destination_count(
 
 @dataclass(frozen=True)
 class FusionLimits:
-    """What decides m and how samples move (BS_max, M, C of paper section 4.2, a), and the size of a scoring pack."""
+    """What decides m and how samples move (BS_max, M, C of paper section 4.2), and the size of a scoring pack.
+
+    `active_share` (a): decoding / (decoding + pauses for tools).
+    """
 
     bs_max: int
     sample_kv_bytes: float  # M
@@ -184,7 +187,7 @@ class FusionLimits:
     block_tokens: int
     move_cost: SampleMoveCost
     score_tokens: int  # token budget of one scoring pack
-    active_share: float = 1.0  # a
+    active_share: float = 1.0
 
 
 def plan_at_threshold(

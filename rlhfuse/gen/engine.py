@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,14 @@ from rlhfuse.gen.core.block_manager import BlockManager
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import ModelWeights
 from rlhfuse.gen.core.scheduler import Scheduler
-from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams, Sequence, new_sequence
+from rlhfuse.gen.core.sequence import (
+    FinishReason,
+    GenerationResult,
+    SamplingParams,
+    Sequence,
+    check_tokens,
+    new_sequence,
+)
 from rlhfuse.gen.forward import choose_forward
 from rlhfuse.gen.migration.import_transaction import ImportTransaction
 from rlhfuse.gen.migration.kv_transfer import BlockShape, KVTransfer, TransferManifest, prepare_transfer
@@ -62,10 +70,11 @@ class Engine:
             BlockManager(options.num_blocks, options.block_tokens), options.max_sequences, options.max_batched_tokens
         )
         self._sequences: dict[int, Sequence] = {}  # unfinished, by sample id
+        self.parked: dict[int, Sequence] = {}  # those of them at the end of a turn, which have no row and no blocks
         self._block_shape = BlockShape(
             spec.layers, options.block_tokens, spec.kv_heads, spec.head_dim, str(dtype).removeprefix("torch.")
         )
-        self.loop = StepLoop(self.scheduler, self.forward, options, self.new_guesser(), self._remove, detokenize)
+        self.loop = StepLoop(self.scheduler, self.forward, options, self.new_guesser(), self._leave_batch, detokenize)
         self._has_tokenizer = detokenize is not None
         self._exporting: list[int] = []  # sample ids offered to another engine
         self._ended: list[GenerationResult] = []  # found finished outside of step()
@@ -107,9 +116,9 @@ class Engine:
     ) -> list[GenerationResult]:
         """Complete prompts of token ids, in order. `params` is one for all, or one each; noise depends on sample ids.
 
-        Raises InputError, and adds nothing, if any prompt cannot be served.
+        Raises InputError, and adds nothing, if any prompt cannot be served, or has turns.
         """
-        if self.has_unfinished():
+        if self.samples or self.has_unfinished():
             raise InputError(f"generate() needs an idle engine; {len(self._sequences)} samples are unfinished")
         prompts = [list(prompt) for prompt in prompts]
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -118,6 +127,8 @@ class Engine:
             raise InputError(f"{len(prompts)} prompts, {len(each)} params, {len(ids)} sample ids: give one each")
         if len(set(ids)) < len(ids):
             raise InputError("sample_ids holds one id twice; ids must differ")
+        if any(own.turns for own in each):
+            raise InputError("turns=True: generate() observes nothing; use add(), step(), observe() and close()")
         for seq in [self._sequence(*item) for item in zip(ids, prompts, each)]:  # all are checked before any enters
             self._add(seq)
         finished: dict[int, GenerationResult] = {}
@@ -133,8 +144,32 @@ class Engine:
         """
         self._add(self._sequence(sample_id, list(prompt), params))
 
+    def observe(self, sample_id: int, tokens: Iterable[SupportsIndex]) -> None:
+        """Let a parked sample go on behind these tokens; what its blocks still hold is not run again.
+
+        Where there are none, or no room for them and one that is drawn, it ends before them, cut; `step` returns it.
+        Raises InputError, and changes nothing, for a sample that is not parked or a token outside the vocabulary.
+        """
+        self._check_not_exporting()
+        seq, observed = self._find_parked(sample_id), check_tokens(f"sample {sample_id}", tokens, self.spec.vocab)
+        self._settle()  # a step in flight may hold a draw for the turn that is over
+        if not 0 < len(observed) <= seq.room:
+            self._ended.append(self.close(sample_id, "length"))
+            return
+        del self.parked[sample_id]
+        seq.observe(observed)
+        self.scheduler.add(seq)
+
+    def close(self, sample_id: int, finish_reason: FinishReason = "stop") -> GenerationResult:
+        """End a parked sample: its last turn was the last one. Raises InputError for one that is not parked."""
+        self._check_not_exporting()
+        seq = self._find_parked(sample_id)
+        seq.finish_reason = finish_reason
+        del self.parked[sample_id], self._sequences[sample_id]
+        return seq.result()
+
     def step(self) -> list[GenerationResult]:
-        """Run one forward pass and draw; returns the samples that finished. Nothing to do gives []."""
+        """Run one forward pass and draw; returns the samples that finished, or a turn. Nothing to do gives []."""
         if self._cache is None:
             raise RuntimeError("the engine is paused; call resume() first")
         if self.weights is None:
@@ -158,19 +193,18 @@ class Engine:
         """Drop a sample. Raises InputError if it is not unfinished here."""
         self._check_not_exporting()
         self._settle()
-        ended = [result for result in self._ended if result.sample_id == sample_id]
-        if ended:
-            self._ended.remove(ended[0])
-        else:
+        kept = [result for result in self._ended if result.sample_id != sample_id]
+        if sample_id in self._sequences or len(kept) == len(self._ended):
             self._remove(self._find(sample_id))
+        self._ended = kept
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do, or to return."""
-        return bool(self._sequences or self._ended)
+        return len(self._sequences) > len(self.parked) or bool(self._ended)
 
     @property
     def samples(self) -> int:
-        """Those in the engine, also one that ended in a step not yet read."""
+        """Those in the engine, also parked ones, and one that ended in a step not yet read."""
         return len(self._sequences)
 
     @property
@@ -179,13 +213,20 @@ class Engine:
         return tuple(self._sequences)
 
     def unfinished(self, instance: int = 0) -> list[UnfinishedSample]:
-        """All unfinished samples of this engine, `instance` to others: running, oldest first, then waiting."""
+        """All unfinished samples of this engine, `instance` to others: running, oldest first, then waiting, parked.
+
+        A parked sample's cache is what others may still take up of it, so all its blocks are shared.
+        """
         self._settle()
-        return [
-            UnfinishedSample(
-                seq.sample_id, instance, seq.total_tokens, seq.computed_tokens, self.scheduler.blocks.shared(seq)
-            )
+        blocks = self.scheduler.blocks
+        queued = [
+            UnfinishedSample(seq.sample_id, instance, seq.total_tokens, seq.computed_tokens, blocks.shared(seq))
             for seq in (*self.scheduler.running, *self.scheduler.waiting)
+        ]
+        known = {seq: tuple(blocks.known_prefix(seq)) for seq in self.parked.values()}
+        return queued + [
+            UnfinishedSample(seq.sample_id, instance, seq.total_tokens, len(kept) * blocks.block_tokens, kept)
+            for seq, kept in known.items()
         ]
 
     @property
@@ -198,18 +239,24 @@ class Engine:
     ) -> Iterator[KVTransfer]:
         """Offer unfinished samples to another engine: they leave at the end of the `with`, or stay if it raises.
 
-        A sample that has not run yet moves as tokens. Until the end of the `with` this engine does not step, and after
-        it the transfer is of no use. Raises InputError for an id that is not unfinished here or is given twice.
+        A sample that has not run yet moves as tokens, a parked one with what is left of its cache. Until the end of the
+        `with` this engine does not step, and after it the transfer is of no use. Raises InputError for an id that is
+        not unfinished here or is given twice.
         """
         self._check_not_exporting()
         self._settle()
         sequences = [self._find(sample_id) for sample_id in sample_ids]
-        transfer = prepare_transfer(sequences, modes, self._block_shape, self._cache)
-        self._exporting = [seq.sample_id for seq in sequences]
+        parked, blocks = dict.fromkeys(seq for seq in sequences if seq.parked), self.scheduler.blocks
         try:
+            for seq in parked:
+                blocks.share(seq, blocks.known_prefix(seq))
+            transfer = prepare_transfer(sequences, modes, self._block_shape, self._cache)
+            self._exporting = [seq.sample_id for seq in sequences]
             yield transfer
         finally:
             self._exporting = []
+            for seq in parked:
+                blocks.release(seq)
         for seq in sequences:
             self._remove(seq)
 
@@ -231,6 +278,7 @@ class Engine:
                 transaction.reserve(seq, snapshot)
             yield transaction
             transaction.commit(self._sequences)
+            self.parked |= {seq.sample_id: seq for seq in sequences if seq.parked}
         except BaseException:
             transaction.rollback(self._sequences)
             raise
@@ -291,7 +339,9 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert that blocks, tables and queues agree; for tests and after errors."""
-        queued = [*self.scheduler.running, *self.scheduler.waiting]
+        parked = self.parked.values()
+        assert all(seq.parked and seq.row < 0 and not seq.block_table for seq in parked), "a parked sample holds room"
+        queued = [*self.scheduler.running, *self.scheduler.waiting, *parked]
         assert {seq.sample_id: seq for seq in queued} == self._sequences, "queues and samples disagree"
         self.scheduler.check_integrity()
 
@@ -324,11 +374,26 @@ class Engine:
         self._sequences[seq.sample_id] = seq
         self.scheduler.add(seq)
 
-    def _remove(self, seq: Sequence) -> None:
+    def _leave_batch(self, seq: Sequence) -> None:
+        """Take out what ran or waited; at the end of a turn it stays in the engine, parked."""
         self.scheduler.remove(seq)
         if self.loop.guesser:
             self.loop.guesser.learn(seq)
-        del self._sequences[seq.sample_id]
+        if seq.parked:
+            self.parked[seq.sample_id] = seq
+        else:
+            del self._sequences[seq.sample_id]
+
+    def _remove(self, seq: Sequence) -> None:
+        if seq.parked:
+            del self.parked[seq.sample_id], self._sequences[seq.sample_id]
+        else:
+            self._leave_batch(seq)
+
+    def _find_parked(self, sample_id: int) -> Sequence:
+        if sample_id not in self.parked:
+            raise InputError(f"sample {sample_id} is not parked in this engine: it has no turn that is over")
+        return self.parked[sample_id]
 
     def _find(self, sample_id: int) -> Sequence:
         if sample_id not in self._sequences:

@@ -55,22 +55,22 @@ class StepLoop:
         forward: Forward,
         options: EngineOptions,
         guesser: Guesser | None,
-        remove: Callable[[Sequence], None],
+        leave: Callable[[Sequence], None],
         detokenize: Callable[[list[int]], str] | None,
     ) -> None:
-        """`remove`: takes a finished sequence out of the engine."""
+        """`leave`: takes a sequence whose response or turn is over out of what runs."""
         self.scheduler, self.forward, self.guesser = scheduler, forward, guesser
         self._block_tokens = options.block_tokens
         self._measures = options.entropies
         self._runs_ahead = options.run_ahead and forward.runs_ahead
-        self._remove, self._detokenize = remove, detokenize
+        self._leave_batch, self._detokenize = leave, detokenize
         self.in_flight: LaunchedStep | None = None  # launched, its draws are not read
         self._certain_end = False  # one of its sequences ends with it, whatever is drawn
         self._clock = self._seconds = 0.0  # when the running call began; spent in earlier ones since draws were read
         self.last_step = StepStats()
 
     def step(self, cache: KVCache) -> list[GenerationResult]:
-        """Run one forward pass and draw; returns the samples that finished. Nothing to do gives []."""
+        """Run one forward pass and draw; returns the samples that finished, or a turn. Nothing to do gives []."""
         self.last_step = StepStats()
         self._clock = self._now()
         finished, running = [], len(self.scheduler.running)
@@ -171,7 +171,8 @@ class StepLoop:
                 if guesses:
                     accepted += self._take_run(number, seq, guesses, draws, row)
                 if seq.finish_reason is not None:
-                    self._remove(seq)
+                    seq.end_turn()
+                    self._leave_batch(seq)
                     finished.append(seq.result())
             row += 1 + len(guesses)
         now = self._now()
@@ -209,5 +210,6 @@ class StepLoop:
         params = seq.params
         if params.stop and seq.finish_reason != "stop" and len(seq.tokens) >= params.min_tokens:
             assert self._detokenize is not None, "checked when the sample was added"
-            if completes_stop_text(seq.tokens, params.stop, self._detokenize):
+            turn = seq.tokens[seq.turn_start :] if seq.observed else seq.tokens
+            if completes_stop_text(turn, params.stop, self._detokenize):
                 seq.finish_reason = "stop"

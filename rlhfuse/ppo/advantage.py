@@ -26,26 +26,46 @@ def add_advantages(batch: RolloutBatch, algorithm: AlgorithmConfig, groups: Tens
     """The batch with `advantages` (whitened if so configured) and `returns` (never whitened).
 
     Needs token_rewards, and values with ppo. `groups` [N] numbers the prompt of each sample, where they are compared.
-    Must see the whole batch of the iteration: groups count every sample, and whitening every token that counts.
+    Must see the whole batch of the iteration: groups count every sample that has not failed, and whitening every token
+    that counts. A group of which fewer than two samples are left has failed as a whole.
     """
     if algorithm.name == "ppo":
         advantages = generalized_advantages(
-            given(batch.token_rewards), given(batch.values), batch.response_lengths, algorithm.gamma, algorithm.lam
+            given(batch.token_rewards), given(batch.values), batch.drawn_lengths, algorithm.gamma, algorithm.lam
         )
         returns = advantages + given(batch.values).double()
     elif algorithm.name == "reinforce++":
         rewards = given(batch.token_rewards).double()
-        advantages = returns = discounted_sums(rewards, batch.response_lengths, algorithm.gamma)
+        advantages = returns = discounted_sums(rewards, batch.drawn_lengths, algorithm.gamma)
     else:
+        batch = _counting_groups(batch, given(groups))
         rewards = sample_rewards(batch)
-        if algorithm.name == "rloo":
-            compared = leave_one_out(rewards, given(groups))
-        else:
-            compared = group_normalised(rewards, given(groups), algorithm.name == "grpo" and algorithm.group_std)
-        advantages, returns = (each.repeat_interleave(batch.response_lengths) for each in (compared, rewards))
+        compared = _compared(rewards, given(groups), batch.failed, algorithm)
+        advantages, returns = (each.repeat_interleave(batch.drawn_lengths) for each in (compared, rewards))
     if algorithm.whitens:
         advantages = whiten(advantages, batch.counted)
     return batch.with_fields(advantages=advantages.float(), returns=returns.float())
+
+
+def _counting_groups(batch: RolloutBatch, groups: Tensor) -> RolloutBatch:
+    """The batch in which groups have failed as a whole where there is nothing to compare with."""
+    if batch.failed is None:
+        return batch
+    _, number = groups.unique(return_inverse=True)
+    left = torch.zeros_like(number).index_add(0, number, (~batch.failed).long())
+    failed = batch.failed | (left < 2)[number]
+    return batch.with_fields(failed=failed).counting(~failed)
+
+
+def _compared(rewards: Tensor, groups: Tensor, failed: Tensor | None, algorithm: AlgorithmConfig) -> Tensor:
+    """Rewards [N] beside those of their group: float64 [N], 0 for samples that failed."""
+    if failed is not None:
+        compared = rewards.new_zeros(len(rewards))
+        compared[~failed] = _compared(rewards[~failed], groups[~failed], None, algorithm)
+        return compared
+    if algorithm.name == "rloo":
+        return leave_one_out(rewards, groups)
+    return group_normalised(rewards, groups, algorithm.name == "grpo" and algorithm.group_std)
 
 
 def spared_samples(batch: RolloutBatch, algorithm: AlgorithmConfig) -> frozenset[int]:

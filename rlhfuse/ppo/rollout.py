@@ -1,15 +1,15 @@
 """Samples of one iteration: one sample (`Rollout`) and all of them packed (`RolloutBatch`).
 
 A sample is its prompt followed by its response. Samples are packed without padding, N samples of T tokens, of which R
-are of responses; whatever belongs to response tokens is one flat array [R]. Rollouts are sorted by sample id before
-they are packed, so that who produced what, and when, never matters.
+were drawn: of responses, without what was observed between turns. Whatever belongs to drawn tokens is one flat array
+[R]. Rollouts are sorted by sample id before they are packed, so that who produced what, and when, never matters.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from rlhfuse.base.errors import InputError, NotFiniteError
 
+Span = tuple[int, int]  # first and last + 1
+
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One sample on the CPU. Logprobs, values and entropies are float32, one per response token.
+    """One sample on the CPU. Logprobs, values and entropies are float32, one per drawn token of the response.
 
     `finish_reason` is "stop", or "length" when the response was cut. The next three fields are None until the
     reference, critic and reward model have scored the sample, entropies unless generation measures them.
@@ -36,6 +38,8 @@ class Rollout:
     values: Tensor | None = None
     score: float | None = None
     entropies: Tensor | None = None  # of the same distributions
+    observed: tuple[Span, ...] = ()  # runs of response tokens, between turns, that were not drawn
+    failed: bool = False  # keeps its place, and counts nowhere
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_tokens", tuple(self.prompt_tokens))
@@ -45,21 +49,38 @@ class Rollout:
                 f"sample {self.sample_id} has {len(self.prompt_tokens)} prompt and {len(self.response_tokens)} response"
                 " tokens; PPO needs at least one of each"
             )
+        object.__setattr__(self, "observed", tuple((start, end) for start, end in self.observed))
+        if any(start >= end for start, end in (*self.turns, *self.observed)):
+            raise InputError(
+                f"sample {self.sample_id}: observed={self.observed} of {len(self.response_tokens)} response tokens; "
+                "runs in ascending order are needed, with drawn tokens around each"
+            )
+        drawn = sum(end - start for start, end in self.turns)
         for name in _OF_ROLLOUTS:
             value = getattr(self, name)
             if value is None and name != "old_logprobs":
                 continue
             array = torch.as_tensor(value, dtype=torch.float32, device="cpu").detach()
-            if array.shape != (len(self.response_tokens),):
+            if array.shape != (drawn,):
                 raise InputError(
                     f"sample {self.sample_id}: {name} has shape {list(array.shape)}, "
-                    f"not one number for each of {len(self.response_tokens)} response tokens"
+                    f"not one number for each of {drawn} response tokens"
                 )
             object.__setattr__(self, name, array)
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+    @property
+    def turns(self) -> list[Span]:
+        """Runs of response tokens that were drawn, one after another."""
+        return drawn_spans(self.observed, len(self.response_tokens))
+
+    def pieces(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """All tokens before each turn, and those that it drew."""
+        for start, end in self.turns:
+            yield self.prompt_tokens + self.response_tokens[:start], self.response_tokens[start:end]
 
     def with_scores(
         self, ref_logprobs: Tensor | None = None, values: Tensor | None = None, score: float | None = None
@@ -97,6 +118,12 @@ class Rollout:
         return Rollout, tuple(value.numpy() if isinstance(value, Tensor) else value for value in values)
 
 
+def drawn_spans(observed: Sequence[Span], tokens: int) -> list[Span]:
+    """What lies around the `observed` runs of a response of so many tokens."""
+    starts, ends = [0, *(end for _, end in observed)], [*(start for start, _ in observed), tokens]
+    return list(zip(starts, ends))
+
+
 def given(array: Tensor | None) -> Tensor:
     """A field of a batch that an earlier step has set."""
     assert array is not None, "this field of the batch has not been computed yet"
@@ -113,7 +140,7 @@ def segment_index(starts: Tensor, lengths: Tensor) -> Tensor:
 class RolloutBatch:
     """Packed samples. Fields that are None have not been computed yet; each step returns a new object.
 
-    tokens      p p p r r | p p r r r | ...
+    tokens      p p p r r | p p r o r | ...      o: observed, of the response and not of R
     cu_seqlens  0          5           10
     """
 
@@ -132,6 +159,8 @@ class RolloutBatch:
     counted: Tensor | None = None  # bool [R], what losses and whitening count; None: all
     entropies: Tensor | None = None  # float32 [R], of the distribution that sampled, after temperature
     high_entropy: Tensor | None = None  # bool [R], what the policy's term counts of these; None: all
+    observed: Tensor | None = None  # bool [T], response tokens that were not drawn; None: all were
+    failed: Tensor | None = None  # bool [N], samples that count nowhere; None: none
 
     @staticmethod
     def from_rollouts(rollouts: Sequence[Rollout]) -> RolloutBatch:
@@ -151,7 +180,8 @@ class RolloutBatch:
 
         rows = [rollout.prompt_tokens + rollout.response_tokens for rollout in rollouts]
         lengths = torch.tensor([0] + [len(row) for row in rows])
-        return RolloutBatch(
+        failed = torch.tensor([rollout.failed for rollout in rollouts])
+        batch = RolloutBatch(
             tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int64),
             cu_seqlens=lengths.cumsum(0).to(torch.int32),
             prompt_lengths=torch.tensor([len(rollout.prompt_tokens) for rollout in rollouts]),
@@ -162,7 +192,9 @@ class RolloutBatch:
             values=joined("values"),
             entropies=joined("entropies"),
             scores=joined("score"),
+            observed=_observed(rollouts, lengths.cumsum(0).tolist()),
         )
+        return batch.with_fields(failed=failed).counting(~failed) if failed.any() else batch
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -177,20 +209,28 @@ class RolloutBatch:
         return self.lengths - self.prompt_lengths
 
     @property
+    def drawn_lengths(self) -> Tensor:
+        """Response tokens of each sample that were drawn, whether they count or not: int64 [N], R together."""
+        if self.observed is None:
+            return self.response_lengths
+        before = torch.nn.functional.pad(self.observed.cumsum(0), (1, 0))
+        return self.response_lengths - before[self.cu_seqlens.long()].diff()
+
+    @property
     def response_tokens(self) -> int:
         """R, whether they count or not."""
         return len(self.old_logprobs)
 
     @property
     def owners(self) -> Tensor:
-        """The sample of each response token, by its place: int64 [R]."""
-        return torch.arange(len(self), device=self.tokens.device).repeat_interleave(self.response_lengths)
+        """The sample of each drawn token, by its place: int64 [R]."""
+        return torch.arange(len(self), device=self.tokens.device).repeat_interleave(self.drawn_lengths)
 
     @property
     def counted_lengths(self) -> Tensor:
         """Response tokens of each sample that losses count: int64 [N]."""
         if self.counted is None:
-            return self.response_lengths
+            return self.drawn_lengths
         return torch.zeros_like(self.prompt_lengths).index_add(0, self.owners, self.counted.long())
 
     @property
@@ -206,12 +246,13 @@ class RolloutBatch:
 
     @property
     def response_index(self) -> Tensor:
-        """Positions in `tokens` of the response tokens: int64 [R]."""
-        return segment_index(self.cu_seqlens[:-1].long() + self.prompt_lengths, self.response_lengths)
+        """Positions in `tokens` of the drawn tokens: int64 [R]."""
+        index = segment_index(self.cu_seqlens[:-1].long() + self.prompt_lengths, self.response_lengths)
+        return index if self.observed is None else index[~self.observed[index]]
 
     @property
     def prediction_index(self) -> Tensor:
-        """Positions in `tokens` whose logits and values predict the response tokens, each one before its: int64 [R]."""
+        """Positions in `tokens` whose logits and values predict the drawn tokens, each one before its: int64 [R]."""
         return self.response_index - 1
 
     @property
@@ -229,7 +270,7 @@ class RolloutBatch:
     def select(self, indices: Sequence[int] | Tensor) -> RolloutBatch:
         """The samples at these positions of the batch, in the given order: a mini-batch or a micro-batch."""
         chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.tokens.device)
-        lengths, responses = self.lengths, self.response_lengths
+        lengths, responses = self.lengths, self.drawn_lengths
         tokens = segment_index(self.cu_seqlens[:-1].long()[chosen], lengths[chosen])
         flat = segment_index((responses.cumsum(0) - responses)[chosen], responses[chosen])
         present = {name: array for name in _PER_RESPONSE_TOKEN if (array := getattr(self, name)) is not None}
@@ -241,6 +282,8 @@ class RolloutBatch:
             sample_ids=self.sample_ids[chosen],
             truncated=self.truncated[chosen],
             scores=None if self.scores is None else self.scores[chosen],
+            observed=None if self.observed is None else self.observed[tokens],
+            failed=None if self.failed is None else self.failed[chosen],
             **{name: array[flat] for name, array in present.items()},
         )
 
@@ -261,11 +304,24 @@ class RolloutBatch:
                 raise NotFiniteError(f"sample {int(sample)}: a {what} is {float(number)}")
 
     def digest(self) -> str:
-        """SHA-256 of what was generated: ids, lengths, tokens and the bits of old_logprobs."""
+        """SHA-256 of what was generated: ids, lengths, tokens, bits of old_logprobs; of what was observed or failed."""
         sha = hashlib.sha256()
-        for array in (self.sample_ids, self.cu_seqlens, self.prompt_lengths, self.tokens, self.old_logprobs):
+        drawn = self.sample_ids, self.cu_seqlens, self.prompt_lengths, self.tokens, self.old_logprobs
+        for array in (*drawn, *(some for some in (self.observed, self.failed) if some is not None)):
             sha.update(array.cpu().contiguous().numpy().tobytes())
         return sha.hexdigest()
+
+
+def _observed(rollouts: Sequence[Rollout], begins: Sequence[int]) -> Tensor | None:
+    """Which tokens of these, packed from `begins` on, were observed; None where none was."""
+    if not any(rollout.observed for rollout in rollouts):
+        return None
+    observed = torch.zeros(begins[-1], dtype=torch.bool)
+    for rollout, begin in zip(rollouts, begins):
+        response = begin + len(rollout.prompt_tokens)
+        for start, end in rollout.observed:
+            observed[response + start : response + end] = True
+    return observed
 
 
 _OF_ROLLOUTS = ("old_logprobs", "ref_logprobs", "values", "entropies")

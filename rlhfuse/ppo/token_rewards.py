@@ -82,7 +82,7 @@ def add_token_rewards(batch: RolloutBatch, algorithm: AlgorithmConfig, max_respo
     if algorithm.kl_place == "reward" and algorithm.kl_coef:
         kl = kl_estimate(batch.old_logprobs, given(batch.ref_logprobs), algorithm.estimator)
         rewards = -algorithm.kl_coef * kl
-    last = batch.response_lengths.cumsum(0) - 1
+    last = batch.drawn_lengths.cumsum(0) - 1
     scores = shaped_scores(batch, algorithm, max_response_tokens)
     return batch.with_fields(token_rewards=rewards.index_add(0, last, scores))
 
@@ -98,6 +98,6 @@ def sample_kl(batch: RolloutBatch) -> Tensor:
 
 
 def _sum_per_sample(batch: RolloutBatch, values: Tensor) -> Tensor:
-    """Sums of the response tokens' values [R] of each sample: float64 [N]."""
+    """Sums of the drawn tokens' values [R] of each sample: float64 [N]."""
     sums = torch.zeros(len(batch), dtype=torch.float64, device=batch.tokens.device)
     return sums.index_add(0, batch.owners, values.double())

@@ -137,7 +137,7 @@ class Trainer:
         threshold = self.threshold.threshold
         report, filtered = self.sampler.run(iteration, threshold, self.threshold.limits)
         timer.spans += report.spans
-        self.engine.learn((rollout.prompt_tokens, rollout.response_tokens) for rollout in report.rollouts)
+        self.engine.learn(piece for rollout in report.rollouts for piece in rollout.pieces())
         if news := self.engine.news():
             print(f"rank {self.rank}: {news}", flush=True)
         with timer.phase("adv"):

@@ -39,6 +39,8 @@ def blocks(tokens: int) -> int:
 )
 def test_destination_count(threshold, bs_max, sample, capacity, instances, expected):
     assert destination_count(threshold, bs_max, sample, capacity, instances) == expected
+    double = destination_count(2 * threshold, bs_max, sample, capacity, instances, active_share=0.5)
+    assert double == expected, "who pauses half of the time needs half of the room"
     with pytest.raises(InputError, match="1 generation instance"):
         destination_count(threshold, bs_max, sample, capacity, 1)  # has no one to free
 

@@ -6,6 +6,7 @@ and printed, must be few, and must hold one of the best.
 """
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,3 +143,30 @@ def test_stop_text_with_the_folders_tokenizer():
     prompt = encoded(TRAINED, ROOT / "examples/prompts/sums_held_out.jsonl", "question", 1, 80)
     free, cut = (engine.generate(prompt, params)[0] for params in (greedy, replace(greedy, stop="###")))
     assert cut.finish_reason == "stop" and cut.tokens == free.tokens[: len(cut.tokens)] != free.tokens
+
+
+def test_what_is_drawn_in_turns_has_the_log_probabilities_of_the_final_tokens(capsys):
+    model = transformers.AutoModelForCausalLM.from_pretrained(TRAINED, dtype=torch.float32).eval()
+    engine = Engine.from_pretrained(TRAINED, EngineOptions(max_sequences=16))
+    params = SamplingParams(max_tokens=68, seed=5, stop_token_ids=range(0, 448, 9), ignore_eos=True, turns=True)
+    prompts, answers = random_prompts(40, 448, 60, seed=4), random.Random(6)
+    for sample, prompt in enumerate(prompts):
+        engine.add(sample, prompt, params)
+    results = []
+    while engine.samples or engine.has_unfinished():
+        results += [result for result in engine.step() if result.finish_reason != "turn"]
+        for sample in sorted(engine.parked):
+            engine.observe(sample, [answers.randrange(448) for _ in range(answers.randint(1, 9))])
+    drawn, worst = 0, 0.0
+    for result in results:
+        [rows] = best_logits(model, [[*result.prompt_tokens, *result.tokens]])
+        expected = torch.log_softmax(rows[len(result.prompt_tokens) - 1 : -1], -1)
+        for place, (token, logprob) in enumerate(zip(result.tokens, result.logprobs)):
+            if any(start <= place < end for start, end in result.observed):
+                assert logprob == 0
+                continue
+            worst, drawn = max(worst, abs(float(expected[place, token]) - logprob)), drawn + 1
+    turns = sum(len(result.observed) for result in results)
+    with capsys.disabled():
+        print(f"\n{len(results)} samples, {turns} answers, {drawn} tokens: log-probabilities within {worst:.1e}")
+    assert len(results) == 40 and turns > 80 and worst < NEAR

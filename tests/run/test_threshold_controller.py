@@ -39,7 +39,7 @@ def observe(controller, number, lengths=None, turns=None, **observed) -> str:
     """Show it an iteration in which every step of one sequence took a millisecond, or what is `observed` by kind."""
     rows = {"step": [1, 10, 0, 1e-3]}
     rows |= {"score": [10, 1, 1e-3], "load": [1e-3], "migration": [100, 1e-3]}
-    rows |= {"meeting": [3e-3], "release": [2e-3], "reward": [4, 1, 0.2], "capture": [4, 0.1]}
+    rows |= {"meeting": [3e-3], "release": [2e-3], "reward": [4, 1, 0.2], "capture": [4, 0.1], "pause": [0.2, 9]}
     assert set(rows) == set(OBSERVED)
     lengths = lengths or long_tail(64, longest=256)
     batch = RolloutBatch.from_rollouts(

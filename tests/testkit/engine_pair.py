@@ -165,18 +165,22 @@ class EnginePair:
         engine = self.engines[which]
         before = self.running(engine)
         for result in engine.step():
-            self.compare(result, self.workload.alone(result.sample_id, self.block_tokens))
-            assert result.sample_id not in self.finished | self.aborted, f"sample {result.sample_id} ended twice"
-            self.finished.add(result.sample_id)
-            self.seen[result.finish_reason] += 1
+            self.take(result)
         self.check(which)
         self.seen["steps"] += 1
         self.seen["guesses right"] += engine.last_step.accepted_tokens
         self.seen["guesses wrong"] += engine.last_step.guessed_tokens - engine.last_step.accepted_tokens
         self.note(engine, before)
 
+    def take(self, result: GenerationResult) -> None:
+        """A sample has ended."""
+        self.compare(result, self.workload.alone(result.sample_id, self.block_tokens))
+        assert result.sample_id not in self.finished | self.aborted, f"sample {result.sample_id} ended twice"
+        self.finished.add(result.sample_id)
+        self.seen[result.finish_reason] += 1
+
     def running(self, engine: Engine) -> set[int]:
-        return {state.sample_id for state in engine.unfinished() if state.kv_tokens}
+        return {seq.sample_id for seq in engine.scheduler.running}
 
     def compare(self, result: GenerationResult, alone: GenerationResult) -> None:
         assert result == alone, f"sample {result.sample_id}:\n{result}\nalone:\n{alone}"
@@ -184,7 +188,7 @@ class EnginePair:
     def drain(self) -> None:
         """Run both engines to the end; every sample that entered has then left exactly once, and every block too."""
         steps = 0
-        while any(engine.has_unfinished() for engine in self.engines):
+        while any(engine.samples or engine.has_unfinished() for engine in self.engines):
             for which in (0, 1):
                 if self.paused[which]:
                     self.pause(which, on=False)

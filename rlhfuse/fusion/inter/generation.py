@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -20,10 +21,11 @@ from rlhfuse.fusion.inter.iteration_store import IterationStore, StoreReporter
 from rlhfuse.fusion.inter.report import RankEvents
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, TensorParallelGroup
+from rlhfuse.fusion.inter.tools import Pauses, Tools
 from rlhfuse.gen.core.sequence import GenerationResult
 from rlhfuse.gen.engine import Engine
 from rlhfuse.monitor.heartbeat import Waiting
-from rlhfuse.ppo.rollout import Rollout
+from rlhfuse.ppo.rollout import Rollout, drawn_spans
 
 IDLE_SECONDS = 0.002  # sleep of an instance that has nothing left to decode before the trigger
 GO_ON, STOP = 0, 1
@@ -44,6 +46,7 @@ class Generation:
     load_scorers: Callable[[], None]  # called where weights may come in beneath what is left to decode, again and again
     store: IterationStore
     stream: GroupStream | None = None
+    tools: Tools | None = None  # who is paused is unfinished
     began: list[int] = field(default_factory=list)  # ids of the samples that this instance has begun
     _begin: float = 0.0
     _in_engine: float = 0.0  # seconds of the running step
@@ -53,6 +56,7 @@ class Generation:
         self._live = None  # of a leader, which decides for its instance which groups begin
         if self.stream and self.reporter and self.rewarder:
             self._live = LiveGroups(self.stream, self.reporter, self.rewarder)
+        self._pauses = Pauses(self.tools, self.engine, self.group, self.events) if self.tools else None
         self._end = self.stream.selection.end if self.stream else 0  # of the places that are needed
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -63,7 +67,7 @@ class Generation:
 
     def decode_until(self, threshold: int) -> list[Rollout]:
         """Decode until at most `threshold` samples of the whole batch remain; returns those that ended here."""
-        decision, samples, steps = DelayedBroadcast(self.group, GO_ON, NO_PLACE, self._end), [], 0
+        decision, samples, steps = DelayedBroadcast(self.group, GO_ON, NO_PLACE, self._end, 0), [], 0
         start = busy_until = self._begin = wall_seconds()
         while True:
             step_start, decoded = time.perf_counter(), self.engine.has_unfinished()
@@ -83,6 +87,8 @@ class Generation:
             if reached:
                 break
         decision.close()
+        if self._pauses:
+            self._pauses.stop()
         if last := self._taken(self.engine.settle()):
             self._report_finished(len(last))
             samples += last
@@ -96,12 +102,20 @@ class Generation:
         """Decode what is left here, publishing each sample as it ends."""
         start = wall_seconds()
         self.load_scorers()
-        while self.engine.has_unfinished():
+        announced = DelayedBroadcast(self.group, 0)
+        while self.engine.samples or self.engine.has_unfinished():
             step_start = time.perf_counter()
+            if self._pauses:
+                self._pauses.deliver(*announced.pass_on(self._pauses.announce()))
+                if not self.engine.has_unfinished():
+                    self.progress(Waiting(f"generation of the long tail: {self._pauses.doing()}"))
+                    time.sleep(IDLE_SECONDS)
+                    continue
             self.progress(f"generation of the long tail: {self.engine.samples} samples left here")
             finished = self._step()
             self._report_finished(len(finished), [rollout.to_bytes() for rollout in finished])
             self._observe(step_start)
+        announced.close()
         self.events.span("generate", start, wall_seconds())
         self.events.generation_seconds = wall_seconds() - self._begin
 
@@ -115,7 +129,10 @@ class Generation:
         for result in results:
             if result.finish_reason == "error":
                 raise FloatingPointError(f"sample {result.sample_id}: the actor's logits are not finite")
-        rollouts = [as_rollout(result) for result in results]
+        if self._pauses:
+            results = self._pauses.finished(results)
+        failed = self._pauses.failed if self._pauses else ()
+        rollouts = [as_rollout(result, result.sample_id in failed) for result in results]
         if rollouts and self.rewarder and self.group.is_leader:
             self.rewarder.submit(rollouts)
         return rollouts
@@ -135,8 +152,8 @@ class Generation:
         self.events.agreement_seconds += time.perf_counter() - start
 
     def _trigger_reached(self, threshold: int, decision: DelayedBroadcast, steps: int, decoded: bool) -> bool:
-        """Whether this step boundary is the one to stop at; groups begin here and are dropped; alike on all tensor
-        ranks."""
+        """Whether this step boundary is the one to stop at; groups begin here and are dropped, and paused samples go
+        on; alike on all tensor ranks."""
         start = time.perf_counter()
         decided, known = (GO_ON, NO_PLACE, self._end), ""
         if self.reporter:
@@ -144,10 +161,15 @@ class Generation:
             known = f", {finished} of {self.total} samples finished"
             decided = self._decide(threshold, finished)
         doing = f"generation: step {steps}{known}"
-        self.progress(doing if decoded else Waiting(f"generation: nothing left to decode here{known}"))
-        stop, place, end = decision.pass_on(*decided)
+        if not decoded:
+            waits = self._pauses.doing() if self._pauses and self.engine.samples else "nothing left to decode here"
+            doing = Waiting(f"generation: {waits}{known}")
+        self.progress(doing)
+        stop, place, end, answers = decision.pass_on(*decided, self._pauses.announce() if self._pauses else 0)
         if self.stream:
             self._follow(self.stream, place, end)
+        if self._pauses and stop != STOP:
+            self._pauses.deliver(answers)
         if self.engine.has_unfinished():  # who has nothing to decode loses nothing by waiting
             self.events.agreement_seconds += time.perf_counter() - start
         return stop == STOP
@@ -179,9 +201,13 @@ class Generation:
             self._report_finished(len(dropped))
 
 
-def as_rollout(result: GenerationResult) -> Rollout:
+def as_rollout(result: GenerationResult, failed: bool = False) -> Rollout:
     """A finished generation as a sample to be scored."""
-    logprobs = torch.tensor(result.logprobs, dtype=torch.float32)
-    entropies = torch.tensor(result.entropies, dtype=torch.float32) if result.entropies else None
-    drawn = result.prompt_tokens, result.tokens, logprobs, result.finish_reason
-    return Rollout(result.sample_id, *drawn, entropies=entropies)
+    turns = drawn_spans(result.observed, len(result.tokens))
+
+    def drawn(numbers: Sequence[float]) -> torch.Tensor:
+        return torch.tensor([*chain.from_iterable(numbers[start:end] for start, end in turns)], dtype=torch.float32)
+
+    entropies = drawn(result.entropies) if result.entropies else None
+    facts = result.prompt_tokens, result.tokens, drawn(result.logprobs), result.finish_reason
+    return Rollout(result.sample_id, *facts, entropies=entropies, observed=result.observed, failed=failed)

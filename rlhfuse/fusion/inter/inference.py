@@ -121,16 +121,16 @@ class Scorer:
         batch = RolloutBatch.from_rollouts(ordered)
         others = [batch.prediction_index, batch.tokens[batch.response_index], batch.cu_seqlens[1:].long() - 1]
         packed, (predictions, targets, last) = PackedTokens.beside(others, batch.tokens, batch.cu_seqlens, self.device)
-        responses = batch.response_lengths.tolist()
+        drawn = batch.drawn_lengths.tolist()
         ref: Sequence[torch.Tensor | None] = [None] * len(ordered)
         values: Sequence[torch.Tensor | None] = [None] * len(ordered)
         scores: Sequence[float | None] = [None] * len(ordered)
         if self.reference is not None:
             output = self._outputs(self.reference, packed)
             logprobs, _ = output.logprobs(predictions, targets, self.vocab, self.temperature)
-            ref = logprobs.cpu().split(responses)
+            ref = logprobs.cpu().split(drawn)
         if self.critic is not None:
-            values = self._outputs(self.critic, packed)[predictions].float().cpu().split(responses)
+            values = self._outputs(self.critic, packed)[predictions].float().cpu().split(drawn)
         if self.reward is not None:
             scores = self._outputs(self.reward, packed)[last].float().cpu().tolist()
         scored = [r.with_scores(*given) for r, given in zip(ordered, zip(ref, values, scores))]

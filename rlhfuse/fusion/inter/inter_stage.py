@@ -26,9 +26,10 @@ from rlhfuse.fusion.inter.inference import Meeting, Rewarder, Scorer
 from rlhfuse.fusion.inter.iteration_store import IterationStore, StoreReporter
 from rlhfuse.fusion.inter.migration import MigrationBarrier, execute_migration, gather_states
 from rlhfuse.fusion.inter.rank_place import RankPlace
-from rlhfuse.fusion.inter.report import GenInferReport, RankEvents, summarize
+from rlhfuse.fusion.inter.report import GenInferReport, RankEvents, summarize, turns_of
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.inter.scoring_queue import ScoringQueue
+from rlhfuse.fusion.inter.tools import Tools
 from rlhfuse.gen.engine import Engine
 from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.parallel.collectives import all_gather_objects
@@ -48,6 +49,7 @@ class InterStage:
     bucket_bytes: int  # most memory that moving keys and values takes on a rank beside the caches
     early_models: int = 0  # of the scorer's, the first so many have room before the engine drops its cache
     rewarder: Rewarder | None = None  # asked on the leader of every instance
+    tools: Tools | None = None  # on every rank, where samples have turns
     # called on every rank when its engine is paused, before what scores comes in: give back the actor's weights
     generation_done: Callable[[], None] = lambda: None
 
@@ -133,6 +135,7 @@ class GenInferIteration:
             lambda: self._stage.scorer.begin_load(self._stage.early_models),
             self._store,
             self._stream,
+            self._stage.tools,
         )
         unit = self._stream.copies if self._stream else 1  # a group is scored where it began
         for i in split_samples(total // unit, instances)[self._instance]:
@@ -162,7 +165,12 @@ class GenInferIteration:
         start = wall_seconds()
         stage, engine, events = self._stage, self._engine, self._events
         stage.progress(f"inter-stage: migration of {len(plan.moves)} samples")
+        tools = stage.tools if self._decoders.is_leader else None
+        if tools and (leaving := [move.sample_id for move in plan.moves_from(self._instance)]):
+            tools.hand_over(leaving, self._store)
         pairs = execute_migration(plan, self._place, engine, stage.bucket_bytes)
+        if tools and (come := [move.sample_id for move in plan.moves if move.destination == self._instance]):
+            tools.adopt(come, self._store)
         block_tokens = engine.options.block_tokens
         block_bytes = block_tokens * engine.spec.kv_bytes_per_token(engine.dtype.itemsize)
         events.plan = plan
@@ -217,6 +225,8 @@ class GenInferIteration:
             whole = complete_groups(ended, self._stream.copies)
             rollouts = [rollout for rollout in rollouts if sample_origin(rollout.sample_id)[1] in whole]
         report.rollouts, report.begun, report.aborted = rollouts, self._begun, self._begun - len(ended)
+        if self._stage.tools:
+            report.turns = turns_of(rollouts, [events for events, _ in everyone])
         given = report.function_scores
         if rewarder and (missing := [r.sample_id for r in report.rollouts if r.sample_id not in given]):
             raise RewardError(f"sample {missing[0]}: the reward function gave it no score")

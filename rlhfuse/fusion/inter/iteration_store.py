@@ -27,6 +27,7 @@ class IterationStore:
     scoring       workers that load or score; waiting: workers for which there is no work yet
     mail/I        letters to the leader of instance I about samples that began there; mail/I/J is the J-th of them
     mail/scores   letters to all leaders about groups that are filtered; places: groups begun beside the first ones
+    put/NAME      what was left under a name; put/J is the J-th name, puts how many there are
     """
 
     def __init__(self, store: Store, iteration: int | str, timeout_seconds: float) -> None:
@@ -105,12 +106,25 @@ class IterationStore:
         indices = range(seen, self._add(f"mail/{instance}", 0))
         return [self._store.get(f"{self._prefix}mail/{instance}/{i}").decode() for i in indices]
 
+    def put(self, name: str, data: bytes) -> None:
+        """Leave something under a name that nobody has used; not a number."""
+        self._store.set(f"{self._prefix}put/{self._add('puts', 1) - 1}", name)
+        self._store.set(f"{self._prefix}put/{name}", data)  # pyright: ignore[reportArgumentType]  # knows text only
+
+    def find(self, name: str) -> bytes | None:
+        """What was left under a name; None as long as there is nothing."""
+        key = f"{self._prefix}put/{name}"
+        return self._store.get(key) if self._store.check([key]) else None
+
     def clear(self, instances: int = 0) -> None:
         """Drop the iteration's keys, the letters to so many instances too; one rank calls it after everyone is done."""
         samples = [f"sample/{i}" for i in range(self.published())]
         for mail in (f"mail/{box}" for box in (*range(instances), SCORES)):
             samples += [mail, *(f"{mail}/{i}" for i in range(self._add(mail, 0)))]
-        for key in ("finished", "published", "tickets", "taken", "scoring", "waiting", "places", *samples):
+        for index in range(self._add("puts", 0)):
+            named = self.find(str(index))
+            samples += [f"put/{index}", *([f"put/{named.decode()}"] if named else [])]
+        for key in ("finished", "published", "tickets", "taken", "scoring", "waiting", "places", "puts", *samples):
             self._store.delete_key(self._prefix + key)
 
     def _add(self, key: str, amount: int) -> int:

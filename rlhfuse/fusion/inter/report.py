@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.monitor.trace import Span
 from rlhfuse.ppo.rollout import Rollout
 
-OBSERVED = ("step", "score", "load", "migration", "meeting", "release", "reward", "capture")
+OBSERVED = ("step", "score", "load", "migration", "meeting", "release", "reward", "capture", "pause")
 
 
 @dataclass
@@ -45,11 +46,14 @@ def joined(rounds: Sequence[GenInferReport]) -> GenInferReport:
     if not others:
         return first
     made = GenInferReport(plan=next((report.plan for report in rounds if report.plan), None))
-    for name in (each.name for each in fields(made) if each.name not in ("plan", "observations", "function_scores")):
+    for name in (each.name for each in fields(made) if each.name not in ("plan", "observations")):
         values = [getattr(report, name) for report in rounds]
-        setattr(made, name, sum(values, []) if isinstance(values[0], list) else sum(values))
+        if isinstance(values[0], dict):
+            joint = dict(pair for value in values for pair in value.items())
+        else:
+            joint = sum(values, []) if isinstance(values[0], list) else sum(values)
+        setattr(made, name, joint)
     made.rollouts.sort(key=lambda rollout: rollout.sample_id)
-    made.function_scores = {sample: score for report in rounds for sample, score in report.function_scores.items()}
     kinds = first.observations
     made.observations = {kind: [row for report in rounds for row in report.observations[kind]] for kind in kinds}
     return made
@@ -79,6 +83,7 @@ class RankEvents:
     release     seconds                                to give back the cache and the actor's weights
     reward      samples, at once on a worker, seconds  of the reward function, a sample's as long as its call
     capture     shapes, seconds                        of decode steps recorded as CUDA graphs, if any
+    pause       seconds, tokens                        from a turn's end to its answer; observed tokens of it
     """
 
     rank: int
@@ -96,14 +101,16 @@ class RankEvents:
     rewarded_seconds: float = 0.0  # and until its reward function was done
     plan: MigrationPlan | None = None
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> the Rewarder's score
+    pauses: dict[tuple[int, int], float] = field(default_factory=dict)  # (sample id, turn) -> seconds behind it
 
-    def span(self, kind: str, start: float, end: float) -> None:
-        """Note what this rank did, in `wall_seconds`.
+    def span(self, kind: str, start: float, end: float, **args: Any) -> None:
+        """Note what this rank did, in `wall_seconds`; `args`: facts about it.
 
-        Kinds: generate, meet, migrate, load, score, reward (waiting for the function), wait.
+        Kinds: generate, meet, migrate, load, score, reward (waiting for the function), wait, call (of tools, beside
+        the others).
         """
         if end > start:
-            self.spans.append(Span(kind, kind, self.rank, start, end))
+            self.spans.append(Span(kind, kind, self.rank, start, end, args=args))
 
     def observe(self, kind: str, *row: float) -> None:
         if self.is_leader:
@@ -144,6 +151,19 @@ def summarize(ranks: Sequence[RankEvents]) -> GenInferReport:
         function_scores={sample: score for rank in ranks for sample, score in rank.function_scores.items()},
         observations=observations,
     )
+
+
+def turns_of(rollouts: Sequence[Rollout], ranks: Sequence[RankEvents]) -> dict[int, list[list]]:
+    """Sample id -> [drawn tokens, seconds of the pause behind, observed tokens] of each turn; the last has 0.0, 0."""
+    pauses = {place: seconds for rank in ranks for place, seconds in rank.pauses.items()}
+    return {
+        rollout.sample_id: [
+            [end - start, pauses[rollout.sample_id, number], gap_end - end]
+            for number, ((start, end), (_, gap_end)) in enumerate(zip(rollout.turns, rollout.observed))
+        ]
+        + [[rollout.turns[-1][1] - rollout.turns[-1][0], 0.0, 0]]
+        for rollout in rollouts
+    }
 
 
 def merge_sides(sides: Sequence[PairMigration]) -> list[PairMigration]:

@@ -1,6 +1,6 @@
 """One sample in the engine: its request, its state and its result.
 
-prompt tokens            tokens drawn so far
+prompt tokens            tokens so far, drawn but for the observed ones between two turns
 |------------------------|----------->            total_tokens
 |------ in the KV cache ------|~~~~~~~>           computed_tokens, then pending_tokens (one when decoding)
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, SupportsIndex
 
@@ -17,7 +18,8 @@ import numpy as np
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "turn"]
+Span = tuple[int, int]  # first and last + 1 of a run of response tokens
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
@@ -36,6 +38,8 @@ class SamplingParams:
     ignore_eos: bool = False  # the model's own end tokens do not end the response
     # False: nobody reads them, and a greedy sample's may be NaN. Draws are the same: it is in no digest of requests.
     logprobs: bool = field(default=True, repr=False)
+    # What would end the response ends a turn: the sample is parked until `Engine.observe` or `close`.
+    turns: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         stop_ids = (self.stop_token_ids,) if isinstance(self.stop_token_ids, int) else tuple(self.stop_token_ids)
@@ -67,7 +71,7 @@ class GenerationResult:
     They are NaN where a greedy sample's were not asked for.
 
     `finish_reason` is "stop" (an end token or stop text, part of `tokens`), "length", or "error" (the model gave
-    numbers that are not finite; `tokens` holds what was drawn before).
+    numbers that are not finite; `tokens` holds what was drawn before). "turn": the sample is parked, not finished.
     """
 
     sample_id: int
@@ -76,6 +80,12 @@ class GenerationResult:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     entropies: tuple[float, ...] = ()  # of the distributions that `logprobs` are of, where the engine measures them
+    observed: tuple[Span, ...] = ()  # of `tokens`, that were not drawn: their log-probabilities and entropies are 0.0
+
+    @property
+    def turn_start(self) -> int:
+        """Where the last turn begins in `tokens`."""
+        return self.observed[-1][1] if self.observed else 0
 
 
 @dataclass(eq=False)
@@ -90,6 +100,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
+    observed: list[Span] = field(default_factory=list)  # runs of `tokens` that came from outside
     finish_reason: FinishReason | None = None
     block_table: list[int] = field(default_factory=list)
     computed_tokens: int = 0
@@ -100,6 +111,21 @@ class Sequence:
     @property
     def total_tokens(self) -> int:
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def turn_start(self) -> int:
+        """The first of `tokens` that belongs to the running turn, or to the last one."""
+        return self.observed[-1][1] if self.observed else 0
+
+    @property
+    def parked(self) -> bool:
+        """Whether its turn is over and it waits for what is to be observed."""
+        return self.finish_reason == "turn"
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be observed, so that one can be drawn behind them."""
+        return self.max_total_tokens - self.total_tokens - 1
 
     @property
     def known_tokens(self) -> int:
@@ -132,10 +158,25 @@ class Sequence:
         elif len(self.prompt) + drawn >= self.max_total_tokens:
             self.finish_reason = "length"
 
+    def end_turn(self) -> None:
+        """Park it instead of finishing it, if it has turns and its response did not end for want of room."""
+        if self.params.turns and self.finish_reason == "stop" and self.total_tokens < self.max_total_tokens:
+            self.finish_reason = "turn"
+
+    def observe(self, tokens: list[int]) -> None:
+        """Begin a turn behind these tokens, for which there is room."""
+        self.observed.append((len(self.tokens), len(self.tokens) + len(tokens)))
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        if self.entropies:
+            self.entropies += [0.0] * len(tokens)
+        self.finish_reason = None
+
     def result(self) -> GenerationResult:
         assert self.finish_reason is not None, f"sample {self.sample_id} is not finished"
         lists = tuple(self.prompt), tuple(self.tokens), tuple(self.logprobs)
-        return GenerationResult(self.sample_id, *lists, self.finish_reason, tuple(self.entropies))
+        facts = self.finish_reason, tuple(self.entropies), tuple(self.observed)
+        return GenerationResult(self.sample_id, *lists, *facts)
 
 
 def stop_table(sequences: list[Sequence]) -> np.ndarray:
@@ -161,7 +202,7 @@ def new_sequence(
     name = f"sample {sample_id}"
     if not prompt:
         raise InputError(f"{name} has an empty prompt; give at least one token")
-    prompt = [_token(name, token, spec.vocab) for token in prompt]
+    prompt = check_tokens(name, prompt, spec.vocab)
     if params.stop and not can_detokenize:
         raise InputError("stop texts need a tokenizer; use stop_token_ids, or a model folder with tokenizer.json")
     stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else spec.eos_token_ids)
@@ -177,6 +218,11 @@ def new_sequence(
     if total - 1 > cache_tokens:  # the last token is never run
         raise InputError(f"{name}: {sizes} leave the KV cache of {cache_tokens} tokens; raise num_blocks")
     return Sequence(sample_id, prompt, params, total, stop_ids)
+
+
+def check_tokens(name: str, tokens: Iterable[SupportsIndex], vocab: int) -> list[int]:
+    """Tokens of a list, an array or a tensor as numbers. Raises InputError for one outside the vocabulary."""
+    return [_token(name, token, vocab) for token in tokens]
 
 
 def _token(name: str, token: SupportsIndex, vocab: int) -> int:

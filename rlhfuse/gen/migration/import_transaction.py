@@ -26,6 +26,7 @@ class ImportTransaction:
         self._missing_heads: dict[int, int] = {}  # the same number -> KV heads not yet written
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
+        self._parked: list[Sequence] = []  # what comes of their caches stays as known prefixes
         self._computed: dict[int, int] = {}  # sample id -> tokens in the cache once all is written
 
     @property
@@ -36,7 +37,7 @@ class ImportTransaction:
     @property
     def recomputed(self) -> list[int]:
         """Ids of samples whose tokens will be run again: they came without keys and values, or there was no room."""
-        return [seq.sample_id for seq in self._waiting]
+        return [seq.sample_id for seq in self._waiting + self._parked if seq.sample_id not in self._computed]
 
     def reserve(self, seq: Sequence, snapshot: SequenceSnapshot) -> None:
         """Find room for a sequence, new and without blocks, or let it wait."""
@@ -46,10 +47,11 @@ class ImportTransaction:
         known = blocks.known_prefix(seq)
         incoming = snapshot.blocks[len(known) :]
         fresh = [number for number in incoming if number not in self._blocks]
-        if self._cache is None or not snapshot.blocks or not room or not blocks.can_allocate(known, len(fresh)):
-            self._waiting.append(seq)
+        has_row = seq.parked or room > 0
+        if self._cache is None or not snapshot.blocks or not has_row or not blocks.can_allocate(known, len(fresh)):
+            (self._parked if seq.parked else self._waiting).append(seq)
             return
-        self._running.append(seq)
+        (self._parked if seq.parked else self._running).append(seq)
         blocks.share(seq, known)
         for number in incoming:
             if number in self._blocks:
@@ -75,18 +77,20 @@ class ImportTransaction:
         """Let all sequences into the engine's `sequences`, by id. Raises RuntimeError while blocks are missing."""
         if self.missing_blocks:
             raise RuntimeError(f"blocks {self.missing_blocks[:8]} were not written; the transfer is not complete")
-        for seq in self._running:
-            seq.computed_tokens = self._computed[seq.sample_id]
+        for seq in (*self._running, *self._parked):
+            seq.computed_tokens = self._computed.get(seq.sample_id, 0)
             self._scheduler.blocks.publish(seq, seq.computed_tokens)
+        for seq in self._parked:
+            self._scheduler.blocks.release(seq)
         for seq in self._running:
             self._scheduler.add_running(seq)
         for seq in self._waiting:
             self._scheduler.add(seq)
-        sequences.update({seq.sample_id: seq for seq in (*self._running, *self._waiting)})
+        sequences.update({seq.sample_id: seq for seq in (*self._running, *self._waiting, *self._parked)})
 
     def rollback(self, sequences: dict[int, Sequence]) -> None:
         """Undo whatever was done, `commit` included: no sequence stays, every block is free again."""
-        for seq in (*self._running, *self._waiting):
+        for seq in (*self._running, *self._waiting, *self._parked):
             sequences.pop(seq.sample_id, None)
             if seq in self._scheduler.running or seq in self._scheduler.waiting:
                 self._scheduler.remove(seq)

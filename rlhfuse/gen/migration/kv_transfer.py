@@ -17,7 +17,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, to_json
 from rlhfuse.decisions.migration import MoveMode
 from rlhfuse.gen.core.kv_cache import KVCache
-from rlhfuse.gen.core.sequence import SamplingParams
+from rlhfuse.gen.core.sequence import SamplingParams, Span
 from rlhfuse.gen.core.sequence import Sequence as EngineSequence
 
 BUCKET_BYTES = 64 << 20  # most memory that a transfer takes beside the caches
@@ -35,10 +35,13 @@ class SequenceSnapshot:
     computed_tokens: int = 0  # those with keys and values in `blocks`
     blocks: tuple[int, ...] = ()  # numbers of the transfer's blocks
     entropies: tuple[float, ...] = ()  # where the engine measures them
+    observed: tuple[Span, ...] = ()  # of `tokens`
+    parked: bool = False  # at the end of a turn
 
     def restore(self, seq: EngineSequence) -> EngineSequence:
         """Give `seq`, new and of the same request, the tokens drawn so far. Raises InputError if it is finished."""
         seq.tokens, seq.logprobs, seq.entropies = list(self.tokens), list(self.logprobs), list(self.entropies)
+        seq.observed, seq.finish_reason = list(self.observed), "turn" if self.parked else None
         if seq.total_tokens >= seq.max_total_tokens:
             raise InputError(f"sample {seq.sample_id} is finished: it has {seq.total_tokens} tokens")
         return seq
@@ -124,7 +127,8 @@ def prepare_transfer(
         table = seq.block_table[: -(-computed // shape.block_tokens)]
         blocks = tuple(numbers.setdefault(block, len(numbers)) for block in table)
         lists = tuple(seq.prompt), tuple(seq.tokens), tuple(seq.logprobs)
-        snapshots.append(SequenceSnapshot(seq.sample_id, *lists, seq.params, computed, blocks, tuple(seq.entropies)))
+        more = tuple(seq.entropies), tuple(seq.observed), seq.parked
+        snapshots.append(SequenceSnapshot(seq.sample_id, *lists, seq.params, computed, blocks, *more))
     cache_blocks = list(numbers)
 
     def read(wanted: Sequence[int], heads: slice) -> Tensor:

@@ -26,7 +26,7 @@ MEMORY = 4096.0  # guesses of one class after which the older ones fade
 
 
 class Piece(NamedTuple):
-    """A response behind the last tokens of its prompt."""
+    """A response, or a turn of one, behind the last tokens before it."""
 
     tokens: np.ndarray  # int32
     start: int  # the first token of the response
@@ -56,7 +56,7 @@ class Guesser:
         self._room = np.zeros(vocab, np.float32), np.empty(vocab, np.int32)
         self._texts = np.zeros((0, 256), np.int32)  # a row for each sample that was guessed for
         self._free_rows: list[int] = []
-        self._rows: dict[int, tuple[int, int, int]] = {}  # sample id -> its row, the prompt's tokens, all tokens in it
+        self._rows: dict[int, tuple[int, int, int]] = {}  # sample id -> its row, tokens before its turn, and all
         self._before: deque[list[Piece]] = deque(maxlen=DRAFT_ITERATIONS)
         self._now: list[Piece] = []
         self._counted = 0  # pieces of `_now` that stand in the tables
@@ -110,11 +110,12 @@ class Guesser:
             self._right[cell] += place < right
 
     def learn(self, seq: Sequence) -> None:
-        """A sample leaves the engine, with the tokens that it has."""
+        """A sample leaves the engine, or parks: with the tokens that it has drawn since it came or went on."""
         row, _, counted = self._rows.pop(seq.sample_id, (-1, 0, 0))
         if row >= 0:
             self._free_rows.append(row)
-        self._now.append(_piece(seq.prompt, seq.tokens[: len(seq.logprobs)], counted))
+        text, begin = seq.slice(0, seq.known_tokens), len(seq.prompt) + seq.turn_start
+        self._now.append(_piece(text[:begin], text[begin:], counted))
 
     def end_iteration(self, responses: Iterable[tuple[SequenceOf[int], SequenceOf[int]]]) -> None:
         """All (prompt, response) of the iteration, wherever they were written; what was learnt of it here goes."""
@@ -130,7 +131,7 @@ class Guesser:
         self._counted = len(self._now)
         for seq in sequences:
             if seq.sample_id not in self._rows:
-                self._rows[seq.sample_id] = self._free_row(), len(seq.prompt), 0
+                self._rows[seq.sample_id] = self._free_row(), len(seq.prompt) + seq.turn_start, 0
         longest = max(seq.total_tokens for seq in sequences) + rows
         if longest > self._texts.shape[1]:
             self._texts = _wider(self._texts, self._texts.shape[0], 2 * longest)
