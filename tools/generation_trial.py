@@ -13,7 +13,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.speculation import DecodeObservation
+from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.data.sampler import PromptSampler
 from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams
 from rlhfuse.gen.engine import Engine
@@ -32,8 +32,7 @@ class GenerationTrial:
     """Lengths of the samples, in order, and what the steps took."""
 
     lengths: SampleLengths
-    decode: tuple[DecodeObservation, ...]
-    prefill: tuple[tuple[int, int, float], ...]  # tokens, sequences, seconds
+    steps: tuple[StepObservation, ...]
 
 
 def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) -> GenerationTrial:
@@ -60,17 +59,14 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
     for sample, index in zip(positions, drawn):
         engine.add(sample, data[index].tokens, params)
     results: dict[int, GenerationResult] = {}
-    decode, prefill = [], []
+    steps = []
     while engine.has_unfinished():
         ended = engine.step()
-        stats = engine.last_step
-        if stats.prefill_tokens:
-            prefill.append((stats.prefill_tokens, stats.batch, stats.seconds))
-        elif stats.batch:
-            decode.append(stats.decode_observation())
+        if engine.last_step.batch:
+            steps.append(engine.last_step.observation())
         results |= {positions[result.sample_id]: result for result in ended}
         if ended:
             progress(f"{len(results)} of {prompts} samples finished")
     ordered = [results[position] for position in range(prompts)]
     lengths = SampleLengths(tuple(len(r.prompt_tokens) for r in ordered), tuple(len(r.tokens) for r in ordered))
-    return GenerationTrial(lengths, tuple(decode), tuple(prefill))
+    return GenerationTrial(lengths, tuple(steps))

@@ -143,11 +143,7 @@ class Generation:
             return
         # From boundary to boundary: small models spend a good part of their time between the engine's steps.
         seconds = stats.seconds + time.perf_counter() - step_start - self._in_engine
-        if stats.prefill_tokens:
-            self.events.observe("prefill", stats.prefill_tokens, stats.batch, seconds)
-        else:
-            guesses = stats.guessed_tokens, stats.accepted_tokens
-            self.events.observe("decode", stats.batch, stats.context_tokens, seconds, *guesses)
+        self.events.observe("step", *stats.observation()._replace(seconds=seconds))
 
     def _report_finished(self, count: int, samples: Sequence[bytes] = ()) -> None:
         start = time.perf_counter()
