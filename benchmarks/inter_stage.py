@@ -24,7 +24,7 @@ from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.costs.speculation import DecodeObservation
+from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
 from rlhfuse.simulator.lengths import SampleLengths
@@ -168,8 +168,7 @@ class Point:
 
 # rows as a run observes them: what work is taken to cost before any run was seen, and where a run saw none of a kind
 GUESS = {
-    "decode": [(1, 32, 5e-3), (8, 256, 8e-3)],
-    "prefill": [(32, 1, 5e-3)],
+    "step": [(1, 32, 0, 5e-3), (8, 256, 0, 8e-3), (1, 32, 32, 5e-3)],
     "score": [(512, 8, 0.2)],
     "migration": [(1 << 20, 2e-3)],
     "load": [(0.0,)],
@@ -188,8 +187,7 @@ def fit_costs(runs: Sequence[Run], free_moves: bool = False) -> MeasuredCost:
     if free_moves:
         rows |= {"migration": [(1, 0.0)], "load": [(0.0,)]}
     return MeasuredCost.fit(
-        [DecodeObservation(*row) for row in rows["decode"]],
-        rows["prefill"],
+        [StepObservation(*row) for row in rows["step"]],
         rows["score"],
         rows["migration"],
         *([row[0] for row in rows[kind]] for kind in ("load", "meeting", "release")),

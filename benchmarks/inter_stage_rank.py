@@ -127,6 +127,8 @@ class FusionRank(ModelRank):
             "observations": report.observations,
             "agreement_seconds": report.agreement_seconds,
             "digest": digest(report.rollouts),
+            "outputs": [len(rollout.response_tokens) for rollout in report.rollouts],
+            "turns": report.turns,
         }
 
 

@@ -158,7 +158,8 @@ def _trial(config: RunConfig, prompts: int) -> tuple[SampleLengths, GenerationTr
 
     trial = run_trial(config, prompts, progress)
     print(file=sys.stderr)
-    told = f"{prompts} prompts generated here: {len(trial.prefill)} prefill and {len(trial.decode)} decode steps"
+    prefills = sum(step.prefill_tokens > 0 for step in trial.steps)
+    told = f"{prompts} prompts generated here: {prefills} prefill and {len(trial.steps) - prefills} decode steps"
     return trial.lengths, trial, [told]
 
 
@@ -167,7 +168,7 @@ def _trial_costs(draft: PlanDraft, trial: GenerationTrial, told: list[str]) -> C
     if ParallelLayout.parse(draft.config.parallel.generation).tp > 1:
         told.append("steps are priced as in a plan: the trial ran in one process, an instance of the run has several")
         return draft.costs
-    measured = TrialCost.fit(trial.decode, trial.prefill, draft.costs)
+    measured = TrialCost.fit(trial.steps, draft.costs)
     step, per_sequence, per_token = measured.decode.constant, *measured.decode.slopes
     told.append(
         f"a decode step took {step * 1e6:.0f} us + {per_sequence * 1e6:.1f} us x sequences + "
@@ -179,7 +180,7 @@ def _trial_costs(draft: PlanDraft, trial: GenerationTrial, told: list[str]) -> C
 def _calibrate(draft: PlanDraft, costs: CostModel, draws: int) -> Threshold:
     """R_t of the instances that the plan has, at these costs."""
     config, lengths = draft.config, draft.inputs.lengths.samples
-    limits = priced_limits(config.fusion.bs_max, draft.generation.limits, costs, lengths.median_context)
+    limits = priced_limits(config.fusion.bs_max, draft.generation.limits, costs, lengths)
     batches = lengths.draw(config.samples_per_iteration, draws, config.trainer.seed)
     return sweep_threshold(batches, draft.batch.instances, costs, limits, clipped=lengths.clipped)
 

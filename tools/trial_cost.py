@@ -9,7 +9,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.costs.cost_model import CostModel, RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.forms.form import DecodeRow, Form
-from rlhfuse.costs.speculation import DecodeObservation, Speculation, fit_decode
+from rlhfuse.costs.speculation import Speculation, StepObservation, fit_steps
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,13 @@ class TrialCost(CostModel):
     rest: CostModel
 
     @staticmethod
-    def fit(decode: Sequence[DecodeObservation], prefill: Sequence[Sequence[float]], rest: CostModel) -> TrialCost:
-        """Rows of `prefill`: tokens, sequences, seconds. Raises InputError where there are no steps to fit to."""
-        if not decode or not prefill:
-            raise InputError(f"the trial made {len(prefill)} prefill and {len(decode)} decode steps; raise --trial")
-        plain, speculation = fit_decode(decode)
-        return TrialCost(
-            plain, Line.fit([row[:-1] for row in prefill], [row[-1] for row in prefill]), speculation, rest
-        )
+    def fit(steps: Sequence[StepObservation], rest: CostModel) -> TrialCost:
+        """Raises InputError where there are no steps to fit to."""
+        prefills = sum(step.prefill_tokens > 0 for step in steps)
+        if not 0 < prefills < len(steps):
+            made = f"{prefills} prefill and {len(steps) - prefills} decode steps"
+            raise InputError(f"the trial made {made}; raise --trial")
+        return TrialCost(*fit_steps(steps), rest)
 
     @property
     def decode_form(self) -> Form:

@@ -18,7 +18,7 @@ from rlhfuse.base.json_values import from_json, read_json, to_json
 from rlhfuse.costs.cost_model import CostModel, RewardCost
 from rlhfuse.costs.fits import Line, check_seconds
 from rlhfuse.costs.forms.form import DecodeRow, Form
-from rlhfuse.costs.speculation import DecodeObservation, Speculation, fit_decode
+from rlhfuse.costs.speculation import Speculation, StepObservation, fit_steps
 
 COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}
 MEDIANS = ("swap_in", "meeting", "release")
@@ -75,8 +75,7 @@ class MeasuredCost(CostModel):
 
     @staticmethod
     def fit(
-        decode: Sequence[DecodeObservation],
-        prefill: Sequence[Row],
+        steps: Sequence[StepObservation],
         score: Sequence[Row],
         migration: Sequence[Row],
         swap_in: Sequence[float],
@@ -89,9 +88,9 @@ class MeasuredCost(CostModel):
 
         Raises InputError naming a kind without observations (nothing is guessed) or with a bad number.
         """
-        rows = {"prefill": prefill, "score": score, "migration": migration}
+        rows = {"score": score, "migration": migration}
         seconds = {
-            "decode": [step.seconds for step in decode],
+            "step": [step.seconds for step in steps],
             **{kind: [row[-1] for row in seen] for kind, seen in rows.items()},
             "swap_in": swap_in,
             "meeting": meeting,
@@ -102,16 +101,16 @@ class MeasuredCost(CostModel):
                 raise InputError(f"no {kind} observation to fit costs from; measure at least one")
             check_seconds(f"seconds of a {kind} observation", *seen)
         lines = {kind: Line.fit([row[:-1] for row in seen], seconds[kind]) for kind, seen in rows.items()}
-        plain, speculation = fit_decode(decode)
+        work = fit_steps(steps)
         return MeasuredCost(
-            decode=plain,
-            prefill=lines["prefill"],
+            decode=work.decode,
+            prefill=work.prefill,
+            speculation=work.speculation,
             score=lines["score"],
             migration=lines["migration"],
             **{kind: float(np.median(np.asarray(seconds[kind]))) for kind in MEDIANS},
             reward=RewardCost.mean(reward),
             capture=capture,
-            speculation=speculation,
         )
 
     @cached_property

@@ -2,7 +2,7 @@
 
 A step of b sequences with g guesses gives each of them 1 + accepted / b tokens. The seconds of one token of each, which
 is what a CostModel calls a decode step, are the step's seconds over these tokens. `GuessRows` compares them with those
-of plain steps while an engine runs; `fit_decode` puts both into a price afterwards.
+of plain steps while an engine runs; `fit_steps` puts both into a price afterwards.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ SOONER = 4  # times, where none was right: what is drawn later may repeat itself
 AGREE_EVERY = 8  # steps
 
 
-class DecodeObservation(NamedTuple):
-    """One decode step: sequences, tokens of context over all of them, seconds; guesses, and how many were drawn."""
+class StepObservation(NamedTuple):
+    """One step: sequences, tokens of context over all of them, tokens of those that did not decode, seconds; guesses,
+    and how many were drawn."""
 
     batch: int
     context_tokens: int
+    prefill_tokens: int
     seconds: float
     guesses: int = 0
     accepted: int = 0
@@ -164,7 +166,7 @@ class GuessRows:
             return 0
         return self.most if self._speeds[_size_class(sequences)].guesses_next() else 0
 
-    def observe(self, step: DecodeObservation, searched: bool) -> None:
+    def observe(self, step: StepObservation, searched: bool) -> None:
         """Take in what a decode step took and gave; now and then, decide anew: the same on all ranks.
 
         `searched`: guesses were looked for, and found or not.
@@ -206,17 +208,40 @@ def _size_class(sequences: int) -> int:
     return (sequences - 1).bit_length()
 
 
-def fit_decode(steps: Sequence[DecodeObservation]) -> tuple[Line, Speculation | None]:
-    """Seconds of a plain step of (batch, context tokens), and what guesses do to it; None where there were none."""
+class StepCosts(NamedTuple):
+    """Seconds of a decode step without guesses, of (batch, context tokens), and of a prefill, of (tokens, sequences);
+    what guesses do, None where there were none."""
+
+    decode: Line
+    prefill: Line
+    speculation: Speculation | None
+
+
+def fit_steps(steps: Sequence[StepObservation]) -> StepCosts:
+    """One line through all steps, as prefills run beside sequences that decode: what one has takes as long in both.
+
+        seconds = step + batch + context + guesses, and with a prefill: prefill + its tokens
+
+    Raises InputError without a step that has a prefill, or has none.
+    """
+    prefills = sum(step.prefill_tokens > 0 for step in steps)
+    if not 0 < prefills < len(steps):
+        raise InputError(f"no {'decode' if prefills else 'prefill'} step to fit costs to; measure at least one")
+    counts = [(s.batch, s.context_tokens, s.guesses, s.prefill_tokens > 0, s.prefill_tokens) for s in steps]
+    line = Line.fit(counts, [step.seconds for step in steps])
+    row, context, guess_seconds, prefill, token = line.slopes
+    lines = Line(line.constant, (row, context)), Line(line.constant + prefill, (token + context, row))
+    return StepCosts(*lines, _fit_guesses(steps, guess_seconds))
+
+
+def _fit_guesses(steps: Sequence[StepObservation], guess_seconds: float) -> Speculation | None:
+    """What guesses of so many seconds each gave; None where there were none."""
     from scipy.optimize import isotonic_regression  # 0.3 s that most programs need not wait
 
-    counts = [(step.batch, step.context_tokens, step.guesses) for step in steps]
-    line = Line.fit(counts, [step.seconds for step in steps])
-    *slopes, guess_seconds = line.slopes
-    plain = Line(line.constant, tuple(slopes))
+    steps = [step for step in steps if not step.prefill_tokens]
     most = max((step.batch for step in steps if step.guesses), default=0)
     if not most:
-        return plain, None
+        return None
     sums = np.zeros((most + 1, 3))  # by batch: sequences, guesses, tokens accepted
     for step in steps:
         if step.batch <= most:
@@ -225,7 +250,7 @@ def fit_decode(steps: Sequence[DecodeObservation]) -> tuple[Line, Speculation | 
     # More sequences share the rows: what noise says against it would let the best batch jump about. Neighbours are
     # pooled; were it the least so far, a last sample that is hard to guess would stand for every batch.
     tokens = isotonic_regression([1 + accepted for _, accepted in means], weights=sums[1:, 0] + 1, increasing=False).x
-    return plain, Speculation(guess_seconds, tuple(g for g, _ in means), tuple(map(float, tokens)))
+    return Speculation(guess_seconds, tuple(g for g, _ in means), tuple(map(float, tokens)))
 
 
 def _near(sums: np.ndarray, batch: int) -> tuple[float, float]:

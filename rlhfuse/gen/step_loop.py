@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rlhfuse.costs.speculation import DecodeObservation
+from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.gen.core.draws import Draws, Launched
 from rlhfuse.gen.core.forward_batch import ForwardBatch, ScheduledSequence
 from rlhfuse.gen.core.kv_cache import KVCache
@@ -34,10 +34,10 @@ class StepStats(NamedTuple):
     accepted_tokens: int = 0  # those of them that were drawn
     searched: bool = False  # guesses were looked for, and found or not
 
-    def decode_observation(self) -> DecodeObservation:
-        """The same, to fit costs to, of a step without prefill."""
-        guesses = self.guessed_tokens, self.accepted_tokens
-        return DecodeObservation(self.batch, self.context_tokens, self.seconds, *guesses)
+    def observation(self) -> StepObservation:
+        """The same, to fit costs to."""
+        ran = self.batch, self.context_tokens, self.prefill_tokens
+        return StepObservation(*ran, self.seconds, self.guessed_tokens, self.accepted_tokens)
 
 
 class LaunchedStep(NamedTuple):
@@ -179,7 +179,7 @@ class StepLoop:
         self.last_step = step.stats._replace(seconds=self._seconds + now - self._clock, accepted_tokens=accepted)
         self._clock, self._seconds = now, 0.0
         if self.guesser and self.guesser.measured and not step.stats.prefill_tokens:
-            self.guesser.measured.observe(self.last_step.decode_observation(), step.stats.searched)
+            self.guesser.measured.observe(self.last_step.observation(), step.stats.searched)
         return finished
 
     def _now(self) -> float:

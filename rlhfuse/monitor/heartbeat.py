@@ -52,6 +52,10 @@ class Waiting(str):
     """What a rank does while only others can let it go on: no work, and no sign that it is stuck itself."""
 
 
+class WaitingOutside(Waiting):
+    """What a rank does while something outside of the job lets it wait, as a tool: no work, and it holds others up."""
+
+
 @dataclass(frozen=True)
 class Heartbeat:
     """The latest word of one rank. `because` says why it failed or left."""
@@ -67,8 +71,8 @@ class Heartbeat:
 
     def now_in(self, doing: str) -> Heartbeat:
         """As before, but in `doing`; that is progress unless it is `Waiting`."""
-        waits = isinstance(doing, Waiting)
-        return replace(self, doing=doing, waiting=waits, progress=self.progress + (not waits))
+        waits, outside = isinstance(doing, Waiting), isinstance(doing, WaitingOutside)
+        return replace(self, doing=doing, waiting=waits and not outside, progress=self.progress + (not waits))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -233,7 +233,7 @@ def _sizes(
     def sized(offload: bool) -> tuple[InstanceCache, InstanceLimits, MemoryBudget]:
         cache = InstanceCache.of(config, batch.instances)
         while True:
-            limits = instance_limits(run, cache, costs, inputs.lengths.samples.median_context)
+            limits = instance_limits(run, cache, costs, inputs.lengths.samples)
             memory = memory_budget(run, analytic, ranks, limits.kv_capacity_bytes, batch)
             memory = memory.with_optimizer_offloaded(headroom) if offload else memory
             generation = next(phase for phase in memory.static if phase.phase == "generation")
@@ -250,10 +250,8 @@ def _sizes(
     return cache, replace(limits, early_models=len(memory.early)), memory
 
 
-def instance_limits(
-    run: SettledRun, cache: InstanceCache, costs: CostModel, median_context_tokens: float
-) -> InstanceLimits:
-    """Sizes of a generation instance."""
+def instance_limits(run: SettledRun, cache: InstanceCache, costs: CostModel, lengths: SampleLengths) -> InstanceLimits:
+    """Sizes of a generation instance, for samples of these lengths."""
     config, rollout = run.config, run.config.rollout
     token_bytes = run.specs[Role.ACTOR].kv_bytes_per_token(config.trainer.element_bytes)
     most = rollout.max_sequences_per_instance
@@ -269,14 +267,16 @@ def instance_limits(
         scoring_models=max(1, len(config.scorers())),
         reward_workers=config.reward.workers if config.reward.function else 0,
     )
-    return priced_limits(config.fusion.bs_max, limits, costs, median_context_tokens)
+    return priced_limits(config.fusion.bs_max, limits, costs, lengths)
 
 
-def priced_limits(given: int, limits: InstanceLimits, costs: CostModel, median_context_tokens: float) -> InstanceLimits:
-    """`limits` with the BS_max that these costs allow at that context, unless one is `given` (fusion.bs_max)."""
-    if given:
-        return limits
-    return replace(limits, bs_max=largest_flat_batch(costs, median_context_tokens, limits.max_sequences))
+def priced_limits(given: int, limits: InstanceLimits, costs: CostModel, lengths: SampleLengths) -> InstanceLimits:
+    """`limits` with the BS_max that these costs allow at the median context, unless one is `given` (fusion.bs_max), and
+    with the part of their time in which so many samples decode."""
+    context = lengths.median_context
+    bs_max = given or largest_flat_batch(costs, context, limits.max_sequences)
+    active = lengths.active_share(costs.decode_step_seconds(bs_max, bs_max * context))
+    return replace(limits, bs_max=bs_max, active_share=active)
 
 
 def _threshold_file(file: str, batch: BatchArithmetic) -> Threshold | None:

@@ -132,10 +132,12 @@ class Reasons:
     def instance_limits(self, limits: InstanceLimits) -> str:
         """Bounds of the samples that go on decoding on one instance."""
         source = "fusion.bs_max" if self.config.fusion.bs_max else "a decode step is within 10% of one sample's"
+        share = limits.active_share
+        pauses = f"; samples decode {share:.0%} of their time, so that so many more share both" if share < 1 else ""
         return (
             f"an instance keeps at most BS_max = {limits.bs_max} samples then ({source}), and what its KV cache holds: "
             f"one takes up to M = {readable_bytes(limits.sample_kv_bytes)} of "
-            f"C = {readable_bytes(limits.kv_capacity_bytes)}"
+            f"C = {readable_bytes(limits.kv_capacity_bytes)}{pauses}"
         )
 
     def learning_rates(self) -> Iterator[str]:

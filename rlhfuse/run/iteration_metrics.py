@@ -18,7 +18,7 @@ from rlhfuse.base.clock import wall_seconds
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.flops import IterationFlops
-from rlhfuse.costs.speculation import DecodeObservation
+from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.monitor.trace import Span
@@ -27,7 +27,7 @@ from rlhfuse.ppo.losses import actor_metrics, critic_metrics
 from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
 from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.run.sampling.tool_caller import ToolStats
-from rlhfuse.simulator.lengths import SPARED, SampleLengths
+from rlhfuse.simulator.lengths import SPARED, TURNS, SampleLengths, read_turns
 
 
 @dataclass
@@ -166,7 +166,7 @@ def fusion_metrics(report: GenInferReport, threshold: int, instances: int) -> di
     }
 
 
-def speculation_metrics(steps: Sequence[DecodeObservation], plain: Line | None) -> dict[str, float]:
+def speculation_metrics(steps: Sequence[StepObservation], plain: Line | None) -> dict[str, float]:
     """Guesses in the decode steps of all instances, and the seconds that their steps would have taken without.
 
     Nothing where there were none. `plain`: seconds of a step of (sequences, tokens of context) without guesses.
@@ -229,10 +229,20 @@ def spared_metrics(
     }
 
 
-def lengths_of(batch: RolloutBatch, spared: Collection[int] = ()) -> SampleLengths:
-    """Prompt and response lengths in order of sample id; `spared`: positions of those that training leaves out."""
+def turn_metrics(batch: RolloutBatch, report: GenInferReport) -> dict[str, Any]:
+    """Turns of each sample, for plans; nothing where there are no tools."""
+    return {TURNS: [report.turns[sample] for sample in batch.sample_ids.tolist()]} if report.turns else {}
+
+
+def lengths_of(
+    batch: RolloutBatch, spared: Collection[int] = (), turns: Mapping[int, list[list]] | None = None
+) -> SampleLengths:
+    """Prompt and response lengths in order of sample id; `spared`: positions of those that training leaves out;
+    `turns`: by sample id, as a GenInferReport has them."""
+    lengths = tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist())
     left_out = tuple(sample in spared for sample in range(len(batch))) if spared else ()
-    return SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()), spared=left_out)
+    several = read_turns([turns[sample] for sample in batch.sample_ids.tolist()]) if turns else ()
+    return SampleLengths(*lengths, spared=left_out, turns=several)
 
 
 def memory_metrics(ranks: Sequence[IterationStats]) -> dict[str, float]:

@@ -35,11 +35,12 @@ from rlhfuse.run.iteration_metrics import (
     speed_metrics,
     tool_metrics,
     training_metrics,
+    turn_metrics,
 )
 from rlhfuse.run.layout_advice import ADVISED_AFTER, layout_advice
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.sampling.tool_caller import ToolStats
-from rlhfuse.run.threshold_controller import ThresholdController, decode_observations
+from rlhfuse.run.threshold_controller import ThresholdController, step_observations
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class IterationRecorder:
             return IterationRecord({}, [], [])
         metrics = {"iteration": number, **rollout_metrics(done.batch, done.algorithm)}
         metrics |= spared_metrics(done.batch, done.algorithm, done.minibatches)
-        metrics |= self._metrics(done, ranks)
+        metrics |= turn_metrics(done.batch, done.report) | self._metrics(done, ranks)
         ended = wall_seconds()
         metrics |= speed_metrics(done.batch, ended - done.timer.begin)
         metrics |= mfu_metrics(self._flops(done), metrics, self._inputs.world_size, self._peak_flops)
@@ -115,8 +116,8 @@ class IterationRecorder:
             print(message, flush=True)
         self._recorded += 1
         if self._recorded == ADVISED_AFTER:
-            print(layout_advice(self._inputs.draft, done.report.observations, done.batch, metrics), flush=True)
-        steps = decode_observations(done.report.observations["decode"])
+            print(layout_advice(self._inputs.draft, done.report, done.batch, metrics), flush=True)
+        steps = step_observations(done.report.observations["step"])
         metrics |= speculation_metrics(steps, self._threshold.plain_decode())
         spans = [span for stats in ranks for span in stats.spans]
         first = done.report.rollouts[: self._config.trainer.sample_texts]

@@ -20,7 +20,7 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.costs.speculation import DecodeObservation
+from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
@@ -30,7 +30,7 @@ from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.iteration_metrics import lengths_of
 from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
-from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.lengths import SampleLengths, read_turns
 from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
@@ -40,7 +40,7 @@ FIRST_LOOKS = 2  # iterations after which it is simulated in any case: the secon
 WORTH_MOVING = 0.02  # the curve over R_t is flat around its minimum: smaller gains are noise
 WORTH_NAMING = 0.1  # costs that changed by less are not mentioned in the log
 NO_SCORING = (0, 0, 0.0)
-DECODE_POINTS = ((1, 64), (1, 512), (8, 512))  # sequences and tokens of context that hold a line where no step was seen
+DECODE_POINTS = ((1, 64), (1, 512), (8, 512))  # sequences and tokens of context that hold a line where none was seen
 TOKENS_POINTS = ((64, 1), (512, 1), (512, 8))  # tokens and sequences
 PROBE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # sizes of the transfers measured at start
 PROBE_TRIPS = 8  # there and back; the first one connects
@@ -79,9 +79,9 @@ def probe_transfer(device: Device) -> list[list[float]]:
     return from_rank_0(rows)
 
 
-def decode_observations(rows: Sequence[Sequence[float]]) -> list[DecodeObservation]:
-    """Rows as `RankEvents` holds them; those of older checkpoints know no guesses."""
-    return [DecodeObservation(int(b), int(c), s, *map(int, guesses)) for b, c, s, *guesses in rows]
+def step_observations(rows: Sequence[Sequence[float]]) -> list[StepObservation]:
+    """Rows as `RankEvents` holds them."""
+    return [StepObservation(int(b), int(c), int(p), s, *map(int, guesses)) for b, c, p, s, *guesses in rows]
 
 
 class ThresholdController:
@@ -109,7 +109,7 @@ class ThresholdController:
             self._observed.pop()  # the process's first iteration compiled kernels: it counts while there is no other
         self._seen += 1
         self._observed.append(report.observations)
-        self._lengths.append(lengths_of(batch))
+        self._lengths.append(lengths_of(batch, turns=report.turns))
         message, self._costs, self._costs_name, self.limits, self.threshold = from_rank_0(
             self._follow(iteration) if dist.get_rank() == 0 else None
         )
@@ -189,7 +189,10 @@ class ThresholdController:
         return {
             "threshold": self.threshold,
             "observations": list(self._observed),
-            "lengths": [{"prompt": list(seen.prompt), "output": list(seen.output)} for seen in self._lengths],
+            "lengths": [
+                {"prompt": list(seen.prompt), "output": list(seen.output), "turns": list(seen.turns)}
+                for seen in self._lengths
+            ],
             "costs": self._costs.to_dict() if isinstance(self._costs, MeasuredCost) else None,
         }
 
@@ -199,7 +202,9 @@ class ThresholdController:
         With `lengths_alone` costs and R_t, which are of another layout, are left out.
         """
         try:
-            self._lengths.extend(SampleLengths(tuple(row["prompt"]), tuple(row["output"])) for row in state["lengths"])
+            for row in state["lengths"]:
+                turns = read_turns(row.get("turns", ()))  # older checkpoints know none
+                self._lengths.append(SampleLengths(tuple(row["prompt"]), tuple(row["output"]), turns=turns))
             if lengths_alone:
                 return
             self._observed.extend(state["observations"])
@@ -225,15 +230,17 @@ class ThresholdController:
 
         former = self._costs
         moved = [*self._transfers, *rows("migration")]
-        decode = rows("decode") or kept(DECODE_POINTS, former.decode_step_seconds)
-        prefill = rows("prefill") or kept(TOKENS_POINTS, former.prefill_seconds)
+        steps = step_observations(rows("step"))
+        if all(step.prefill_tokens for step in steps):
+            steps += [StepObservation(n, c, 0, s) for n, c, s in kept(DECODE_POINTS, former.decode_step_seconds)]
+        if not any(step.prefill_tokens for step in steps):
+            steps += [StepObservation(n, t, t, s) for t, n, s in kept(TOKENS_POINTS, former.prefill_seconds)]
         captured = rows("capture")
         capture = sum(s for _, s in captured) / sum(n for n, _ in captured) if captured else former.capture_seconds()
         scores = bool(self._config.scorers())  # without models to score with, scoring and loading take no time
         score = rows("score") or kept(TOKENS_POINTS, former.score_seconds) if scores else [NO_SCORING]
         return MeasuredCost.fit(
-            decode=decode_observations(decode),
-            prefill=prefill,
+            steps=steps,
             score=score,
             migration=moved or [(0, 0.0)],
             swap_in=[row[0] for row in rows("load")] or [former.swap_in_seconds()] if scores else [0.0],
@@ -244,7 +251,7 @@ class ThresholdController:
         )
 
     def _instance_limits(self) -> InstanceLimits:
-        """The plan's, with the BS_max of the costs in force once lengths have been seen."""
+        """The plan's, priced at the costs in force once lengths have been seen."""
         if not self._lengths:
             return self._planned
-        return priced_limits(self._config.fusion.bs_max, self._planned, self._costs, self._lengths[-1].median_context)
+        return priced_limits(self._config.fusion.bs_max, self._planned, self._costs, self._lengths[-1])

@@ -25,6 +25,7 @@ class CostNumbers(NamedTuple):
     prefill: int
     score: int
     transfer: int
+    least_step: float  # of one sequence without context or guesses: what prefills beside a step do not pay again
     swap_in: float
     barrier: float
     release: float
@@ -40,12 +41,13 @@ def cost_numbers(costs: CostModel, most: int) -> CostNumbers:
         moved = (p._replace(start=p.start + len(points)) if isinstance(p, GridPart) else p for p in own.parts)
         parts += moved
         points += own.points
-    call = costs.reward_call()
+    call, alone = costs.reward_call(), costs.decode_row(1)
     return CostNumbers(
         records(PART, parts),
         np.array(points, np.float64),
         records(DECODE_ROW, [costs.decode_row(batch) for batch in range(most + 1)]),
         *accumulate(len(own.parts) for own in asked[:3]),
+        least_step=float(costs.decode_step_seconds(1, 0.0) * alone.tokens - alone.guessing),
         swap_in=float(costs.swap_in_seconds()),
         barrier=float(costs.barrier_seconds()),
         release=float(costs.release_seconds()),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.decisions.migration import FusionLimits, SampleMoveCost
+from rlhfuse.decisions.migration import FusionLimits, SampleMoveCost, destination_count
 from rlhfuse.simulator.lengths import SampleLengths
 
 
@@ -17,7 +17,8 @@ class InstanceLimits:
     `score_tokens`: tokens of one packed scoring batch. `padded_score_tokens`: 0 for packed scoring, else the
     tokens that every sample costs there whatever its length (to study engines that pad). `scoring_models`: how many
     models score, one after the other; the first `early_models` of them are loaded beneath the end of decoding.
-    `reward_workers`: processes that call the reward function, 0 without one.
+    `reward_workers`: processes that call the reward function, 0 without one. `active_share`: part of their time in
+    which samples decode, 1 where none pauses.
     """
 
     max_sequences: int
@@ -32,9 +33,17 @@ class InstanceLimits:
     scoring_models: int = 3
     reward_workers: int = 0
     early_models: int = 0
+    active_share: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("max_sequences", "kv_capacity_bytes", "kv_bytes_per_token", "block_tokens", "bs_max"):
+        for name in (
+            "max_sequences",
+            "kv_capacity_bytes",
+            "kv_bytes_per_token",
+            "block_tokens",
+            "bs_max",
+            "active_share",
+        ):
             if not getattr(self, name) > 0:
                 raise InputError(f"instance limit {name} is {getattr(self, name)}; it must be above 0")
         if self.longest > self.kv_capacity_tokens:
@@ -47,6 +56,11 @@ class InstanceLimits:
     def longest(self) -> int:
         """Tokens of the longest sample."""
         return self.max_prompt_tokens + self.max_output_tokens
+
+    def destinations(self, threshold: int, instances: int) -> int:
+        """m of so many instances, two at least, keep decoding when `threshold` samples remain."""
+        sizes = self.bs_max, self.sample_kv_bytes, self.kv_capacity_bytes
+        return destination_count(threshold, *sizes, instances, self.active_share)
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -84,6 +98,7 @@ def fusion_limits(costs: CostModel, limits: InstanceLimits) -> FusionLimits:
         block_tokens=limits.block_tokens,
         move_cost=move_cost(costs, limits),
         score_tokens=limits.score_tokens,
+        active_share=limits.active_share,
     )
 
 

@@ -9,7 +9,7 @@ from numba import njit
 
 from rlhfuse.decisions.migration import blocks, is_sent
 from rlhfuse.simulator.cost_numbers import transfer_seconds
-from rlhfuse.simulator.instance_kernel import IN_PLACE, done_of, release, wait
+from rlhfuse.simulator.instance_kernel import IN_PLACE, done_of, pause, release, wait
 
 
 @njit(cache=True, error_model="numpy")
@@ -55,8 +55,11 @@ def deal_tail(b, s, chosen, freed):
         if sample.tail:
             done = done_of(sample, instance)
             tokens[i] = -(sample.prompt + done)
-            cached[i] = sample.prompt + done - 1 if sample.runs else 0  # the last token's come with the next step
-            room[sample.home] -= blocks(cached[i], size)
+            if sample.runs:
+                cached[i] = sample.prompt + done - 1  # the last token's come with the next step
+                room[sample.home] -= blocks(cached[i], size)
+            elif sample.pauses:
+                cached[i] = sample.kept
             if instance.place >= 0:
                 used[sample.home] += blocks(sample.prompt + done, size)
             else:
@@ -65,9 +68,11 @@ def deal_tail(b, s, chosen, freed):
         sample = samples[i]
         if sample.tail and s.instances[sample.home].place < 0:
             least, roomy = _least_used(chosen, used, room, blocks(cached[i] + 1, size))
-            sample.cached = roomy >= 0 and cached[i] > 0 and is_sent(b.move, cached[i], cached[i])
-            sample.at = roomy if sample.cached else least
-            if sample.cached:
+            sent = roomy >= 0 and cached[i] > 0 and is_sent(b.move, cached[i], cached[i])
+            sample.cached = sent and not sample.pauses
+            sample.kept = cached[i] if sent and sample.pauses else 0
+            sample.at = roomy if sent else least
+            if sent:
                 sample.kv_tokens = cached[i]
                 room[roomy] -= blocks(cached[i] + 1, size)
             used[sample.at] += blocks(int(-tokens[i]), size)
@@ -75,7 +80,11 @@ def deal_tail(b, s, chosen, freed):
         release(s.instances[k])
     for i in range(len(samples)):
         if samples[i].at != samples[i].home:
-            wait(samples, s.instances[samples[i].at], i)
+            instance = s.instances[samples[i].at]
+            if samples[i].pauses:
+                pause(samples, instance, i)
+            else:
+                wait(samples, instance, i)
 
 
 @njit(**IN_PLACE)

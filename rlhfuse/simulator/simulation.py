@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -17,11 +18,11 @@ from rlhfuse.costs.fits import Line
 from rlhfuse.costs.forms import form
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.decisions import packing
-from rlhfuse.decisions.migration import check_threshold, destination_count
+from rlhfuse.decisions.migration import check_threshold
 from rlhfuse.decisions.packing import split_samples
 from rlhfuse.simulator.cost_numbers import cost_numbers
 from rlhfuse.simulator.gen_infer_kernel import gen_infer
-from rlhfuse.simulator.instance_kernel import SAMPLE, SPAN, Batch, MoveNumbers, State
+from rlhfuse.simulator.instance_kernel import SAMPLE, SPAN, TURN, Batch, MoveNumbers, State
 from rlhfuse.simulator.instance_limits import InstanceLimits, check_lengths, move_cost
 from rlhfuse.simulator.lengths import SampleLengths
 
@@ -68,19 +69,25 @@ class Simulation:
             check_threshold(threshold, len(batch.samples))
         if not gen_infer.signatures:
             compile_apart([kernel_group()])
-        sizes = self._limits.bs_max, self._limits.sample_kv_bytes, self._limits.kv_capacity_bytes
         several = self._instances > 1
-        counts = [destination_count(threshold, *sizes, self._instances) if several else 0 for threshold in thresholds]
+        counts = [self._limits.destinations(threshold, self._instances) if several else 0 for threshold in thresholds]
         return gen_infer(batch, self._costs, np.array(thresholds), np.array(counts), np.zeros(spans, SPAN))
 
     def _batch(self, lengths: SampleLengths, move: MoveNumbers) -> Batch:
         limits, samples = self._limits, np.zeros(len(lengths), SAMPLE)
         samples["prompt"], samples["output"], samples["ended"] = lengths.prompt, lengths.output, np.nan
         samples["scored"] = limits.padded_score_tokens or samples["prompt"] + samples["output"]
+        turns = np.zeros(0, TURN)
+        if lengths.turns:
+            turns = np.array(list(chain(*lengths.turns)), TURN)
+            ends = np.cumsum([*map(len, lengths.turns)])
+            samples["turn"], samples["last_turn"] = np.append(0, ends[:-1]), ends - 1
+            samples["output"] = turns["drawn"][samples["turn"]]
         shares = map(len, split_samples(len(lengths), self._instances))
         samples["home"] = samples["at"] = np.repeat(np.arange(self._instances), list(shares))
         return Batch(
             samples=samples,
+            turns=turns,
             longest_first=np.argsort(-samples["scored"], kind="stable"),
             instances=self._instances,
             max_sequences=limits.max_sequences,

@@ -14,7 +14,6 @@ from pydantic import ConfigDict, NonNegativeInt
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, read_json
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.decisions.migration import destination_count
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.simulation import Simulation
@@ -112,7 +111,7 @@ def sweep_threshold(
         threshold: SweepPoint(
             ratio=ratio,
             threshold=threshold,
-            destinations=_destinations(threshold, instances, limits),
+            destinations=limits.destinations(threshold, instances) if threshold else 0,
             fused_seconds=seconds[threshold].total,
             generation_seconds=seconds[threshold].generation,
             migration_seconds=seconds[threshold].migration,
@@ -150,11 +149,6 @@ def middle_of_best(points: Sequence[SweepPoint]) -> SweepPoint:
     while high + 1 < len(points) and near(high + 1):
         high += 1
     return points[(low + high) // 2]
-
-
-def _destinations(threshold: int, instances: int, limits: InstanceLimits) -> int:
-    sizes = limits.bs_max, limits.sample_kv_bytes, limits.kv_capacity_bytes
-    return destination_count(threshold, *sizes, instances) if threshold else 0
 
 
 def load_threshold(path: str | Path) -> Threshold:

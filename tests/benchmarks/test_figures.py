@@ -22,8 +22,8 @@ LIMITS = InstanceLimits(4, 1000.0, 1.0, 1, 4, 1, 25, 100)
 def observed_run(seconds=0.4, plan=""):
     """Two instances, decode steps of 10 ms, scoring of 1 ms a token, nothing else costs anything."""
     score = [[tokens, count, 0.001 * tokens] for tokens, count in ((10, 1), (20, 3), (40, 4), (80, 7)) * 3]
-    decode = [[batch, context, 0.01] for batch in (1, 2, 8) for context in (10, 30, 90)]
-    observations = {"decode": decode, "score": score, "prefill": [[4, 4, 0.0]]}
+    steps = [[batch, context, 0, 0.01] for batch in (1, 2, 8) for context in (10, 30, 90)]
+    observations = {"step": [*steps, [4, 4, 4, 0.01]], "score": score}
     observations |= {"load": [[0.0]], "migration": [[9, 0.0]]}
     spans = [("generate", 100.0, 100.1), ("generate", 100.13, 100.3)]
     rank = {"total_seconds": seconds, "generation_seconds": 0.25, "spans": spans, "plan": plan}
@@ -39,12 +39,12 @@ def point(threshold, *runs):
 def test_ideal_of_generation_with_inference():
     serial, fused = point(0), point(1)
     # 25 tokens: one by the prefill, 24 steps; 44 tokens are scored, 22 on each instance
-    assert serial.predicted.generation_seconds == pytest.approx(0.24)
-    assert serial.ideal_seconds(0.044) == pytest.approx(0.24 + 0.022)
+    assert serial.predicted.generation_seconds == pytest.approx(0.25)
+    assert serial.ideal_seconds(0.044) == pytest.approx(0.25 + 0.022)
     # the freed instance scores from step 4 on: what is ready there has room before generation ends
-    assert fused.predicted.trigger_seconds == pytest.approx(0.04)
-    assert fused.ideal_seconds(0.044) == pytest.approx(0.24)
-    assert fused.ideal_seconds(0.4) == pytest.approx((0.24 + 0.04 + 0.4) / 2)
+    assert fused.predicted.trigger_seconds == pytest.approx(0.05)
+    assert fused.ideal_seconds(0.044) == pytest.approx(0.25)
+    assert fused.ideal_seconds(0.4) == pytest.approx((0.25 + 0.05 + 0.4) / 2)
 
 
 def test_runs_of_generation_with_inference():

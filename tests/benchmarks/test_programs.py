@@ -54,6 +54,11 @@ def measured(programs, tmp_path):
         ("planner_regret.py", "--settings balanced --measured MEASURED", "balanced.analytic.chosen_over_best"),
         ("real_plans.py", "", "T4.published_over_best T2.heuristic_over_searched regret T2.walks_that_fit"),
         ("inter_stage.py", "--sizes 1:2 --lengths TRACE", "1to2.speedup 1to2.mean_error 1to2.chosen_over_best"),
+        (
+            "tool_pauses.py",
+            "--lengths TRACE",
+            "over_rounds over_rounds_at_most over_serial mean_error chosen_over_best",
+        ),
         ("generation.py", "--threads 1 --trace TRACE", "a.over_transformers b.rlhfuse e.gemm"),
         ("intra_stage.py", "--sizes 2.5:1 --microbatches 2", "2_5to1_m2.speedup 2_5to1_m2.instruction"),
         (

@@ -14,7 +14,9 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost, load_measured_cost
-from rlhfuse.costs.speculation import DecodeObservation
+from rlhfuse.costs.speculation import StepObservation
+
+PREFILL, PREFILL_TOKEN = 3e-3, 1e-4  # seconds, beside a decode step
 
 
 def observe(costs: MeasuredCost, noise: float, seed: int = 0):
@@ -24,16 +26,17 @@ def observe(costs: MeasuredCost, noise: float, seed: int = 0):
     def jitter(seconds: float) -> float:
         return seconds * (1 + noise * float(generator.standard_normal()))
 
-    decode, prefill, score, migration = [], [], [], []
+    steps, score, migration = [], [], []
     for _ in range(200):
         batch, context = int(generator.integers(1, 64)), int(generator.integers(50, 20_000))
-        decode.append(DecodeObservation(batch, context, jitter(costs.decode_step_seconds(batch, context))))
+        steps.append(StepObservation(batch, context, 0, jitter(costs.decode_step_seconds(batch, context))))
         tokens, sequences = int(generator.integers(10, 4000)), int(generator.integers(1, 32))
-        prefill.append((tokens, sequences, jitter(costs.prefill_seconds(tokens, sequences))))
+        beside = costs.decode_step_seconds(batch, context) + PREFILL + tokens * PREFILL_TOKEN
+        steps.append(StepObservation(batch, context, tokens, jitter(beside)))
         score.append((tokens, sequences, jitter(costs.score_seconds(tokens, sequences))))
         volume = int(generator.integers(1, 10**8))
         migration.append((volume, jitter(costs.migration_seconds(volume))))
-    return decode, prefill, score, migration, [jitter(costs.swap_in_seconds()) for _ in range(9)]
+    return steps, score, migration, [jitter(costs.swap_in_seconds()) for _ in range(9)]
 
 
 def test_fit_recovers_the_costs_and_a_file_keeps_them(tmp_path):
@@ -41,6 +44,8 @@ def test_fit_recovers_the_costs_and_a_file_keeps_them(tmp_path):
     exact = MeasuredCost.fit(*observe(true, noise=0.0))
     decode = exact.decode
     assert decode.constant == pytest.approx(10e-3) and decode.slopes == pytest.approx((1e-3, 1e-6))
+    prefill = exact.prefill  # of prompts, whose tokens are their context
+    assert prefill.constant == pytest.approx(13e-3) and prefill.slopes == pytest.approx((101e-6, 1e-3))
     assert exact.migration.constant == pytest.approx(1e-3) and exact.swap_in == pytest.approx(0.5)
     noisy = MeasuredCost.fit(*observe(true, noise=0.05))
     assert "decode" in str(noisy) and "x batch" in str(noisy)
@@ -64,17 +69,21 @@ def test_a_fit_is_non_negative_and_no_worse_than_a_constant(rows):
 
 def test_one_observation_is_enough_and_none_is_not():
     one = MeasuredCost.fit(
-        [DecodeObservation(4, 400, 0.02)],
-        [(100, 4, 0.01)],
+        [StepObservation(4, 400, 0, 0.02), StepObservation(4, 100, 100, 0.01)],
         [(100, 4, 0.03)],
         [(1000, 0.001)],
         [0.2],
     )
     assert one.decode_step_seconds(4, 400) == pytest.approx(0.02)
+    assert one.prefill_seconds(100, 4) == pytest.approx(0.01)
     with pytest.raises(InputError, match="no migration observation"):
-        MeasuredCost.fit(*observe(linear_cost(), 0.0)[:3], [], [0.1])
+        MeasuredCost.fit(*observe(linear_cost(), 0.0)[:2], [], [0.1])
+    for kind in (False, True):
+        steps, *rest = observe(linear_cost(), 0.0)
+        with pytest.raises(InputError, match=f"no {('prefill', 'decode')[kind]} step to fit costs to"):
+            MeasuredCost.fit([step for step in steps if (step.prefill_tokens > 0) is kind], *rest)
     with pytest.raises(InputError, match="seconds of a swap_in observation must be in"):
-        MeasuredCost.fit(*observe(linear_cost(), 0.0)[:4], [float("nan")])
+        MeasuredCost.fit(*observe(linear_cost(), 0.0)[:3], [float("nan")])
 
 
 def test_graphs_and_the_reward_function_are_optional_in_a_file():

@@ -8,7 +8,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.costs.forms.form import DecodeRow
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.costs.speculation import DecodeObservation, GuessRows, Speculation, fit_decode
+from rlhfuse.costs.speculation import GuessRows, Speculation, StepObservation, fit_steps
 
 ROWS = 16
 
@@ -17,24 +17,26 @@ def plain(batch: int, context: int) -> float:
     return 1e-3 + 2e-5 * batch + 1e-7 * context
 
 
-def steps(count: int, accepted_of: float, seed: int = 0) -> list[DecodeObservation]:
+def steps(count: int, accepted_of: float, seed: int = 0) -> list[StepObservation]:
     """Up to ROWS rows a step; of a sequence's guesses this share is drawn on average."""
     rng, found = random.Random(seed), []
     for _ in range(count):
         batch, context = rng.randint(1, 24), rng.randint(50, 4000)
         guesses = max(0, ROWS - batch)
         accepted = sum(rng.random() < accepted_of for _ in range(guesses))
-        found.append(DecodeObservation(batch, context, plain(batch, context) + 3e-5 * guesses, guesses, accepted))
+        found.append(StepObservation(batch, context, 0, plain(batch, context) + 3e-5 * guesses, guesses, accepted))
     return found
 
 
-def measured(decode: list[DecodeObservation]) -> MeasuredCost:
-    tokens = [(100, 1, 0.01)]
-    return MeasuredCost.fit(decode, tokens, tokens, [(0, 0.0)], [0.0])
+PREFILLS = [StepObservation(1, tokens, tokens, plain(1, tokens) + 1e-4 * tokens) for tokens in (64, 100)]
+
+
+def measured(decode: list[StepObservation]) -> MeasuredCost:
+    return MeasuredCost.fit([*decode, *PREFILLS], [(100, 1, 0.01)], [(0, 0.0)], [0.0])
 
 
 def test_a_steps_parts_are_found_again():
-    line, found = fit_decode(steps(3000, 0.2))
+    line, _, found = fit_steps([*steps(3000, 0.2), *PREFILLS])
     assert found is not None and found.guess_seconds == pytest.approx(3e-5, rel=1e-6)
     assert line(3, 1000) == pytest.approx(plain(3, 1000), rel=1e-6)
     for batch in (1, 4, 8, 15):
@@ -60,8 +62,8 @@ def test_predicted_seconds_of_a_generation_are_those_that_it_takes():
 
 
 def test_without_guesses_nothing_changes():
-    observed = [DecodeObservation(s.batch, s.context_tokens, plain(s.batch, s.context_tokens)) for s in steps(200, 0)]
-    line, found = fit_decode(observed)
+    observed = [StepObservation(s.batch, s.context_tokens, 0, plain(s.batch, s.context_tokens)) for s in steps(200, 0)]
+    line, _, found = fit_steps([*observed, *PREFILLS])
     assert found is None
     costs = measured(observed)
     assert costs.decode_step_seconds(5, 900) == line(5, 900)
@@ -78,9 +80,9 @@ def test_more_sequences_share_the_rows_and_the_largest_flat_batch_falls():
 
 
 def test_a_last_sample_that_is_hard_to_guess_stands_for_few_batches():
-    hard = [DecodeObservation(1, 300, 1e-3, 4, 0)] * 150
-    easy = [DecodeObservation(batch, 300 * batch, 1e-3, 12, 4) for batch in range(3, 7)] * 150
-    _, found = fit_decode([*hard, *easy])
+    hard = [StepObservation(1, 300, 0, 1e-3, 4, 0)] * 150
+    easy = [StepObservation(batch, 300 * batch, 0, 1e-3, 12, 4) for batch in range(3, 7)] * 150
+    found = fit_steps([*hard, *easy, *PREFILLS]).speculation
     assert found is not None and min(found.tokens[2:]) > 1.5
     assert list(found.tokens) == sorted(found.tokens, reverse=True)
 
@@ -104,7 +106,7 @@ def run_steps(rows: GuessRows, batch: int, count: int, seconds: float, accepted:
         guesses = bool(rows.rows(batch))
         guessed += guesses
         took = seconds if guesses else 1.0
-        rows.observe(DecodeObservation(batch, 100 * batch, took, 2 * batch * guesses, accepted * guesses), guesses)
+        rows.observe(StepObservation(batch, 100 * batch, 0, took, 2 * batch * guesses, accepted * guesses), guesses)
         spent += took
         tokens += batch + accepted * guesses
     return tokens / batch / spent, guessed
@@ -143,7 +145,7 @@ def test_what_is_looked_for_in_vain_is_turned_off():
         searches += searched
         guessed = searched and searches % 3 == 0
         seconds = 1.5 if guessed else 1.2 if searched else 1.0
-        rows.observe(DecodeObservation(8, 800, seconds, 8 * guessed, 5 * guessed), searched)
+        rows.observe(StepObservation(8, 800, 0, seconds, 8 * guessed, 5 * guessed), searched)
         spent += seconds
     assert spent < 1.02 * 2000 and searches < 60
     assert "they make a step take 1.27 times as long and give 1.16 times the tokens" in rows.take_news()
@@ -173,5 +175,5 @@ def test_ranks_that_measure_differently_do_the_same(accepted):
         searched = bool(asked[0])
         for rank, rows in enumerate((first, other)):
             seconds = (1.0 + rank * (step % 7)) * (1.5 if searched else 1.0)
-            rows.observe(DecodeObservation(4, 400, seconds, searched, accepted * searched), searched)
+            rows.observe(StepObservation(4, 400, 0, seconds, searched, accepted * searched), searched)
     assert any(told) == (accepted < 8) and waited[0] == waited[1] and len(told) < 500 / 7

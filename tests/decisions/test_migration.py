@@ -45,6 +45,12 @@ def test_destination_count(threshold, bs_max, sample, capacity, instances, expec
         destination_count(threshold, bs_max, sample, capacity, 1)  # has no one to free
 
 
+def test_samples_that_pause_share_an_instance():
+    """Half of their time: half as many instances, and no fewer than one."""
+    for share, expected in ((1.0, 8), (0.5, 4), (0.01, 1)):
+        assert destination_count(64, 8, 1.0, 100.0, 16, share) == expected
+
+
 def test_the_fullest_stay_and_the_others_are_dealt_by_blocks():
     states = [
         *(UnfinishedSample(i, 0, 32, 32) for i in range(3)),  # 6 blocks

@@ -20,6 +20,7 @@ from rlhfuse.monitor.heartbeat import (
     PeerTable,
     ProcessName,
     Waiting,
+    WaitingOutside,
     process_status,
 )
 from rlhfuse.monitor.watchdog import PEERS_PER_TICK, Watchdog
@@ -149,6 +150,8 @@ def test_waiting_is_no_progress_and_who_does_not_wait_is_named():
     assert verdict.report == "no rank made progress for 101 s; rank 1 (pid 7 on far) is in: generation step 3"
     peers.note(beat(1, counter=102, progress=7).now_in(Waiting("gather")), 102)
     assert peers.verdict(102).report.endswith("; all wait for each other")
+    peers.note(beat(1, counter=102, progress=7).now_in(WaitingOutside("tool f of sample 3")), 102)
+    assert peers.verdict(102).report.endswith("; rank 1 (pid 7 on far) is in: tool f of sample 3")
     peers.note(idle.now_in("training"), 103)
     assert peers.verdict(103) is None
     for still in (beat(1, progress=7), idle.now_in("training")):

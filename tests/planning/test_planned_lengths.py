@@ -5,10 +5,12 @@ import math
 import statistics
 
 import pytest
-from testkit.four_ranks import config
+from testkit.four_ranks import config, drafted, run
+from testkit.sim_helpers import long_tail, with_turns
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.planning.planned_lengths import QUANTILES, PlannedLengths, assumed_lengths
+from rlhfuse.planning.price import price_generation
 from rlhfuse.simulator.lengths import SampleLengths
 
 
@@ -74,3 +76,17 @@ def test_what_is_assumed_is_said():
 def test_lengths_that_cannot_be_read_are_refused_by_their_key(tmp_path):
     with pytest.raises(InputError, match="parallel.lengths=/nowhere.csv: /nowhere.csv does not exist"):
         lengths_of(config(parallel__lengths="/nowhere.csv"))
+
+
+def test_pauses_of_a_past_run_are_in_the_plan(tmp_path):
+    """Generation takes longer, and fewer instances hold what is unfinished."""
+    past = with_turns(long_tail(64, longest=256), 0, seconds=0.1)
+    row = {"lengths/prompt": past.prompt, "lengths/output": past.output}
+    drafts = []
+    for name, more in (("plain", {}), ("tools", {"lengths/turns": past.turns})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row | more))
+        drafts.append(drafted(run(parallel__lengths=str(tmp_path / name))))
+    plain, tools = drafts
+    assert tools.generation.limits.active_share < plain.generation.limits.active_share == 1
+    assert price_generation(tools).serial > price_generation(plain).serial + 0.1

@@ -13,11 +13,14 @@ from rlhfuse.parallel.optimizer import StepResult
 from rlhfuse.run.iteration_metrics import (
     IterationStats,
     fusion_metrics,
+    lengths_of,
     memory_metrics,
     mfu_metrics,
     spared_metrics,
     training_metrics,
+    turn_metrics,
 )
+from rlhfuse.simulator.lengths import Turn
 
 SECONDS = {"timing_s/train": 4.0, "fusion/gen_infer_seconds": 2.0, "timing_s/step": 10.0}
 
@@ -71,3 +74,14 @@ def test_memory_is_that_of_the_fullest_rank():
         "perf/peak_memory_gb/generation": 3.0,
         "perf/max_memory_allocated_gb": 3.0,
     }
+
+
+def test_turns_are_told_where_there_are_tools():
+    """By sample id, in order of the batch."""
+    batch = batch_of([0.0, 1.0])
+    assert turn_metrics(batch, GenInferReport()) == {} and lengths_of(batch).turns == ()
+    first, second = batch.sample_ids.tolist()
+    tokens = batch.response_lengths.tolist()
+    turns = {second: [[tokens[1], 0.0, 0]], first: [[tokens[0], 0.0, 0]]}
+    assert turn_metrics(batch, GenInferReport(turns=turns)) == {"lengths/turns": [turns[first], turns[second]]}
+    assert lengths_of(batch, turns=turns).turns == ((Turn(tokens[0], 0.0, 0),), (Turn(tokens[1], 0.0, 0),))

@@ -7,15 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from testkit.four_ranks import planned, run
-from testkit.sim_helpers import limits, linear_cost, long_tail
+from testkit.sim_helpers import limits, linear_cost, long_tail, with_turns
 
 from rlhfuse.base.files import write_json
 from rlhfuse.base.time_budget import TimeBudget
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
-from rlhfuse.fusion.inter.report import OBSERVED
+from rlhfuse.fusion.inter.report import OBSERVED, GenInferReport
 from rlhfuse.parallel.device import choose_device
+from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.run.threshold_controller import (
     LOOK_SHARE,
     WORTH_MOVING,
@@ -26,21 +27,31 @@ from rlhfuse.run.threshold_controller import (
 from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.threshold import sweep_threshold
 
+PREFILL = [1, 10, 10, 1e-3]  # a step
+
 
 def control(config):
     config = resolve_device(config)
     return ThresholdController(config, planned(config), choose_device("cpu", 0, 1))
 
 
-def observe(controller, number, lengths=None, **observed) -> str:
+def observe(controller, number, lengths=None, turns=None, **observed) -> str:
     """Show it an iteration in which every step of one sequence took a millisecond, or what is `observed` by kind."""
-    rows = {"decode": [1, 10, 1e-3], "prefill": [10, 1, 1e-3]}
+    rows = {"step": [1, 10, 0, 1e-3]}
     rows |= {"score": [10, 1, 1e-3], "load": [1e-3], "migration": [100, 1e-3]}
     rows |= {"meeting": [3e-3], "release": [2e-3], "reward": [4, 1, 0.2], "capture": [4, 0.1], "pause": [0.2, 9]}
     assert set(rows) == set(OBSERVED)
     lengths = lengths or long_tail(64, longest=256)
-    batch = SimpleNamespace(prompt_lengths=torch.tensor(lengths.prompt), response_lengths=torch.tensor(lengths.output))
-    report = SimpleNamespace(observations={kind: [row] for kind, row in rows.items()} | observed)
+    batch = RolloutBatch.from_rollouts(
+        [
+            Rollout(number, (1,) * prompt, (1,) * output, torch.zeros(output), "stop")
+            for number, (prompt, output) in enumerate(zip(lengths.prompt, lengths.output))
+        ]
+    )
+    steps = {"step": [rows["step"], PREFILL]}
+    report = GenInferReport(
+        turns=turns or {}, observations={kind: [row] for kind, row in rows.items()} | steps | observed
+    )
     return controller.observe(number, report, batch)
 
 
@@ -101,6 +112,18 @@ def test_it_remembers_what_recording_a_graph_took(alone):
     assert restored(learning, "capture")._costs.capture_seconds() == pytest.approx(0.1)
 
 
+def test_pauses_of_its_samples_are_simulated_and_kept(alone):
+    """Of two thirds of their time samples wait: fewer instances hold as many."""
+    lengths = with_turns(long_tail(64, longest=256), 0, seconds=0.2)
+    turns = {number: [list(turn) for turn in own] for number, own in enumerate(lengths.turns)}
+    paused, plain = control(run()), control(run())
+    observe(paused, 0, lengths, turns)
+    observe(plain, 0, lengths)
+    assert paused._lengths[0] == lengths and plain._lengths[0] == replace(lengths, turns=())
+    assert paused.limits.active_share < 0.5 and plain.limits.active_share == 1
+    assert restored(paused)._lengths[0] == lengths and restored(paused).limits == paused.limits
+
+
 def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypatch):
     """The first two iterations, and then when a hundred times what a look took has passed; costs follow each time."""
     followed = control(run())
@@ -145,7 +168,7 @@ def test_iterations_without_a_decode_step_keep_the_line_of_those_before(alone):
     observe(followed, 0)
     before = followed._costs
     for number in range(1, 8):
-        assert "warning" not in observe(followed, number, replace(long_tail(64), output=(1,) * 64), decode=[])
+        assert "warning" not in observe(followed, number, replace(long_tail(64), output=(1,) * 64), step=[PREFILL])
         for work in ((1, 30), (4, 900)):
             assert followed._costs.decode_step_seconds(*work) == pytest.approx(before.decode_step_seconds(*work))
     restored(followed)
@@ -154,7 +177,7 @@ def test_iterations_without_a_decode_step_keep_the_line_of_those_before(alone):
 def test_nothing_that_was_ever_seen_keeps_the_costs_of_the_plan(alone):
     followed = control(run())
     before = followed._costs
-    assert "warning" not in observe(followed, 0, decode=[], score=[], load=[])
+    assert "warning" not in observe(followed, 0, step=[PREFILL], score=[], load=[])
     assert followed._costs.decode_step_seconds(1, 64) == pytest.approx(before.decode_step_seconds(1, 64), rel=0.5)
     assert followed._costs.score_seconds(512, 8) == pytest.approx(before.score_seconds(512, 8), rel=0.5)
     assert followed._costs.swap_in_seconds() == before.swap_in_seconds()

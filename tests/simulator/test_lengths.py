@@ -10,7 +10,7 @@ from testkit.paths import shared_data
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.decisions.group_selection import BEGUN
-from rlhfuse.simulator.lengths import RECENT_ITERATIONS, SPARED, SampleLengths, load_lengths
+from rlhfuse.simulator.lengths import RECENT_ITERATIONS, SPARED, TURNS, SampleLengths, Turn, load_lengths
 
 
 def write(path: Path, text: str) -> str:
@@ -62,6 +62,20 @@ def test_parquet(tmp_path):
         ("a.jsonl", '{"output_length": true}\n', ":1: output_length is True"),
         ("a.jsonl", '{"lengths/output": [4, 5], "lengths/prompt": [1]}\n', "1 values of lengths/prompt but 2"),
         ("a.jsonl", '{"output_length": 1e300}', "at least 1 is needed, 2147483647 at most"),
+        (
+            "a.jsonl",
+            '{"lengths/output": [4], "lengths/turns": [[[4, 0, 0]], []]}\n',
+            ":1: lengths/turns is .*1 lengths, but",
+        ),
+        (
+            "a.jsonl",
+            '{"lengths/output": [4], "lengths/turns": [[[3, 0, 0]]]}\n',
+            ":1: lengths/turns is .*a response of 4 tokens",
+        ),
+        ("a.jsonl", '{"lengths/output": [4], "lengths/turns": [[[2, 1, 2]]]}\n', "that ends with drawn ones"),
+        ("a.jsonl", '{"lengths/output": [4], "lengths/turns": [[[2, -1, 1], [1, 0, 0]]]}\n', "a pause of -1 s"),
+        ("a.jsonl", '{"lengths/output": [4], "lengths/turns": [[[4, 0]]]}\n', ":1: lengths/turns is "),
+        ("a.jsonl", '{"lengths/output": [4], "lengths/turns": 4}\n', ":1: lengths/turns is 4"),
         ("a.txt", "4\n", "of no known kind; use one of .jsonl, .jsonl.gz, .json, .csv, .parquet"),
     ],
 )
@@ -135,3 +149,31 @@ def test_a_run_that_filtered_groups_says_how_many_it_began(tmp_path):
     assert load_lengths(tmp_path).begun == 1.5, "by the last iterations"
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row))
     assert load_lengths(tmp_path).begun == 1
+
+
+def test_turns_belong_to_whole_samples(tmp_path):
+    """Of iterations without tools each response is one turn; a cut one ends with what was drawn."""
+    several = [[[2, 0.5, 3], [5, 0.0, 0]], [[4, 0.0, 0]]]
+    rows = [{"lengths/output": [7], "lengths/prompt": [1]}]
+    rows += [{"lengths/output": [10, 4], "lengths/prompt": [2, 3], TURNS: several}]
+    rows += [{"lengths/output": [8], "lengths/prompt": [4]}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lengths = load_lengths(tmp_path).lengths
+    first = Turn(2, 0.5, 3), Turn(5, 0.0, 0)
+    assert lengths.turns == ((Turn(7, 0.0, 0),), first, (Turn(4, 0.0, 0),), (Turn(8, 0.0, 0),))
+    assert lengths.drawn == (7, 7, 4, 8)
+    (drawn,) = lengths.draw(50, 1, seed=0)
+    kinds = set(zip(drawn.prompt, drawn.output, drawn.turns))
+    assert kinds == set(zip(lengths.prompt, lengths.output, lengths.turns))
+    for most, turns, output in (
+        (6, (first[0], Turn(1, 0.0, 0)), 6),
+        (5, (Turn(2, 0.0, 0),), 2),
+        (1, (Turn(1, 0.0, 0),), 1),
+    ):
+        cut = lengths.clip(9, most)
+        assert (
+            cut.turns[1] == turns and cut.output[1] == output and cut.clipped == sum(o > most for o in lengths.output)
+        )
+    plain = SampleLengths((1,), (9,))
+    assert SampleLengths.joined((plain, lengths)).turns == ((Turn(9, 0.0, 0),), *lengths.turns)
+    assert SampleLengths.joined((plain, plain)).turns == () and plain.drawn == (9,)

@@ -3,49 +3,11 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from run_report.timeline import simulate_gen_infer
 from testkit.profiles import examples, share
 from testkit.sim_helpers import lengths_strategy, limits, tight
-from testkit.step_by_step import StepByStep
+from testkit.step_by_step import both, exact_costs
 
-from rlhfuse.costs.cost_model import RewardCost
-from rlhfuse.costs.fits import Line
-from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.simulator.lengths import SampleLengths
-
-TICK = 2.0**-20  # all costs are whole multiples of it, so every sum of them is exact
-
-
-def exact_costs(swap_in: int, per_token: int, reward: int = 0, at_once: int = 1, release: int | None = None):
-    return MeasuredCost(
-        decode=Line(10000 * TICK, (1000 * TICK, 2 * TICK)),
-        prefill=Line(2048 * TICK, (128 * TICK, 0.0)),
-        score=Line(4096 * TICK, (per_token * TICK, 64 * TICK)),
-        migration=Line(1024 * TICK, (TICK,)),
-        swap_in=swap_in * TICK,
-        meeting=3072 * TICK,
-        release=(swap_in // 2 if release is None else release) * TICK,
-        reward=RewardCost(reward * TICK, at_once) if reward else None,
-    )
-
-
-def both(lengths, instances, costs, lim, threshold):
-    """The time line and what takes every step; they must agree."""
-    threshold = min(threshold, len(lengths))
-    line = simulate_gen_infer(lengths, instances, costs, lim, threshold)
-    slow = StepByStep(lengths, instances, costs, lim, threshold).run()
-    assert line.plan == slow.plan
-    assert dict(enumerate(line.sample_seconds)) == slow.ended
-    assert line.total_seconds == slow.total
-    spans = [(span.instance, span.kind, span.start, span.end) for span in line.spans if span.kind != "idle"]
-    assert sorted(spans) == sorted(span for span in slow.spans if span[2] < span[3])
-    assert sum(count for _, count in slow.scored) == len(lengths)
-    scored = max([*slow.ended.values(), *(end for end, _ in slow.scored)])
-    assert line.reward_seconds == slow.total - scored
-    assert line.scored_before_generation_end == sum(
-        count for end, count in slow.scored if end <= line.generation_seconds and line.plan
-    )
-    return line
 
 
 @examples(150)

@@ -1,5 +1,7 @@
 """Values shared by the simulator's tests: a linear cost model, limits, lengths and hypothesis strategies."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 from run_report.timeline import GenInferTimeline, InstanceSpan
@@ -8,7 +10,7 @@ from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.simulator.instance_limits import InstanceLimits
-from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.lengths import SampleLengths, Turn
 
 
 def linear_cost(swap_in: float = 0.5, score_token: float = 1e-3, reward: float | None = None) -> MeasuredCost:
@@ -60,6 +62,21 @@ def long_tail(samples: int, seed: int = 0, longest: int = 200) -> SampleLengths:
 def lengths_strategy(most: int = 24):
     pairs = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=most)
     return pairs.map(lambda rows: SampleLengths(tuple(p for p, _ in rows), tuple(o for _, o in rows)))
+
+
+def with_turns(
+    lengths: SampleLengths, seed: int, most: int = 4, seconds: float = 0.5, tick: float = 2.0**-20
+) -> SampleLengths:
+    """Responses cut at random into up to so many turns, with pauses of whole ticks around so many `seconds`."""
+    draw, turns = np.random.default_rng(seed), []
+    for tokens in lengths.output:
+        count = int(draw.integers(0, min(most, (tokens + 1) // 2))) if tokens > 2 else 0  # calls
+        cuts = sorted(draw.choice(np.arange(1, tokens), 2 * count, replace=False).tolist())
+        drawn = [end - start for start, end in zip((0, *cuts[1::2]), (*cuts[::2], tokens))]
+        observed = [end - start for start, end in zip(cuts[::2], cuts[1::2])]
+        pauses = [round(2 * seconds * float(draw.random()) / tick) * tick for _ in observed]
+        turns.append((*map(Turn, drawn, pauses, observed), Turn(drawn[-1], 0.0, 0)))
+    return replace(lengths, turns=tuple(turns))
 
 
 def spans_of(line: GenInferTimeline, instance: int) -> list[InstanceSpan]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -22,17 +22,18 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import read_json
 from rlhfuse.config.spec import DeviceKind
 from rlhfuse.costs.fits import Line
-from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import load_measured_cost
 from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.monitor.trace import Span
+from rlhfuse.planning.draft import priced_limits
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.planning.training.training_orders import RULES
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
-from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.instance_limits import InstanceLimits
+from rlhfuse.simulator.lengths import TURNS, SampleLengths, read_turns
 
 PHASES = ("reshard", "gen", "infer", "adv", "train", "step")  # as in the metrics timing_s/*
 PARTS = PHASES[:-1]
@@ -74,7 +75,7 @@ class Forecaster:
         edges = [_edges(spans) for spans in self._traced.values()] or [(0.0, 0.0)]
         # before the first decode step of generation with inference, and after the last score
         self._start, self._gather = (statistics.median(seconds) for seconds in zip(*edges))
-        self._timelines: dict[tuple[int, int, int], GenInferTimeline] = {}
+        self._timelines: dict[tuple[int, int, InstanceLimits], GenInferTimeline] = {}
 
     @property
     def iterations(self) -> tuple[int, ...]:
@@ -119,11 +120,10 @@ class Forecaster:
         """Generation and inference of row `index`'s setting with the lengths of row `lengths_of`."""
         threshold = 0 if serial else self._rows[index]["fusion/threshold"]
         before = _lengths(self._rows[max(0, index - 1)])
-        limits = self._plan.generation.limits
-        bs_max = self._bs_max or largest_flat_batch(self._costs, before.median_context, limits.max_sequences)
-        key = lengths_of, threshold, bs_max
+        limits = priced_limits(self._bs_max, self._plan.generation.limits, self._costs, before)
+        key = lengths_of, threshold, limits
         if key not in self._timelines:
-            setting = self._plan.batch.instances, self._costs, replace(limits, bs_max=bs_max)
+            setting = self._plan.batch.instances, self._costs, limits
             self._timelines[key] = simulate_gen_infer(_lengths(self._rows[lengths_of]), *setting, threshold)
         return self._timelines[key]
 
@@ -233,7 +233,8 @@ def _trained_tokens(row: Row) -> float:
 
 
 def _lengths(row: Row) -> SampleLengths:
-    return SampleLengths(tuple(row["lengths/prompt"]), tuple(row["lengths/output"]))
+    turns = read_turns(row.get(TURNS, ()))
+    return SampleLengths(tuple(row["lengths/prompt"]), tuple(row["lengths/output"]), turns=turns)
 
 
 def _edges(spans: Sequence[Span]) -> tuple[float, float]:

@@ -42,7 +42,8 @@ def iteration_figure(spans: Sequence[Span], title: str = "") -> Figure:
                 for span in spans
                 if span.kind == kind and span.rank == rank and GROUPS.index(span.group) == group
             ]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.3)
+            bottom, thickness = row - 0.4, 0.15 if kind == "call" else 0.8  # calls of tools run beside the rest
+            axes.broken_barh(bars, (bottom, thickness), facecolors=colour, edgecolors="white", linewidth=0.3)
     both = len({group for group, _ in rows}) > 1
     labels = [f"rank {rank}" + (f" {GROUPS[group]}" if both else "") for group, rank in rows]
     axes.set_yticks(range(len(rows)), labels)

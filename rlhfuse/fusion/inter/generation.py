@@ -108,7 +108,7 @@ class Generation:
             if self._pauses:
                 self._pauses.deliver(*announced.pass_on(self._pauses.announce()))
                 if not self.engine.has_unfinished():
-                    self.progress(Waiting(f"generation of the long tail: {self._pauses.doing()}"))
+                    self.progress(self._pauses.waiting("generation of the long tail"))
                     time.sleep(IDLE_SECONDS)
                     continue
             self.progress(f"generation of the long tail: {self.engine.samples} samples left here")
@@ -143,11 +143,7 @@ class Generation:
             return
         # From boundary to boundary: small models spend a good part of their time between the engine's steps.
         seconds = stats.seconds + time.perf_counter() - step_start - self._in_engine
-        if stats.prefill_tokens:
-            self.events.observe("prefill", stats.prefill_tokens, stats.batch, seconds)
-        else:
-            guesses = stats.guessed_tokens, stats.accepted_tokens
-            self.events.observe("decode", stats.batch, stats.context_tokens, seconds, *guesses)
+        self.events.observe("step", *stats.observation()._replace(seconds=seconds))
 
     def _report_finished(self, count: int, samples: Sequence[bytes] = ()) -> None:
         start = time.perf_counter()
@@ -165,9 +161,10 @@ class Generation:
             known = f", {finished} of {self.total} samples finished"
             decided = self._decide(threshold, finished)
         doing = f"generation: step {steps}{known}"
-        if not decoded:
-            waits = self._pauses.doing() if self._pauses and self.engine.samples else "nothing left to decode here"
-            doing = Waiting(f"generation: {waits}{known}")
+        if not decoded and self._pauses and self.engine.samples:
+            doing = self._pauses.waiting(doing)
+        elif not decoded:
+            doing = Waiting(f"generation: nothing left to decode here{known}")
         self.progress(doing)
         stop, place, end, answers = decision.pass_on(*decided, self._pauses.announce() if self._pauses else 0)
         if self.stream:

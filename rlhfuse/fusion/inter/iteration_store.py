@@ -107,9 +107,10 @@ class IterationStore:
         return [self._store.get(f"{self._prefix}mail/{instance}/{i}").decode() for i in indices]
 
     def put(self, name: str, data: bytes) -> None:
-        """Leave something under a name that nobody has used; not a number."""
-        self._store.set(f"{self._prefix}put/{self._add('puts', 1) - 1}", name)
+        """Leave something under a name that nobody has used, not a number; afterwards anybody finds it."""
         self._store.set(f"{self._prefix}put/{name}", data)  # pyright: ignore[reportArgumentType]  # knows text only
+        index = self._add("puts", 1) - 1  # its answer comes when what was set before is there
+        self._store.set(f"{self._prefix}put/{index}", name)
 
     def find(self, name: str) -> bytes | None:
         """What was left under a name; None as long as there is nothing."""

@@ -13,7 +13,7 @@ from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.monitor.trace import Span
 from rlhfuse.ppo.rollout import Rollout
 
-OBSERVED = ("decode", "prefill", "score", "load", "migration", "meeting", "release", "reward", "capture", "pause")
+OBSERVED = ("step", "score", "load", "migration", "meeting", "release", "reward", "capture", "pause")
 
 
 @dataclass
@@ -75,8 +75,7 @@ class RankEvents:
 
     Observations are rows of numbers:
 
-    decode      sequences, tokens of context, seconds  a step; guesses in it, and how many of them were drawn
-    prefill     tokens, sequences, seconds             a step that runs prompts
+    step        sequences, tokens of context, tokens of prompts, seconds, guesses, and how many of them were drawn
     score       tokens, samples, seconds               a pack, by all models that there are
     load        seconds                                all models, one after the other
     migration   bytes of keys and values, seconds      from one instance to another

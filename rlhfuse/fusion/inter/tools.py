@@ -16,6 +16,7 @@ from rlhfuse.fusion.inter.report import RankEvents
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
 from rlhfuse.gen.core.sequence import GenerationResult
 from rlhfuse.gen.engine import Engine
+from rlhfuse.monitor.heartbeat import Waiting, WaitingOutside
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ class Tools(Protocol):
         """These samples have come: what others handed over is taken from the store as it comes."""
 
     def waiting(self) -> str:
-        """The call that is under way here for the longest time, as "tool f of sample s, turn 3 (12 s)"; "" if none."""
+        """The call of a sample here, adopted ones too, that is under way for the longest time; "" if there is none.
+
+        As "tool f of sample s, turn 3 (12 s)".
+        """
         ...
 
 
@@ -115,10 +119,11 @@ class Pauses:
         """What was announced is not delivered here: it goes where its samples go, or is announced again."""
         self._ready = []
 
-    def doing(self) -> str:
-        """What all samples here wait for, if they do; of the leader in words of the tools."""
+    def waiting(self, where: str) -> Waiting:
+        """What this rank does while all samples here wait; at the leader with the words of the tools."""
+        told = f"{where}: {len(self._engine.parked)} samples wait for tools"
         call = self._tools.waiting() if self._group.is_leader else ""
-        return f"{len(self._engine.parked)} samples wait for tools" + (f", the first for {call}" if call else "")
+        return WaitingOutside(f"{told}, the first for {call}") if call else Waiting(told)
 
     def _note(self, answer: Answer) -> None:
         """Write down what the leader is about to deliver."""

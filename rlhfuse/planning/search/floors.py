@@ -222,14 +222,15 @@ def _batch_floor(
 ) -> float:
     """What was measured ascends and need not be convex, so that contexts count as the shortest there."""
     convex, most = costs.convex, min(limits.max_sequences, len(batch))
-    counts = [max(0, output - 2) for output in batch.output]  # a prefill makes a token, and one more of what moves
+    ends = [len(own) + 1 for own in batch.turns] or [2] * len(batch)  # a prefill makes a turn's first; one more moves
+    counts = [max(0, drawn - few) for drawn, few in zip(batch.drawn, ends)]
     contexts = [prompt + (count + 1) / 2 for prompt, count in zip(batch.prompt, counts)]
     shortest = min(batch.prompt) + 1.0
-    output, prompt = max(zip(batch.output, batch.prompt))
-    reached = prompt + (output - 1) / 2 if convex else shortest
+    output, prompt, count = max(zip(batch.output, batch.prompt, counts))
+    reached = prompt + (count + 1) / 2 if convex else shortest
     sizes = (1, most) if convex else range(1, most + 1)  # a token is cheapest in the largest batch, alone a step is
     step = min(costs.decode_step_seconds(size, reached if convex else size * shortest) for size in sizes)
-    alone = costs.prefill_seconds(1, 1) + max(0, output - 2) * step + _least_score(costs, prompt + output, replicas)
+    alone = costs.prefill_seconds(1, 1) + count * step + _least_score(costs, prompt + output, replicas)
     context = sum(map(mul, counts, contexts)) / max(1, sum(counts)) if convex else shortest
     decoding = sum(counts) * min(costs.decode_step_seconds(size, size * context) / size for size in sizes)
     bends = (replicas * tokens for tokens in costs.score_bends())  # where a token may cost least

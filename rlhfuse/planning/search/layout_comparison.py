@@ -14,7 +14,7 @@ from rlhfuse.config.auto_layouts import inference_layout
 from rlhfuse.config.role import Role
 from rlhfuse.costs.cost_model import CostModel, RewardCost
 from rlhfuse.costs.measured import MeasuredRatios
-from rlhfuse.costs.speculation import DecodeObservation
+from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.price import Price, price, price_generation, weight_moves
 from rlhfuse.planning.search.search import Ranking
@@ -31,18 +31,20 @@ class SeenIteration:
     """What one iteration took, once kernels were compiled: seconds, and rows as `RankEvents` holds them."""
 
     lengths: SampleLengths
-    decode: Sequence[DecodeObservation]
-    prefill: Sequence[Sequence[float]]  # tokens, sequences, seconds
-    score: Sequence[Sequence[float]]
+    steps: Sequence[StepObservation]
+    score: Sequence[Sequence[float]]  # tokens, sequences, seconds
     training: float
     moves: float
     reward: RewardCost | None
 
     def ratios(self, costs: CostModel, predicted: Price) -> MeasuredRatios:
         """To `costs`, and to the price that they give an iteration of these lengths in the layouts that ran."""
-        steps = [(s.seconds, costs.decode_step_seconds(s.batch, s.context_tokens), s) for s in self.decode]
-        generation = [(seconds, plain * (1 + s.accepted / s.batch)) for seconds, plain, s in steps]
-        generation += [(seconds, costs.prefill_seconds(tokens, count)) for tokens, count, seconds in self.prefill]
+        generation = []
+        for step in self.steps:
+            seconds = costs.decode_step_seconds(step.batch, step.context_tokens) * (1 + step.accepted / step.batch)
+            if step.prefill_tokens:
+                seconds = costs.prefill_seconds(step.prefill_tokens, step.batch)
+            generation.append((step.seconds, seconds))
         scores = [(seconds, costs.score_seconds(tokens, count)) for tokens, count, seconds in self.score]
         training = predicted.schedules + predicted.steps + predicted.offload
         return MeasuredRatios(

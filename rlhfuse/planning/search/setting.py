@@ -130,7 +130,7 @@ class Setting:
     def limits(self, table: Table, costs: CostModel) -> InstanceLimits:
         """With room for all samples of an instance."""
         cache = InstanceCache.of(self.config, table.generation.dp)
-        return instance_limits(self.run, cache, costs, self.inputs.lengths.samples.median_context)
+        return instance_limits(self.run, cache, costs, self.inputs.lengths.samples)
 
     def generation_bytes(self, table: Table, limits: InstanceLimits) -> GenerationBytes:
         """Bytes of generation on every rank."""

@@ -1,4 +1,4 @@
-"""A rank that dies while samples move, one that is stuck while another idles, a sample without a reward.
+"""A rank that dies while samples move, one that is stuck while another idles, a sample without a reward, or a tool.
 
 The job ends and says why. Two real processes under the watchdog; the fault is set off by the test's own progress
 function.
@@ -12,7 +12,9 @@ from dataclasses import replace
 import pytest
 from testkit.inter_stage_case import Case, MeanTokenReward, inter_stage, write_models
 from testkit.own_ranks import OwnRanks, StoodClock
+from testkit.scripted_tools import ScriptedTools, ToolCase
 
+from rlhfuse.fusion.inter.tools import Answer
 from rlhfuse.monitor.heartbeat import Limits
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -25,7 +27,15 @@ FAULTS = {  # R_t, which ranks meet the fault, and at which words
     "stuck in the tail": (6, (0, 1), "generation of the long tail"),
     "stuck in scoring": (0, (1,), "inference: 0 of"),
     "stuck in fused scoring": (6, (0, 1), "inference: pack"),
+    "a tool's fault": (6, (1,), "generation: step"),
+    "no answer": (0, (0, 1), "7 of 8 samples finished: 1 samples wait for tools, the first for tool f of sample 1002"),
+    "no answer in the tail": (1, (0, 1), "long tail: 1 samples wait for tools, the first for tool f of sample 1002"),
 }
+
+
+class FaultyTools(ScriptedTools):
+    def answers(self) -> list[Answer]:
+        raise ConnectionError("a made-up fault of a tool")
 
 
 def work(rank: int, own_store, folder, models: dict, fault: str) -> None:
@@ -34,11 +44,11 @@ def work(rank: int, own_store, folder, models: dict, fault: str) -> None:
     from rlhfuse.monitor import watchdog as module
 
     threshold, ranks, words = FAULTS[fault]
-    struck, stuck = folder / "struck", fault.startswith("stuck")
+    struck, stuck, waits = folder / "struck", fault.startswith("stuck"), fault.startswith("no answer")
 
     def progress(text: str) -> None:
         watchdog.progress(text)
-        if rank in ranks and text.startswith(words):
+        if rank in ranks and words in text:
             with open(struck, "a") as file:
                 file.write(f"{rank} {os.getpid()}\n")
             if fault == "killed":
@@ -51,8 +61,12 @@ def work(rank: int, own_store, folder, models: dict, fault: str) -> None:
     if fault == "no reward":
         case, rewarder = replace(case, scorers=("reference",)), MeanTokenReward(fails_on=1006)
     stage, *_ = inter_stage(rank, models, case, 0, progress, rewarder, store=store)
+    if waits or fault == "a tool's fault":
+        case = ToolCase((60,) * 8, layout="d2t1p1", inference="d2t1p1", threshold=threshold, silent=1002)
+        tools = FaultyTools if not waits and rank == 1 else ScriptedTools
+        object.__setattr__(stage, "tools", tools(case, store))
     module.time = StoodClock(struck.exists)  # silence before the fault is a busy machine's
-    limits = Limits(hang_seconds=1.5 if stuck else 3600, interval_seconds=0.2)
+    limits = Limits(hang_seconds=1.5 if stuck or waits else 3600, interval_seconds=0.2)
     with module.Watchdog(own_store, rank, WORLD, limits) as watchdog:
         stage.run(0, case.requests(), threshold, case.limits())
         dist.barrier()
@@ -83,6 +97,21 @@ def test_a_sample_without_a_reward_ends_the_job_naming_it(outcome):
     codes, texts = outcome("no reward")
     assert codes == [1, 1]
     assert "RewardError: sample 1006: a made-up failure" in "".join(texts)
+
+
+def test_a_leader_whose_tools_fail_ends_the_job(outcome):
+    codes, texts = outcome("a tool's fault")
+    assert codes == [1, 1]
+    assert "ConnectionError: a made-up fault of a tool" in texts[1] and "watchdog: rank 1" in texts[0], texts
+
+
+@pytest.mark.parametrize("fault", ["no answer", "no answer in the tail"])
+def test_a_tool_that_never_answers_is_named(outcome, fault):
+    codes, texts = outcome(fault)
+    assert codes == [1, 1], texts
+    for text in texts:
+        line = next(line for line in text.splitlines() if line.startswith("watchdog: no rank made progress"))
+        assert " is in: generation" in line and FAULTS[fault][2] in line.partition("; this is rank")[0], texts
 
 
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name.startswith("stuck")])

@@ -1,122 +1,22 @@
 """Samples that wait for tools: the same bits whatever R_t, whoever waits how long, and whether it moves meanwhile."""
 
-import json
 import random
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
 import pytest
 from testkit.gen_models import engine_of
-from testkit.inter_stage_case import Case, clean_up, iterate, write_models
-from testkit.programs import eventually
+from testkit.inter_stage_case import clean_up, iterate, write_models
+from testkit.scripted_tools import HELD, TURNS, ScriptedTools, ToolCase
 
 from rlhfuse.fusion.inter.generation import as_rollout
 from rlhfuse.fusion.inter.report import GenInferReport, RankEvents, joined, turns_of
-from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.inter.tools import Answer, Pauses
 from rlhfuse.gen.core.sequence import SamplingParams
+from rlhfuse.monitor.heartbeat import Waiting, WaitingOutside
 
-STOPS = tuple(range(3, 64, 5))
 LENGTHS = tuple(random.Random(4).choice((8, 15, 30, 60, 120)) for _ in range(20))
-HELD = range(1000, 1020, 3)  # samples whose first answers may come after the barrier alone
-TURNS = 5
-
-
-@dataclass(frozen=True)
-class ToolCase(Case):
-    slowest: float = 0.0  # seconds of a call, at most
-    holds: bool = False
-    failing: int = -1  # sample whose second call fails
-
-    def requests(self) -> list[Request]:
-        turns = dict(turns=True, stop_token_ids=STOPS)
-        return [replace(one, params=replace(one.params, **turns)) for one in super().requests()]
-
-
-class ScriptedTools:
-    """An answer is a function of the turn and of how many calls its sample has made; when it comes is not."""
-
-    def __init__(self, case: ToolCase, store) -> None:
-        self._case, self._store = case, store
-        self._pool, self._lock = ThreadPoolExecutor(32), threading.RLock()
-        self._clock = random.Random(case.slowest)
-        self._calls: dict[int, int] = {}  # the state of each sample: its calls so far
-        self._pending: set[int] = set()
-        self._gone: dict[int, object] = {}  # sample that left in its pause -> the store
-        self._done: dict[int, Answer] = {}
-        self._adopted: dict[int, object] = {}
-        self.handed_over = self.taken_over = 0
-
-    def asks(self, turn, number) -> bool:
-        return number < TURNS and turn[-1] != STOPS[-1]
-
-    def submit(self, sample_id, number, turn, room) -> None:
-        with self._lock:
-            assert self._calls.get(sample_id, 0) == number and 0 <= room < 256
-            self._calls[sample_id] = number + 1
-            self._pending.add(sample_id)
-            self._pool.submit(self._run, sample_id, number, tuple(turn), self._clock.random() * self._case.slowest)
-
-    def _run(self, sample_id, number, turn, seconds) -> None:
-        time.sleep(seconds)
-        if self._case.holds and sample_id in HELD and number == 0:
-            own = self._store.clone()
-            eventually(lambda: own.add("left", 0))
-        rng = random.Random(f"{sample_id} {number} {turn}")
-        tokens = tuple(rng.randrange(64) for _ in range(rng.choice((1, 2, 5, 12))))
-        if failed := (sample_id == self._case.failing and number == 1):
-            tokens = ()
-        with self._lock:
-            self._pending.discard(sample_id)
-            self._done[sample_id] = Answer(sample_id, tokens, failed, seconds)
-            self._send()
-
-    def _send(self) -> None:
-        for sample in self._gone.keys() & self._done.keys():
-            answer = self._done.pop(sample)
-            said = json.dumps([answer.tokens, answer.failed, answer.seconds])
-            self._gone.pop(sample).put(f"answer/{sample}", said.encode())
-
-    def answers(self) -> list[Answer]:
-        with self._lock:
-            for sample, store in [*self._adopted.items()]:
-                if said := store.find(f"answer/{sample}"):
-                    tokens, failed, seconds = json.loads(said)
-                    self._done[sample] = Answer(sample, tuple(tokens), failed, seconds)
-                    self.taken_over += 1
-                    del self._adopted[sample]
-            return list(self._done.values())
-
-    def delivered(self, sample_ids) -> None:
-        with self._lock:
-            for sample in sample_ids:
-                del self._done[sample]
-
-    def hand_over(self, sample_ids, store) -> None:
-        with self._lock:
-            own = store.reconnect()
-            for sample in sample_ids:
-                waits = sample in self._pending or sample in self._done
-                store.put(f"state/{sample}", json.dumps([self._calls.pop(sample, 0), waits]).encode())
-                if waits:
-                    self._gone[sample] = own
-                    self.handed_over += 1
-            self._send()
-
-    def adopt(self, sample_ids, store) -> None:
-        for sample in sample_ids:
-            eventually(lambda: store.find(f"state/{sample}"))
-            self._calls[sample], waits = json.loads(store.find(f"state/{sample}"))
-            if waits:
-                self._adopted[sample] = store
-
-    def waiting(self) -> str:
-        with self._lock:
-            return f"tool f of sample {min(self._pending)}" if self._pending else ""
 
 
 TOOLS: list[ScriptedTools] = []  # of this rank
@@ -304,7 +204,11 @@ def test_what_was_announced_and_not_delivered_stays_an_answer(paused):
 
 
 def test_the_watchdog_is_told_what_all_wait_for(paused):
-    assert paused.pauses.doing() == "2 samples wait for tools, the first for tool f of sample 1, turn 0 (3 s)"
+    waiting = paused.pauses.waiting("generation")
+    assert waiting == "generation: 2 samples wait for tools, the first for tool f of sample 1, turn 0 (3 s)"
+    assert isinstance(waiting, WaitingOutside)
+    paused.tools.waiting = str
+    assert type(paused.pauses.waiting("here")) is Waiting
 
 
 def test_nothing_to_join():

@@ -143,3 +143,21 @@ def test_limits_of_a_sample_and_of_the_step_are_kept():
     assert found[1][:3] == [1, 2, 3]
     for rows in (0, 1):
         assert sum(map(len, propose(guesser, far, rows=rows))) == rows
+
+
+def test_turns_are_counted_and_what_was_observed_between_them_is_not():
+    ours, fresh = guesser_of(50), guesser_of(50)
+    seq = sequence(1, [9], [1, 2])
+    ours.learn(seq)
+    seq.observe([30, 31, 32])
+    draw(seq, 4)
+    propose(ours, seq)
+    draw(seq, 5)
+    ours.learn(seq)
+    fresh.learn(sequence(1, [9], [1, 2]))
+    fresh.learn(sequence(2, [9, 1, 2, 30, 31, 32], [4, 5]))
+    for guesser in (ours, fresh):
+        propose(guesser, sequence(3, [9], [7]))
+    assert ours._used.tolist() == fresh._used.tolist()
+    for mine, theirs in zip(ours._tables, fresh._tables):
+        assert np.array_equal(mine, theirs)

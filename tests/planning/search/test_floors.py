@@ -21,6 +21,7 @@ from testkit.search_cases import (
     with_memory,
     with_profiles,
 )
+from testkit.sim_helpers import with_turns
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.fits import Line
@@ -144,7 +145,7 @@ def measured_cost(rng: random.Random) -> MeasuredCost:
 @pytest.mark.parametrize("kind", ["analytic", "measured", "profiled"])
 @pytest.mark.parametrize("seed", range(share(12)))
 def test_generation_is_never_simulated_below_its_floor(seed, kind, tmp_path):
-    """Any R_t, room for few or many sequences and tokens."""
+    """Any R_t, room for few or many sequences and tokens, with pauses and without."""
     rng = random.Random(seed)
     case = random_case(seed)
     if kind == "profiled":
@@ -161,11 +162,12 @@ def test_generation_is_never_simulated_below_its_floor(seed, kind, tmp_path):
         limits, replicas = setting.limits(table, costs), table.generation.tp // table.inference.tp
         if kind == "measured":
             costs = measured_cost(rng)
-        batch = long_tail(rng, rng.randint(1, 24) + instances)
-        floor = generation_floor((batch,), costs, limits, instances, replicas)
-        for threshold in {0, 1, len(batch) // 2, len(batch)}:
-            seconds = simulate_gen_infer(batch, instances, costs, limits, threshold).total_seconds
-            assert 0 < floor <= seconds * ABOVE
+        plain = long_tail(rng, rng.randint(1, 24) + instances)
+        for batch in (plain, with_turns(plain, seed, seconds=1e-3)):
+            floor = generation_floor((batch,), costs, limits, instances, replicas)
+            for threshold in {0, 1, len(batch) // 2, len(batch)}:
+                seconds = simulate_gen_infer(batch, instances, costs, limits, threshold).total_seconds
+                assert 0 < floor <= seconds * ABOVE
 
 
 def test_a_profile_of_one_degree_prices_generation_whatever_trains(tmp_path):

@@ -6,7 +6,7 @@ from testkit.sim_helpers import long_tail
 
 from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.measured import MeasuredRatios
-from rlhfuse.costs.speculation import DecodeObservation
+from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.planning.price import price, price_generation, weight_moves
 from rlhfuse.planning.search.layout_comparison import LayoutComparison, SeenIteration
 
@@ -25,13 +25,11 @@ def seen(draft, **ratios: float) -> SeenIteration:
     """An iteration that took so many times what was predicted of each kind of work."""
     (made, predicted), ratio = at(draft), MeasuredRatios(**ratios)
     costs, step = made.costs, (4, 400)
-    guessed = DecodeObservation(
-        *step, ratio.generation * 2 * costs.decode_step_seconds(*step), 8, 4
-    )  # gains two tokens
+    gained = ratio.generation * 2 * costs.decode_step_seconds(*step)  # two tokens of each
+    prefilled = ratio.generation * costs.prefill_seconds(128, 4)
     return SeenIteration(
         LENGTHS,
-        [guessed],
-        [(128, 4, ratio.generation * costs.prefill_seconds(128, 4))],
+        [StepObservation(*step, 0, gained, 8, 4), StepObservation(4, 128, 128, prefilled)],
         [(300, 3, ratio.inference * costs.score_seconds(300, 3))],
         ratio.training * (predicted.schedules + predicted.steps),
         ratio.moves * predicted.moves,
