@@ -64,7 +64,9 @@ class ToolCaller:
         if leads:
             settings = self._settings
             path, limit = (settings.function_tool_path,), settings.timeout_seconds
-            self._journal = ToolJournal(folder, rank, inputs.config.trainer.resume != "never", settings.replay)
+            begins = inputs.config.trainer.resume == "never"
+            first = None if begins else inputs.resume.iteration if inputs.resume else 0
+            self._journal = ToolJournal(folder, rank, first, settings.replay)
             self._pool = CallPool(ToolSet.load, path, settings.workers, limit, TIMEOUT)
         self._lock = threading.RLock()  # what follows is the main thread's and the mail's
         self._mail: threading.Thread | None = None
