@@ -8,6 +8,7 @@ from rlhfuse.base.errors import InputError, RewardError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
+from rlhfuse.data.tool_set import REWARD
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.run.checkpoint.checkpoint import is_finished
@@ -38,7 +39,7 @@ def check_start(config: RunConfig, ranks: int, tries_reward: bool = True) -> boo
     """
     if not is_finished(config):
         inputs = check_inputs(config, ranks)
-        if tries_reward and config.reward.function:
+        if tries_reward and config.reward.function not in ("", REWARD):
             print(try_reward(inputs), flush=True)
     return device_of(config.trainer) == "cuda"
 

@@ -24,6 +24,7 @@ def check_config(config: RunConfig) -> None:
         _learning_rates,
         _models,
         _ends,
+        _tools,
         _threshold,
         _waits,
         _trainer,
@@ -135,6 +136,18 @@ def _ends(config: RunConfig) -> Iterator[str]:
         yield "rollout.stop holds an empty text, which would end every response; remove it"
 
 
+def _tools(config: RunConfig) -> Iterator[str]:
+    tools, rollout = config.rollout.multi_turn, config.rollout
+    if not tools.enable:
+        if config.reward.function == "get_reward":
+            yield "reward.function=get_reward is an environment's: set rollout.multi_turn.enable=true"
+        return
+    if not tools.function_tool_path:
+        yield "rollout.multi_turn.enable=true: rollout.multi_turn.function_tool_path is not set; give a file of tools"
+    if rollout.ignore_eos and not rollout.stop_token_ids:
+        yield "rollout.multi_turn.enable=true: rollout.ignore_eos=true leaves no token that ends a turn; use false"
+
+
 def _threshold(config: RunConfig) -> Iterator[str]:
     threshold, least, samples = config.fusion.threshold, config.fusion.least_threshold, config.samples_per_iteration
     if least > samples:
@@ -155,6 +168,8 @@ def _waits(config: RunConfig) -> Iterator[str]:
     waits = {"trainer.watchdog_seconds": config.trainer.watchdog_seconds}
     if config.reward.function:
         waits["reward.timeout_seconds"] = config.reward.timeout_seconds
+    if config.rollout.multi_turn.enable:
+        waits["rollout.multi_turn.timeout_seconds"] = config.rollout.multi_turn.timeout_seconds
     if config.fusion.intra_stage == "search" and not config.fusion.schedule:
         waits["fusion.search_seconds"] = config.fusion.search_seconds
     for key, seconds in waits.items():
@@ -259,6 +274,7 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (("algorithm.kl_in",), _kl_weighs_nothing, "algorithm.kl_coef=0"),
     (("parallel.reference_inference",), _has_no(Role.REFERENCE), "reference.path=none"),
     (("rollout.min_tokens",), _nothing_ends, "nothing ends a response but rollout.max_response_tokens"),
+    (("rollout.multi_turn.",), lambda config: not config.rollout.multi_turn.enable, "rollout.multi_turn.enable=false"),
     (FOR_GPUS, lambda config: config.trainer.device == "cpu", "trainer.device=cpu"),
     (("parallel.reward_inference",), _has_no(Role.REWARD), "there is no reward model"),
     (FUNCTIONS, lambda config: not config.reward.function, "reward.function is not set"),

@@ -1,8 +1,8 @@
 """The configuration of a run as frozen models: each key's name, type, range, default and help stand here alone.
 
 `docs/reference/configuration.md` and the JSON schema beside it are generated from these models by
-docs/make/generate_docs.py. Those of the algorithm are in algorithm.py; what several keys must keep together is in
-rules.py.
+docs/make/generate_docs.py. Those of the algorithm and of tools are in algorithm.py and multi_turn.py; what several
+keys must keep together is in rules.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rlhfuse.config.algorithm import AlgorithmConfig
+from rlhfuse.config.multi_turn import MultiTurnConfig
 from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.settings_group import Settings, key
 from rlhfuse.config.values import (
@@ -95,7 +96,11 @@ class ReferenceConfig(Settings):
 
 class RewardConfig(Settings):
     path: PathText = key("", "reward model, a scalar head: Hugging Face folder or hub name; empty = only the function")
-    function: PathText = key("", "module:function or FILE.py:function; empty = only the model")
+    function: PathText = key(
+        "",
+        "module:function or FILE.py:function; empty = only the model; get_reward = that of the environment in "
+        "rollout.multi_turn",
+    )
     signature: Literal["auto", "verl", "trl"] = key(
         "auto", "how the function is called: verl, trl, or auto: as the names of its parameters say"
     )
@@ -158,6 +163,7 @@ class RolloutConfig(Settings):
         "where it can and its sums are right, told at start",
     )
     cuda_graphs: Truth = key(True, "replay decode steps as CUDA graphs (see docs/howto/gpus.md); without effect on CPU")
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
 
 
 class EvalConfig(Settings):

@@ -43,6 +43,8 @@ class RewardCall:
     completions: tuple[str, ...]  # one a sample, as the next
     completion_ids: tuple[tuple[int, ...], ...]
     where: str = ""  # file:line of the row, for messages
+    turns: tuple[Sequence[Mapping[str, Any]], ...] = ()  # chat turns of each completion, where it may have several
+    state: bytes | None = None  # of the environment in which the sample ended
 
     def about(self, name: str, samples: Sequence[int] = ()) -> str:
         """Beginning of a message about the function `name` and `samples` of the call, by default all of them."""
@@ -65,12 +67,7 @@ class RewardFunction:
         source, colon, attribute = name.rpartition(":")
         if not colon or not source or not attribute:
             raise InputError(f"reward.function={name} is not of the form module:function or FILE.py:function")
-        try:
-            module = _from_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-        except InputError:
-            raise
-        except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
-            raise InputError(f"reward.function={name}: {source} cannot be imported ({_describe(error)})") from None
+        module = load_module(source, "reward.function", name)
         function = getattr(module, attribute, None)
         if not callable(function):
             raise InputError(f"reward.function={name}: {source} has no function {attribute}")
@@ -80,6 +77,14 @@ class RewardFunction:
     def is_async(self) -> bool:
         call = type(self.function).__call__ if callable(self.function) else None
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+
+    def about(self, call: RewardCall) -> str:
+        """Beginning of a message about a call."""
+        return call.about(self.name)
+
+    def invoke(self, call: RewardCall) -> Any:
+        """What it returns; of an async function something to await."""
+        return self.function(**self.arguments(call))
 
     def check(self, row: Mapping[str, Any], prompt: str | list[dict[str, str]], where: str) -> None:
         """Raise InputError unless the row has what the signature needs and the function takes it; no call is made."""
@@ -114,7 +119,9 @@ class RewardFunction:
                 "extra_info": call.row.get("extra_info"),
             }
         texts: list[Any] = list(call.completions)
-        if not isinstance(call.prompt, str):
+        if call.turns:
+            texts = [list(turns) for turns in call.turns]
+        elif not isinstance(call.prompt, str):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         offered = {key: [value] * len(texts) for key, value in call.row.items() if key.isidentifier()} | {
             "prompts": [call.prompt] * len(texts),
@@ -126,7 +133,7 @@ class RewardFunction:
             return offered
         return {parameter.name: offered[parameter.name] for parameter in taken if parameter.name in offered}
 
-    def numbers(self, returned: Any, call: RewardCall) -> dict[int, float]:
+    def result(self, returned: Any, call: RewardCall) -> dict[int, float]:
         """Sample id -> score, of what a call gave back. Raises RewardError naming function, sample and row."""
         samples = call.sample_ids
         if self.signature == "trl":
@@ -152,7 +159,9 @@ class RewardFunction:
 
     def failed(self, error: BaseException, call: RewardCall) -> str:
         """A message about an exception that it raised, with the line of the function's file that did."""
-        return f"{call.about(self.name)} raised {_describe(error)}{self._line_of(error)}"
+        if isinstance(error, RewardError):  # of `result`
+            return str(error)
+        return f"{self.about(call)} raised {described(error)}{self._line_of(error)}"
 
     def _line_of(self, error: BaseException) -> str:
         """The innermost line of the function's own file that `error` came through."""
@@ -202,9 +211,19 @@ def raise_in_reward_file() -> None:
             raise ReachedTrain
 
 
-def _from_file(file: Path) -> ModuleType:
+def load_module(source: str, key: str, name: str) -> ModuleType:
+    """Import the module or FILE.py `source` that the setting KEY=NAME names. Raises InputError."""
+    try:
+        return _from_file(Path(source), key) if source.endswith(".py") else importlib.import_module(source)
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
+        raise InputError(f"{key}={name}: {source} cannot be imported ({described(error)})") from None
+
+
+def _from_file(file: Path, key: str) -> ModuleType:
     if not file.is_file():
-        raise InputError(f"reward.function: file {file} does not exist")
+        raise InputError(f"{key}: file {file} does not exist")
     name = f"{FILE_MODULE}{file.stem}"
     if name in sys.modules and sys.modules[name].__file__ == str(file):
         return sys.modules[name]
@@ -217,7 +236,8 @@ def _from_file(file: Path) -> ModuleType:
     return module
 
 
-def _describe(error: BaseException) -> str:
+def described(error: BaseException) -> str:
+    """Its type and what it says, in a line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import itemgetter
@@ -61,15 +61,35 @@ def load_tokenizer(path: Path, spec: ModelSpec) -> Any:
     return tokenizer
 
 
-def chat_tokens(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Chat turns {"role", "content"} in the tokenizer's template, with the head of an answer. Raises InputError."""
+def chat_tokens(
+    tokenizer: Any, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
+    """Chat turns {"role", "content"} in the tokenizer's template, with the head of an answer; `tools`: schemas of what
+    it may call. Raises InputError."""
     if tokenizer.chat_template is None:
         raise InputError("the prompts are chat turns, but the tokenizer has no chat template; use text prompts")
     try:
         with _time_limit(TEMPLATE_SECONDS):
-            return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+            named = {"tools": [dict(tool) for tool in tools]} if tools else {}
+            return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False, **named)
     except Exception as error:  # a template may refuse turns in any way
         raise InputError(f"the tokenizer's chat template refuses the turns ({error})") from None
+
+
+def tool_schema(function: Callable[..., Any], hidden: str, where: str) -> dict[str, Any]:
+    """What a chat template is told of a tool, but for its parameter `hidden`. Raises InputError naming `where`."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        schema = get_json_schema(function)
+    except Exception as error:  # for want of types or a docstring
+        fix = "give every parameter a type and a line in the docstring's Args section"
+        raise InputError(f"{where}: {' '.join(str(error).split())[:200]}; {fix}") from None
+    parameters = schema["function"]["parameters"]
+    parameters["properties"].pop(hidden, None)
+    if hidden in parameters.get("required", ()):
+        parameters["required"].remove(hidden)
+    return schema
 
 
 @contextmanager

@@ -16,6 +16,15 @@ from rlhfuse.monitor.metrics import finite_or_none
 
 
 @dataclass(frozen=True)
+class TurnText:
+    """One turn of a sample that calls tools, what was observed behind it, and the seconds that this took."""
+
+    drawn: str
+    observed: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class SampleText:
     """One sample. `tokens`: length of the response; `finish_reason`: stop or length; `split`: train, or val for one of
     the evaluation that follows the iteration (-1: that comes before the first)."""
@@ -28,6 +37,7 @@ class SampleText:
     tokens: int
     finish_reason: str
     split: str = "train"
+    turns: tuple[TurnText, ...] = ()  # of one that called tools
 
 
 class SampleWriter(AppendFile):
@@ -40,6 +50,8 @@ class SampleWriter(AppendFile):
 
 def _line(sample: SampleText) -> str:
     raw = asdict(sample) | {"score": finite_or_none(sample.score) if sample.score is not None else None}
+    if not sample.turns:
+        del raw["turns"]
     return json.dumps(raw, ensure_ascii=False, allow_nan=False) + "\n"
 
 

@@ -24,6 +24,7 @@ from rlhfuse.run.iteration_recorder import sample_texts
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.rank_models import RankModels, requests_of, sampling_params
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
+from rlhfuse.run.sampling.tool_caller import ToolCaller
 
 STREAM = b"held-out"  # the purpose of the noise, beside the run's seed
 
@@ -56,10 +57,15 @@ class Evaluator:
     """Evaluates on this rank; all ranks evaluate together."""
 
     def __init__(
-        self, inputs: RunInputs, stage: InterStage, models: RankModels, rewarder: FunctionRewarder | None
+        self,
+        inputs: RunInputs,
+        stage: InterStage,
+        models: RankModels,
+        rewarder: FunctionRewarder | None,
+        caller: ToolCaller | None,
     ) -> None:
-        """`stage`: training's, with its engine and `rewarder`; of `models` only the reward model scores."""
-        self._inputs, self._rewarder, config = inputs, rewarder, inputs.config
+        """`stage`: training's, with its engine, `rewarder` and `caller`; of `models` only the reward model scores."""
+        self._inputs, self._rewarder, self._caller, config = inputs, rewarder, caller, inputs.config
         reward, device = models.frozen.get(Role.REWARD), stage.scorer.device
         scorer = Scorer(None, None, reward, vocab=stage.scorer.vocab, temperature=1.0, device=device)
         self._stage = replace(stage, scorer=scorer)
@@ -88,12 +94,16 @@ class Evaluator:
         config = self._inputs.config
         if self._rewarder:
             self._rewarder.begin(self._inputs.val_prompts.prompts, config.eval.samples_per_prompt)
+        if self._caller:
+            self._caller.begin(f"{iteration}/val", self._inputs.val_prompts.prompts)
         share = min(threshold * len(self._requests) // config.samples_per_iteration, len(self._requests))
         report = self._stage.run(f"{iteration}/val", self._requests, share, limits)
+        if self._caller:
+            self._caller.take_stats()  # which are training's
         batch = combine_rewards(RolloutBatch.from_rollouts(report.rollouts), report.function_scores, config.reward)
         batch.check_finite()
         first, scores = report.rollouts[: config.trainer.sample_texts], given(batch.scores).tolist()
-        samples = sample_texts(self._inputs.tokenizer, iteration, first, scores, split="val")
+        samples = sample_texts(self._inputs.tokenizer, iteration, first, scores, report.turns, split="val")
         metrics = evaluation_metrics(batch, config.eval.samples_per_prompt)
         return Evaluation(metrics | {"fusion/val_migrated_samples": report.migrated_samples}, samples)
 

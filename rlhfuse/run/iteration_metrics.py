@@ -26,6 +26,7 @@ from rlhfuse.ppo.advantage import spared_samples
 from rlhfuse.ppo.losses import actor_metrics, critic_metrics
 from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
 from rlhfuse.ppo.rollout import RolloutBatch, given
+from rlhfuse.run.sampling.tool_caller import ToolStats
 from rlhfuse.simulator.lengths import SPARED, TURNS, SampleLengths, read_turns
 
 
@@ -67,15 +68,21 @@ class IterationStats:
     program_seconds: float  # in the programs of all mini-batches
     peak_bytes: dict[str, int]  # of each phase of memory
     spans: list[Span]
+    tools: ToolStats | None = None
 
     @staticmethod
-    def of(minibatches: Sequence[MinibatchResult], timer: PhaseTimer, peak_bytes: Mapping[str, int]) -> IterationStats:
+    def of(
+        minibatches: Sequence[MinibatchResult],
+        timer: PhaseTimer,
+        peak_bytes: Mapping[str, int],
+        tools: ToolStats | None = None,
+    ) -> IterationStats:
         losses = [
             {role: {name: float(value) for name, value in sums.items()} for role, sums in result.stats.items()}
             for result in minibatches
         ]
         seconds = sum(result.report.seconds for result in minibatches)
-        return IterationStats(losses, timer.seconds, seconds, dict(peak_bytes), timer.spans)
+        return IterationStats(losses, timer.seconds, seconds, dict(peak_bytes), timer.spans, tools)
 
 
 def reward_metrics(report: GenInferReport) -> dict[str, float]:
@@ -85,6 +92,26 @@ def reward_metrics(report: GenInferReport) -> dict[str, float]:
     if not model or not function:
         return {}
     return {"reward/model/mean": sum(model) / len(model), "reward/function/mean": sum(function) / len(function)}
+
+
+def tool_metrics(report: GenInferReport, leaders: Sequence[ToolStats]) -> dict[str, float]:
+    """Turns, calls and seconds of pauses of the samples, and what part of the calls failed; nothing without tools."""
+    if not report.turns:
+        return {}
+    calls: dict[int, int] = defaultdict(int)
+    for sample, count in (item for stats in leaders for item in stats.calls.items()):
+        calls[sample] += count
+    samples = [rollout.sample_id for rollout in report.rollouts]
+    of_samples: dict[str, list[float]] = {
+        "num_turns": [len(report.turns[sample]) for sample in samples],
+        "tool_call_counts": [calls[sample] for sample in samples],
+        "agent_loop/tool_calls": [sum(pause for _, pause, _ in report.turns[sample]) for sample in samples],
+    }
+    metrics: dict[str, float] = {}
+    for name, values in of_samples.items():
+        metrics |= {f"{name}/min": min(values), f"{name}/max": max(values), f"{name}/mean": sum(values) / len(values)}
+    failures = sum(stats.failures for stats in leaders)
+    return metrics | {"tool/failure_frequency": failures / max(sum(calls.values()), 1)}
 
 
 def training_metrics(results: Sequence[MinibatchResult], ranks: Sequence[IterationStats]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
-from rlhfuse.monitor.samples import SampleText
+from rlhfuse.monitor.samples import SampleText, TurnText
 from rlhfuse.monitor.trace import Span
 from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.planning.run_plan import PlanReport
@@ -33,11 +33,13 @@ from rlhfuse.run.iteration_metrics import (
     spared_metrics,
     speculation_metrics,
     speed_metrics,
+    tool_metrics,
     training_metrics,
     turn_metrics,
 )
 from rlhfuse.run.layout_advice import ADVISED_AFTER, layout_advice
 from rlhfuse.run.preflight import RunInputs
+from rlhfuse.run.sampling.tool_caller import ToolStats
 from rlhfuse.run.threshold_controller import ThresholdController, step_observations
 
 
@@ -53,6 +55,7 @@ class IterationResult:
     minibatches: list[MinibatchResult]
     peak_bytes: Mapping[str, int]  # by phase
     filtered: Mapping[str, Any]  # metrics of groups that were filtered
+    tools: ToolStats | None = None  # this rank's calls; None for a run without tools
 
 
 class IterationRecord(NamedTuple):
@@ -97,7 +100,7 @@ class IterationRecorder:
 
     def finish(self, done: IterationResult) -> IterationRecord:
         """Exchange what the ranks measured; rank 0 records it, the others' records are empty. A collective."""
-        ranks = all_gather_objects(IterationStats.of(done.minibatches, done.timer, done.peak_bytes))
+        ranks = all_gather_objects(IterationStats.of(done.minibatches, done.timer, done.peak_bytes, done.tools))
         number = done.timer.iteration
         if self._rank:
             self._threshold.observe(number, done.report, done.batch)
@@ -118,13 +121,15 @@ class IterationRecorder:
         metrics |= speculation_metrics(steps, self._threshold.plain_decode())
         spans = [span for stats in ranks for span in stats.spans]
         first = done.report.rollouts[: self._config.trainer.sample_texts]
-        samples = sample_texts(self._inputs.tokenizer, number, first, given(done.batch.scores).tolist())
+        scores, turns = given(done.batch.scores).tolist(), done.report.turns
+        samples = sample_texts(self._inputs.tokenizer, number, first, scores, turns)
         self._closed = wall_seconds()
         metrics["timing_s/books"] = self._logging + self._closed - ended
         return IterationRecord(metrics, spans, samples)
 
     def _metrics(self, done: IterationResult, ranks: Sequence[IterationStats]) -> dict[str, Any]:
         metrics = training_metrics(done.minibatches, ranks) | reward_metrics(done.report)
+        metrics |= tool_metrics(done.report, [stats.tools for stats in ranks if stats.tools])
         metrics |= fusion_metrics(done.report, done.threshold, self._plan.batch.instances)
         for key in ("reshard", "adv", "train"):  # by one rank's clock, so that the parts add up to the iteration
             metrics[f"timing_s/{key}"] = ranks[0].seconds[key]
@@ -142,13 +147,25 @@ class IterationRecorder:
 
 
 def sample_texts(
-    tokenizer: Any, iteration: int, rollouts: Sequence[Rollout], scores: Sequence[float], split: str = "train"
+    tokenizer: Any,
+    iteration: int,
+    rollouts: Sequence[Rollout],
+    scores: Sequence[float],
+    turns: Mapping[int, Sequence[Sequence[float]]],
+    split: str = "train",
 ) -> list[SampleText]:
-    """Samples of one iteration for people to read; of `scores` the first are theirs."""
+    """Samples of one iteration for people to read; of `scores` the first are theirs. `turns`: the report's."""
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     samples = []
     for rollout, score in zip(rollouts, scores):
         prompt, response = decode(rollout.prompt_tokens), decode(rollout.response_tokens)
         length, reason = len(rollout.response_tokens), rollout.finish_reason
-        samples.append(SampleText(iteration, rollout.sample_id, prompt, response, score, length, reason, split))
+        told, at = [], 0
+        for drawn, pause, observed in turns.get(rollout.sample_id, ()) if rollout.observed else ():
+            end, at, start = at + int(drawn), at + int(drawn + observed), at
+            said, answered = decode(rollout.response_tokens[start:end]), decode(rollout.response_tokens[end:at])
+            told.append(TurnText(said, answered, pause))
+        samples.append(
+            SampleText(iteration, rollout.sample_id, prompt, response, score, length, reason, split, tuple(told))
+        )
     return samples

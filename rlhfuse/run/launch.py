@@ -114,7 +114,8 @@ def run_job(inputs: RunInputs, name: str, rank: int, device: Device) -> Path:
         compile_at_first_use(inputs, rank, device, watchdog.progress)
         with run_directory(inputs, name, rank) as directory:
             plan = agree_on_plan(inputs, directory.path, rank, device)
-            RunLoop(Trainer(inputs, plan, rank, device, store, watchdog.progress), directory, watchdog).fit()
+            trainer = Trainer(inputs, plan, rank, device, store, watchdog.progress, directory.path)
+            RunLoop(trainer, directory, watchdog).fit()
             dist.barrier()
     return directory.path
 

@@ -29,6 +29,7 @@ from rlhfuse.costs.hardware import GPU_NAMES
 from rlhfuse.costs.machine import Host
 from rlhfuse.data.prompts import Prompt, PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
+from rlhfuse.data.tool_set import REWARD, EnvironmentReward
 from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
 from rlhfuse.models.layers.transformer_engine import choose_layers
 from rlhfuse.models.tokenizer import chat_tokens, load_tokenizer, resolve_tokens
@@ -40,6 +41,7 @@ from rlhfuse.run.checkpoint.checkpoint import METRICS, Checkpoint, check_resumed
 from rlhfuse.run.checkpoint.compatibility import RunCompatibility
 from rlhfuse.run.checkpoint.contents import contents_of
 from rlhfuse.run.rank_models import ModelFolders
+from rlhfuse.run.run_tools import RunTools, find_tools, tool_schemas
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 
 
@@ -55,6 +57,7 @@ class RunInputs:
     val_prompts: PromptSet  # held out; may be empty
     facts: RunCompatibility
     resume: Checkpoint | None  # None: a fresh start
+    tools: RunTools | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -85,8 +88,10 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False, host: Ho
     _check_before_prompts(config, facts)
     prompts, val_prompts = all_prompts(config, specs, tokenizer)
     facts = replace(facts, longest_prompt=longest_tokens((prompts, val_prompts)))
+    every = (*prompts.prompts, *val_prompts.prompts)
+    tools = find_tools(config, specs[Role.ACTOR], tokenizer, every)
     if config.reward.function:
-        facts = replace(facts, signature=check_reward_function(config, (*prompts.prompts, *val_prompts.prompts)))
+        facts = replace(facts, signature=check_reward_function(config, every))
     resume = find_checkpoint(config)
     compile_for_drafts()
     run = settle(config, replace(facts, stored=_stored(resume)))
@@ -99,7 +104,7 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False, host: Ho
     compatible = RunCompatibility.of(compared, specs, draft.tasks, world_size, tokenizer.get_vocab(), contents)
     if resume:
         check_resumed(resume, run.config, compatible)
-    return RunInputs(draft, (*run.lines, *notes), models, tokenizer, prompts, val_prompts, compatible, resume)
+    return RunInputs(draft, (*run.lines, *notes), models, tokenizer, prompts, val_prompts, compatible, resume, tools)
 
 
 def this_host(trainer: TrainerConfig) -> Host:
@@ -218,6 +223,9 @@ def check_reward_function(config: RunConfig, prompts: Iterable[Prompt]) -> str:
 
     Raises InputError naming function, file and line.
     """
+    if config.reward.function == REWARD:
+        EnvironmentReward.load(config.rollout.multi_turn.function_tool_path, "verl")
+        return "verl"
     loaded = RewardFunction.load(config.reward.function, config.reward.signature)
     for prompt in prompts:
         loaded.check(prompt.row, prompt.text, prompt.where)
@@ -233,13 +241,14 @@ def find_models(config: RunConfig) -> ModelFolders:
 
 
 def encoder(tokenizer: Any, config: RunConfig) -> Callable[[Any], list[int]]:
-    """Text or chat turns -> token ids, as config.data says."""
+    """Text or chat turns -> token ids, as config.data says, with the schemas of tools."""
+    tools = tool_schemas(config)
     add = {"auto": None, "true": True, "false": False}[config.data.add_bos]
 
     def encode(prompt: Any) -> list[int]:
         if not isinstance(prompt, str) or config.data.apply_chat_template:
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            return chat_tokens(tokenizer, turns)
+            return chat_tokens(tokenizer, turns, tools)
         if add is None:
             return tokenizer(prompt)["input_ids"]
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]

@@ -212,6 +212,7 @@ def sampling_params(config: RunConfig) -> SamplingParams:
         stop=rollout.stop,
         seed=config.trainer.seed,
         ignore_eos=rollout.ignore_eos,
+        turns=rollout.multi_turn.enable,
     )
 
 

@@ -101,7 +101,7 @@ class RunLoop:
         broken = None if stopped else self._export()
         self.checkpoints.finish()
         with self.checkpoints.joint_failure():
-            for opened in (self.log, self.trainer.rewarder):
+            for opened in (self.log, self.trainer.rewarder, self.trainer.caller):
                 if opened:
                     opened.close()
             if self.log and not stopped:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
@@ -41,6 +42,7 @@ from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.rank_models import DTYPES, build_models, engine_options, requests_of, sampling_params
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.group_sampler import GroupSampler
+from rlhfuse.run.sampling.tool_caller import ToolCaller, ToolStats
 from rlhfuse.run.threshold_controller import ThresholdController
 
 
@@ -55,8 +57,9 @@ class Trainer:
         device: Device,
         store: Store,
         progress: Callable[[str], None],
+        folder: Path,
     ) -> None:
-        """`progress` is told of every piece of work."""
+        """`progress` is told of every piece of work; `folder`: the run's, for journals of tools."""
         config = inputs.config
         self.config, self.inputs, self.plan = config, inputs, plan
         self.rank, self.device, self.progress = rank, device, progress
@@ -84,6 +87,7 @@ class Trainer:
         )
         self.threshold = ThresholdController(config, plan, device)
         self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
+        self.caller = self._start_caller(folder)
         self.rewarder = self._start_rewarder()
         self.kl = KLController(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
         self.scores = RunningMoments()
@@ -94,14 +98,17 @@ class Trainer:
             scorer=self.scorer,
             store=store,
             rewarder=self.rewarder,
+            tools=self.caller,
             timeout_seconds=config.trainer.hang_seconds,
             progress=progress,
             bucket_bytes=config.fusion.bucket_mib << 20,
             early_models=plan.report.generation.limits.early_models,
             generation_done=self._release_generation,
         )
-        self.sampler = GroupSampler(inputs, self.inter_stage, self.rewarder, self._requests, self._prepare_round)
-        self.evaluator = Evaluator(inputs, self.inter_stage, self.models, self.rewarder)
+        self.sampler = GroupSampler(
+            inputs, self.inter_stage, self.rewarder, self.caller, self._requests, self._prepare_round
+        )
+        self.evaluator = Evaluator(inputs, self.inter_stage, self.models, self.rewarder, self.caller)
 
     def _build_engine(self) -> Engine:
         place = self.models.place
@@ -126,7 +133,13 @@ class Trainer:
         """The first rank of each instance has the processes that call the reward function."""
         if not (self.config.reward.function and self.models.place.decoders.is_leader):
             return None
-        return FunctionRewarder(self.inputs, self.progress)
+        return FunctionRewarder(self.inputs, self.progress, self.caller)
+
+    def _start_caller(self, folder: Path) -> ToolCaller | None:
+        """Every rank knows what turns ask for; the first one of each instance has the processes that call tools."""
+        if not (tools := self.inputs.tools):
+            return None
+        return ToolCaller(self.config, tools, self.rank, folder, self.models.place.decoders.is_leader)
 
     def iterate(self, iteration: int) -> IterationRecord:
         """One PPO iteration; a collective."""
@@ -157,8 +170,13 @@ class Trainer:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
         peaks = {"base": self.memory.base_bytes, **self.memory.take()}
         return self.recorder.finish(
-            IterationResult(timer, threshold, report, batch, algorithm, minibatches, peaks, filtered)
+            IterationResult(timer, threshold, report, batch, algorithm, minibatches, peaks, filtered, self.tool_stats)
         )
+
+    @property
+    def tool_stats(self) -> ToolStats | None:
+        """What tools were called for on this rank in the iteration; None for a run without."""
+        return self.caller.take_stats() if self.caller else None
 
     def evaluate(self, iteration: int) -> Evaluation:
         """Held-out prompts, by the actor as it is after `iteration`; -1: before the first. A collective."""

@@ -31,6 +31,7 @@ def test_overrides_win_over_the_file(tmp_path):
 
 
 VAL = "data.val_files=[held_out.jsonl]"
+TOOLS = "rollout.multi_turn.enable=true rollout.multi_turn.function_tool_path=t.py"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,15 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
         ("data.add_bos=true data.apply_chat_template=true", "data.add_bos=true is for plain text"),
         ("critic.optim.name=sgd trainer.save_every=1", "critic.optim.name=sgd has no checkpoints"),
         ("actor.optim.name=sgd trainer.resume=x", "actor.optim.name=sgd has no checkpoints"),
+        ("rollout.multi_turn.enable=true", "function_tool_path is not set; give a file of tools"),
+        (f"{TOOLS} rollout.multi_turn.format=xml", "format='xml' must be one of hermes, qwen3_coder, llama3_json"),
+        (f"{TOOLS} rollout.multi_turn.max_assistant_turns=0", "max_assistant_turns=0 must be at least 1"),
+        (f"{TOOLS} rollout.ignore_eos=true", "rollout.ignore_eos=true leaves no token that ends a turn"),
+        (
+            f"{TOOLS} rollout.multi_turn.timeout_seconds=600",
+            "rollout.multi_turn.timeout_seconds=600 must be below trainer.hang_seconds=600",
+        ),
+        ("reward.function=get_reward", "get_reward is an environment's: set rollout.multi_turn.enable=true"),
     ],
 )
 def test_refusals_name_the_key(tmp_path, overrides, message):
@@ -282,6 +292,11 @@ def test_missing_file(tmp_path):
         ),
         ("critic.optim.min_lr_ratio=0.1", "critic.optim.min_lr_ratio=0.1 (the rate is constant)"),
         ("trainer.keep_checkpoints=3", "trainer.keep_checkpoints=3 (trainer.save_every=0)"),
+        (
+            "rollout.multi_turn.format=llama3_json",
+            "rollout.multi_turn.format=llama3_json (rollout.multi_turn.enable=false)",
+        ),
+        (f"{TOOLS} rollout.multi_turn.format=llama3_json", ""),
     ],
 )
 def test_a_setting_without_effect_is_named(tmp_path, overrides, told):

@@ -124,6 +124,11 @@ KEYS = {  # by the limits that they have
         TOP_P: "top_p",
         TEMPERATURE: "temperature",
     },
+    "rollout.multi_turn": {
+        AT_LEAST_1: "max_assistant_turns max_parallel_calls max_tool_response_length",
+        SECONDS: "timeout_seconds",
+        PROCESSES: "workers",
+    },
     "eval": {
         AT_LEAST_0: "max_response_tokens",
         COPIES: "samples_per_prompt",

@@ -12,12 +12,13 @@ import pytest
 from testkit.programs import eventually
 
 from rlhfuse.base.errors import InputError, RewardError
+from rlhfuse.data.call_pool import ASYNC_AT_ONCE
 from rlhfuse.data.reward_function import RewardCall, RewardFunction
-from rlhfuse.data.reward_workers import ASYNC_AT_ONCE, RewardWorkers
+from rlhfuse.data.reward_workers import RewardWorkers
 
 SOURCE = """
 import asyncio, multiprocessing, os, time
-from rlhfuse.data import reward_workers
+from rlhfuse.data import call_pool
 
 class Clock:  # of a worker: it stands still but for what the functions say, and counts who asks
     now, asked = 0.0, 0
@@ -28,7 +29,7 @@ class Clock:  # of a worker: it stands still but for what the functions say, and
 
 clock = Clock()
 if multiprocessing.parent_process():
-    reward_workers.time = clock
+    call_pool.time = clock
 
 def length(data_source, solution_str, ground_truth, extra_info=None):
     print("scoring", solution_str)
@@ -329,14 +330,14 @@ def test_failures_name_function_and_sample(calling, function, first, text, messa
 
 def test_numbers_of_a_call(file):
     dictionary = RewardFunction.load(f"{file}:length", "verl")
-    assert dictionary.numbers({"score": 2.5, "other": "ignored"}, call(0, "")) == {0: 2.5}
-    assert dictionary.numbers(True, call(0, "")) == {0: 1.0}
+    assert dictionary.result({"score": 2.5, "other": "ignored"}, call(0, "")) == {0: 2.5}
+    assert dictionary.result(True, call(0, "")) == {0: 1.0}
     for wrong in ({}, {"other": 1.0}, 10**400, [1.0], "1,0"):
         with pytest.raises(RewardError, match="sample 4 of p.jsonl:5: returned .*, not a number"):
-            dictionary.numbers(wrong, call(4, ""))
+            dictionary.result(wrong, call(4, ""))
     listed, three = RewardFunction.load(f"{file}:words", "trl"), together("a", "b", "c")
-    assert listed.numbers([3], call(0, "")) == {0: 3.0}
-    assert listed.numbers([3, 1, 2], three) == {16: 3.0, 17: 1.0, 18: 2.0}
+    assert listed.result([3], call(0, "")) == {0: 3.0}
+    assert listed.result([3, 1, 2], three) == {16: 3.0, 17: 1.0, 18: 2.0}
     for wrong, message in (
         ([1.0], "samples 16 to 18 of p.jsonl:3: returned 1 numbers for 3 samples"),
         ([], "samples 16 to 18 of p.jsonl:3: returned 0 numbers for 3 samples"),
@@ -345,7 +346,7 @@ def test_numbers_of_a_call(file):
         ([1.0, 2.0, float("inf")], "sample 18 of p.jsonl:3: returned inf; a score must be finite"),
     ):
         with pytest.raises(RewardError) as caught:
-            listed.numbers(wrong, three)
+            listed.result(wrong, three)
         assert message in str(caught.value)
 
 

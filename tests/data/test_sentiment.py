@@ -17,7 +17,7 @@ def function():
 def score(function, completion, prompt="Once upon a time"):
     call = RewardCall((7,), {"prompt": prompt, "level": 3}, prompt, (completion,), ((1, 2),))
     function.check(call.row, prompt, "prompts.jsonl:1")
-    return function.numbers(function.function(**function.arguments(call)), call)[7]
+    return function.result(function.function(**function.arguments(call)), call)[7]
 
 
 def test_glad_words_score_above_sad_ones(function):

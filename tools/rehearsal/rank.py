@@ -105,7 +105,7 @@ class Rehearsal:
         watchdog: Any = SimpleNamespace(progress=self._mode.note)
         store: Any = FakeStore()
         rank_models.TrainingStage = partial(SampledStage, self._mode)  # type: ignore[misc,assignment]
-        trainer = RehearsedTrainer(inputs, self._plan, self._rank, self._device, store, watchdog.progress)
+        trainer = RehearsedTrainer(inputs, self._plan, self._rank, self._device, store, watchdog.progress, folder)
         trainer.resharder = Resharder(
             self._device, bucket_bytes=config.fusion.bucket_mib << 20, gather=self._everyones_shards
         )

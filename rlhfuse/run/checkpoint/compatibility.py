@@ -26,6 +26,9 @@ FREE_KEYS = (
     "reward.workers",
     "data.val_files",
     "rollout.draft_rows",
+    "rollout.multi_turn.replay",
+    "rollout.multi_turn.timeout_seconds",
+    "rollout.multi_turn.workers",
     "algorithm.skip_zero_gradients",
 )  # of the other groups, yet change no number
 FIXED_KEYS = ("trainer.seed", "trainer.dtype")  # of the free groups, yet change numbers

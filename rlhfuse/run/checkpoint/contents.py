@@ -26,8 +26,11 @@ def contents_of(config: RunConfig, models: Mapping[Role, Path], tokenizer: Path)
             f"{file.name} {file_digest(file)}" for file in words if file.exists()
         )
         digests |= {f"{role}.path": _model_digest(folder) for role, folder in models.items()}
-        if config.reward.function:
+        if ":" in config.reward.function:
             digests["reward.function"] = _function_digest(config.reward.function)
+        if tools := config.rollout.multi_turn.enable and config.rollout.multi_turn.function_tool_path:
+            name = tools if tools.rpartition(":")[1] else f"{tools}:"
+            digests["rollout.multi_turn.function_tool_path"] = _function_digest(name)
     except OSError as error:
         raise InputError(f"cannot read {error.filename}: {error.strerror}; make it readable") from None
     return digests

@@ -10,38 +10,45 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rlhfuse.base.sample_ids import prompt_groups, sample_id, sample_origin
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.reward_function import RewardCall
+from rlhfuse.data.reward_function import RewardCall, RewardFunction
 from rlhfuse.data.reward_workers import RewardWorkers
+from rlhfuse.data.tool_set import REWARD, EnvironmentReward
 from rlhfuse.fusion.inter.inference import Meeting
 from rlhfuse.fusion.inter.iteration_store import LAST_PAUSE_SECONDS, IterationStore
 from rlhfuse.gen.stop_text import text_before_stop
 from rlhfuse.monitor.heartbeat import Waiting
-from rlhfuse.ppo.rollout import Rollout
+from rlhfuse.ppo.rollout import Rollout, drawn_spans
 from rlhfuse.run.preflight import RunInputs
+from rlhfuse.run.sampling.tool_caller import ToolCaller
 
-Tokens = Sequence[int]
+Response = tuple[Sequence[int], Sequence[Sequence[int]]]  # its tokens, and the runs of them that were observed
 
 
 class FunctionRewarder:
     """A `Rewarder` that calls the function of the configuration, in processes of its own."""
 
-    def __init__(self, inputs: RunInputs, progress: Callable[[str], None]) -> None:
+    def __init__(self, inputs: RunInputs, progress: Callable[[str], None], caller: ToolCaller | None = None) -> None:
+        """`caller`: of the samples' tools, where they have any."""
         reward = inputs.config.reward
         self._tokenizer, self._stops = inputs.tokenizer, inputs.config.rollout.stop
         self._in_groups, self._progress = reward.signature == "trl", progress
-        self._workers = RewardWorkers(
-            reward.function, reward.signature, reward.workers, reward.timeout_seconds, progress
-        )
+        self._chat = inputs.tools.turns if inputs.tools else None
+        name, load = reward.function, RewardFunction.load
+        self._caller = caller if name == REWARD else None  # whose environments say the scores
+        if self._caller:
+            name, load = inputs.config.rollout.multi_turn.function_tool_path, EnvironmentReward.load
+        self._workers = RewardWorkers(name, reward.signature, reward.workers, reward.timeout_seconds, progress, load)
         self._lock = threading.Lock()  # what follows, and submitting, is the main thread's and the mail's
         self.begin((), 1)
 
     def begin(self, prompts: Sequence[Prompt], copies: int) -> None:
         """From now on samples are of these prompts, so many of each: of the one at its place in the draw."""
         self._prompts, self._copies = prompts, copies if self._in_groups else 1  # samples of a call
-        self._groups: dict[int, dict[int, Tokens]] = {}  # prompt -> its finished samples that are known here
+        self._groups: dict[int, dict[int, Response]] = {}  # prompt -> its finished samples that are known here
         self._homes: dict[int, int] = {}  # unfinished sample at the meeting -> the instance that calls
         self._awaited: set[int] = set()  # those that are called here
         self._met: Meeting | None = None  # before, all that ends here began here
@@ -52,7 +59,7 @@ class FunctionRewarder:
         """Take finished samples; returns at once. Raises RewardError when an earlier one failed."""
         if self._failure:
             raise self._failure
-        self._take({rollout.sample_id: rollout.response_tokens for rollout in rollouts})
+        self._take({rollout.sample_id: (rollout.response_tokens, rollout.observed) for rollout in rollouts})
 
     def news(self) -> dict[int, float]:
         """As `RewardWorkers.news`."""
@@ -60,7 +67,9 @@ class FunctionRewarder:
             return self._workers.news()
 
     def meet(self, meeting: Meeting) -> None:
-        """From now on samples go to the instance that calls the function for them."""
+        """From now on samples go to the instance that calls the function for them; an environment's are where it is."""
+        if self._caller:
+            return
         here, began = meeting.instance, {sample: i for i, part in enumerate(meeting.began) for sample in part}
 
         def home(sample: int) -> int:
@@ -99,30 +108,39 @@ class FunctionRewarder:
             while self._awaited:
                 letters = store.letters(here, seen)
                 seen += len(letters)
-                self._take({sample: tokens for sample, tokens in map(json.loads, letters)})
+                self._take({sample: response for sample, response in map(json.loads, letters)})
                 if not letters:
                     time.sleep(LAST_PAUSE_SECONDS)
         except BaseException as failure:  # raised by the main thread
             self._failure = failure
 
-    def _take(self, samples: Mapping[int, Tokens]) -> None:
+    def _take(self, samples: Mapping[int, Response]) -> None:
         """Call the function for the prompts that these samples complete; send on what is called elsewhere."""
         complete = []
         with self._lock:
-            for sample, tokens in samples.items():
+            for sample, response in samples.items():
                 if self._met and (home := self._homes[sample]) != self._met.instance:
-                    self._met.store.send(home, json.dumps((sample, tokens)))
+                    self._met.store.send(home, json.dumps((sample, response)))
                     continue
                 self._awaited.discard(sample)
                 group = self._groups.setdefault(prompt_groups(sample), {}) if self._copies > 1 else {}
-                group[sample] = tokens
+                group[sample] = response
                 if len(group) == self._copies:
                     complete.append(self._of_prompt(group))
             self._workers.submit(complete)
 
-    def _of_prompt(self, group: Mapping[int, Tokens]) -> RewardCall:
+    def _of_prompt(self, group: Mapping[int, Response]) -> RewardCall:
         samples = tuple(sorted(group))
         prompt = self._prompts[sample_origin(samples[0])[1]]
-        tokens = tuple(tuple(group[sample]) for sample in samples)
+        tokens = tuple(tuple(group[sample][0]) for sample in samples)
         texts = tuple(text_before_stop(list(response), self._stops, self._tokenizer.decode) for response in tokens)
-        return RewardCall(samples, prompt.row, prompt.text, texts, tokens, prompt.where)
+        state = self._caller.state(samples[0]) if self._caller else None
+        turns = tuple(self._turns(*group[sample]) for sample in samples) if self._chat and self._in_groups else ()
+        return RewardCall(samples, prompt.row, prompt.text, texts, tokens, prompt.where, turns, state)
+
+    def _turns(self, tokens: Sequence[int], observed: Sequence[Sequence[int]]) -> Sequence[Mapping[str, Any]]:
+        """Chat turns of a response: those that were drawn, and answers between them."""
+        assert self._chat, "only with tools a response has several"
+        spans = [((start, end), False) for start, end in observed]
+        spans += [(span, True) for span in drawn_spans([(start, end) for start, end in observed], len(tokens))]
+        return self._chat.messages([(tokens[start:end], drawn) for (start, end), drawn in sorted(spans)])

@@ -23,6 +23,7 @@ from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import combine_rewards, weighted_scores
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
+from rlhfuse.run.sampling.tool_caller import ToolCaller
 
 
 class GroupSampler:
@@ -33,13 +34,14 @@ class GroupSampler:
         inputs: RunInputs,
         stage: InterStage,
         rewarder: FunctionRewarder | None,
+        caller: ToolCaller | None,
         requests: Callable[[int, Sequence[Prompt], int], list[Request]],
         prepare: Callable[[], None],
     ) -> None:
         """`requests`: samples of prompts at the places from one on, in an iteration; `prepare`: makes the engine ready
         for a further round of it."""
         self._inputs, self._stage, self._rewarder, self._prepare = inputs, stage, rewarder, prepare
-        self._requests = requests
+        self._requests, self._caller = requests, caller
         self._config, self._rule = inputs.config, inputs.config.algorithm.filter_groups
         self._sampler = PromptSampler(len(inputs.prompts), inputs.config.trainer.seed)
         self.drawn = 0  # prompts, by all iterations
@@ -95,7 +97,9 @@ class GroupSampler:
         if self._rewarder:
             self._rewarder.begin(prompts, self._config.rollout.samples_per_prompt)
         share = min(threshold, threshold * len(requests) // self._config.samples_per_iteration)
-        name = f"{iteration}/round-{number}" if number else iteration
+        name = f"{iteration}/round-{number}" if number else f"{iteration}"
+        if self._caller:
+            self._caller.begin(name, prompts)
         return self._stage.run(name, requests, share, limits, stream)
 
     def _stream(

@@ -57,7 +57,7 @@ def made(tmp_path):
     def inputs(function, signature="trl"):
         reward = RewardConfig(function=f"{tmp_path}/mine.py:{function}", signature=signature, timeout_seconds=240)
         prompts = dict(prompts=SimpleNamespace(prompts=rows), val_prompts=SimpleNamespace(prompts=()))
-        return SimpleNamespace(config=RunConfig(reward=reward), tokenizer=OnlyDecodes(tokenizer), **prompts)
+        return SimpleNamespace(config=RunConfig(reward=reward), tokenizer=OnlyDecodes(tokenizer), tools=None, **prompts)
 
     def start(function):
         started.append(FunctionRewarder(inputs(function), lambda _: None))

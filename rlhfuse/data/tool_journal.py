@@ -1,0 +1,94 @@
+"""The journal of a run's tool calls: what each was answered, written before the model observes it.
+
+tool_calls.RANK.jsonl lies in the run's folder, one file a leader. A repeated iteration, and a run that replays
+another, looks its calls up by place and contents, and makes only those anew that are not there.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import AppendFile, read_lines
+from rlhfuse.base.json_values import from_json, json_value
+from rlhfuse.data.tool_set import ToolCall
+
+FILES = "tool_calls.*.jsonl"
+REPLAY = "rollout.multi_turn.replay"
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """A call and its answer. `iteration` names the samples, as 3, 3/round-1 or 3/val; `error` is '' or what failed."""
+
+    iteration: str
+    sample_id: int
+    number: int
+    digest: str
+    tool: str
+    arguments: str  # as JSON
+    answer: str
+    error: str
+    seconds: float
+    state: str | None = None  # of the environment after the call, in base 64
+
+    @staticmethod
+    def of(
+        iteration: str, call: ToolCall, answer: str, error: str, seconds: float, state: bytes | None
+    ) -> JournalEntry:
+        kept = None if state is None else base64.b64encode(state).decode()
+        told = call.sample_id, call.number, call.digest, call.tool, json.dumps(call.arguments)
+        return JournalEntry(iteration, *told, answer, error, seconds, kept)
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        return self.iteration, self.sample_id, self.number, self.digest
+
+    @property
+    def state_bytes(self) -> bytes | None:
+        return None if self.state is None else base64.b64decode(self.state)
+
+
+class ToolJournal:
+    """Appends to this rank's file; knows what stood in the run's folder at the start, and in the one to replay."""
+
+    def __init__(self, folder: Path, rank: int, goes_on: bool, replay: str = "") -> None:
+        """`goes_on`: what the folder's journals say is this run's; else this rank's begins anew. Raises InputError."""
+        files = [*(journal_files(Path(replay)) if replay else ()), *(journal_files(folder) if goes_on else ())]
+        entries = (entry for file in files for entry in read_journal(file))
+        self._known = {entry.key: entry for entry in entries}
+        self._file = AppendFile(folder / FILES.replace("*", str(rank)), keep_bytes=None if goes_on else 0)
+
+    def find(self, iteration: str, call: ToolCall) -> JournalEntry | None:
+        """What is known of this call."""
+        return self._known.get((iteration, call.sample_id, call.number, call.digest))
+
+    def append(self, entry: JournalEntry) -> None:
+        """Write it down; the system has it when this returns. Raises InputError."""
+        self._file.append((json.dumps(asdict(entry), ensure_ascii=False) + "\n").encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def journal_files(folder: Path) -> Sequence[Path]:
+    return sorted(folder.glob(FILES))
+
+
+def check_replay(folder: str) -> None:
+    """Raise InputError unless the folder holds journals."""
+    if folder and not journal_files(Path(folder)):
+        raise InputError(f"{REPLAY}={folder} has no {FILES}; give the folder of a run that called tools")
+
+
+def read_journal(file: Path) -> list[JournalEntry]:
+    """All entries in order, without the unfinished last one of a killed run. Raises InputError naming file and line."""
+    entries = []
+    for number, line in read_lines(file, finished=True):
+        where = f"{file}:{number}"
+        entries.append(from_json(JournalEntry, json_value(line, where, own=False, fix="remove the line"), where))
+    return entries
