@@ -146,12 +146,20 @@ def samples_of(folder: Path) -> list[dict[str, Any]]:
     return samples
 
 
+def is_due(where: str, needed: int, repeats: int) -> bool:
+    """Whether a number ("iteration 3 actor/loss") is of the first `needed` iterations, but for the evaluations that are
+    made again when the run goes on: those after the last `repeats` of them."""
+    _, iteration, *name = where.split(maxsplit=2)
+    return int(iteration) + repeats * "".join(name).startswith("val/") < needed
+
+
 def lost(whole: Path, run_dir: Path, needed: int) -> list[str]:
     """What is not as in the `whole` run, or is missing though it is of the first `needed` iterations."""
     found = [f"iterations {saved(run_dir)} to {needed}"] if saved(run_dir) < needed else []
     if needed or (run_dir / "metrics.jsonl").exists():
         differences = compare_metrics(whole / "metrics.jsonl", run_dir / "metrics.jsonl").differences
-        found += [d.where for d in differences if d.b != "missing" or int(d.where.split()[1]) < needed]
+        repeats = 0 if (run_dir / "finished.json").exists() else 1
+        found += [d.where for d in differences if d.b != "missing" or is_due(d.where, needed, repeats)]
     samples, written = (samples_of(folder) for folder in (whole, run_dir))
     must = [one for one in samples if one["iteration"] < needed]
     if written[: len(must)] != must or samples[: len(written)] != written:
