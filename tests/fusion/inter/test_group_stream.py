@@ -134,7 +134,7 @@ def test_news_from_here_are_sent_to_all(case):
 
 
 def test_scores_of_failed_samples_are_none_to_all(case):
-    """Of the second group's samples one failed, which leaves nothing to compare."""
+    """One of the second group's samples failed, which leaves nothing to compare."""
     samples = [sample_id(0, 1, 0), sample_id(0, 1, 1)]
     case.rewarder.news = lambda: dict(zip(samples, (0.25, 0.75)))
     case.generation._pauses = SimpleNamespace(failed={samples[1]})

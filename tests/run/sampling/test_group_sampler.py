@@ -13,8 +13,8 @@ from rlhfuse.run.sampling.group_sampler import GroupSampler
 
 
 def test_a_failed_sample_does_not_make_its_group_differ():
-    """Of the first place one sample failed and the others are equal, of the second one alone is left, of the third
-    none; the fourth differs without the one that failed."""
+    """One sample of the first place failed and the others are equal; the second has one left, the third none; the
+    fourth differs without the one that failed."""
     scores = [[1.0, 1.0, 9.0], [1.0, 9.0, 8.0], [7.0, 8.0, 9.0], [1.0, 2.0, 2.0]]
     failed = [[False, False, True], [False, True, True], [True, True, True], [False, False, True]]
     rollouts = [
