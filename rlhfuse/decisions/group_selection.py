@@ -32,8 +32,11 @@ class GroupSelection:
     prior: float = 1.0
 
     def with_scores(self, scores: Mapping[int, Sequence[float]]) -> GroupSelection:
-        """With what the samples of further places were given, all samples of each."""
-        judged = {place: max(given) > min(given) for place, given in scores.items()}
+        """With what the samples of further places were given, all samples of each but those that failed.
+
+        Fewer than two are equal: there is nothing to compare with.
+        """
+        judged = {place: len({*given}) > 1 for place, given in scores.items()}
         return replace(self, differs={**self.differs, **judged})
 
     @cached_property

@@ -30,7 +30,7 @@ class KLController:
 
         e = clip(kl / target - 1, -0.2, 0.2),    coef <- coef * max(1 + e * samples / horizon, 0.5)
         """
-        if not self.target:
+        if not self.target or not samples:
             return self
         error = min(max(kl / self.target - 1, -ERROR_LIMIT), ERROR_LIMIT)
         steered = self.coef * max(1 + error * samples / self.horizon, LEAST_FACTOR)

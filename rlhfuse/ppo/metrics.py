@@ -17,21 +17,26 @@ from rlhfuse.ppo.token_rewards import kl_estimate, sample_rewards
 
 
 def batch_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Mean, max and min of scores, rewards, advantages, returns, lengths; values, KL and scale where there are any."""
-    metrics = {}
+    """Mean, max and min of scores, rewards, advantages, returns, lengths; values, KL and scale where there are any.
+
+    Samples that failed are in the lengths alone.
+    """
+    metrics, intact = {}, batch.intact
     for name, array in (
-        ("critic/score", batch.scores),
-        ("critic/rewards", sample_rewards(batch)),
-        ("critic/values", batch.values),
-        ("critic/advantages", batch.advantages),
-        ("critic/returns", batch.returns),
+        ("critic/score", intact.scores),
+        ("critic/rewards", sample_rewards(intact)),
+        ("critic/values", intact.values),
+        ("critic/advantages", intact.advantages),
+        ("critic/returns", intact.returns),
         ("response_length", batch.response_lengths),
         ("prompt_length", batch.prompt_lengths),
     ):
-        if array is not None:
+        if array is not None and len(array):
             metrics |= _spread(name, array)
-    if batch.ref_logprobs is not None:
-        kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.estimator)
+    if intact.scores is not None and len(intact):
+        metrics["critic/score/std"] = float(intact.scores.double().std(correction=0))
+    if intact.ref_logprobs is not None and len(intact):
+        kl = kl_estimate(intact.old_logprobs, intact.ref_logprobs, algorithm.estimator)
         metrics["actor/ref_kl"] = float(kl.double().mean())
         metrics["actor/kl_coef"] = algorithm.kl_coef
     if algorithm.scale_scores:

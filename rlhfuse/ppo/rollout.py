@@ -245,6 +245,11 @@ class RolloutBatch:
         return replace(self, counted=counted if self.counted is None else self.counted & counted)
 
     @property
+    def intact(self) -> RolloutBatch:
+        """The samples that have not failed, of which there may be none."""
+        return self if self.failed is None else self.select((~self.failed).nonzero().flatten())
+
+    @property
     def response_index(self) -> Tensor:
         """Positions in `tokens` of the drawn tokens: int64 [R]."""
         index = segment_index(self.cu_seqlens[:-1].long() + self.prompt_lengths, self.response_lengths)

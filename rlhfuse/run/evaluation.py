@@ -11,8 +11,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from rlhfuse.config.role import Role
 from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.fusion.inter.inference import Scorer
@@ -116,10 +114,15 @@ def noise_seed(seed: int) -> int:
 def evaluation_metrics(batch: RolloutBatch, copies: int) -> dict[str, Any]:
     """Metrics of scored samples, `copies` of each prompt, in order: the score [prompts, copies] and what was generated.
 
-    The standard error is that of the mean over prompts; none where there is only one.
+    The standard error is that of the mean over prompts; none where there is only one. Scores of samples that failed,
+    and prompts that have no others, are in none; where all failed the mean is NaN.
     """
-    scores = given(batch.scores).double().view(-1, copies)
-    of_prompts, lengths = scores.mean(dim=1), batch.response_lengths.double()
+    scores, lengths = given(batch.scores).double(), batch.response_lengths.double()
+    if batch.failed is not None:
+        scores = scores.masked_fill(batch.failed, math.nan)
+    scores = scores.view(-1, copies)
+    scores = scores[~scores.isnan().all(dim=1)]
+    of_prompts = scores.nanmean(dim=1)
     metrics: dict[str, Any] = {
         "val/score/mean": float(of_prompts.mean()),
         "val/response_length/mean": float(lengths.mean()),
@@ -131,5 +134,5 @@ def evaluation_metrics(batch: RolloutBatch, copies: int) -> dict[str, Any]:
         metrics["val/score/std_error"] = float(of_prompts.std()) / math.sqrt(len(scores))
     if copies > 1:
         metrics[f"val/score/mean@{copies}"] = metrics["val/score/mean"]
-        metrics[f"val/score/best@{copies}"] = float(torch.amax(scores, dim=1).mean())
+        metrics[f"val/score/best@{copies}"] = float(scores.nan_to_num(-math.inf).amax(dim=1).mean())
     return metrics

@@ -86,9 +86,10 @@ class IterationStats:
 
 
 def reward_metrics(report: GenInferReport) -> dict[str, float]:
-    """Means of the two parts of a mixed score; nothing where there is one part only."""
-    model = [rollout.score for rollout in report.rollouts if rollout.score is not None]
-    function = report.function_scores.values()
+    """Means of the two parts of a mixed score, failed samples apart; nothing where there is one part only."""
+    failed = {rollout.sample_id for rollout in report.rollouts if rollout.failed}
+    model = [one.score for one in report.rollouts if one.score is not None and not one.failed]
+    function = [score for sample, score in report.function_scores.items() if sample not in failed]
     if not model or not function:
         return {}
     return {"reward/model/mean": sum(model) / len(model), "reward/function/mean": sum(function) / len(function)}
@@ -102,10 +103,12 @@ def tool_metrics(report: GenInferReport, leaders: Sequence[ToolStats]) -> dict[s
     for sample, count in (item for stats in leaders for item in stats.calls.items()):
         calls[sample] += count
     samples = [rollout.sample_id for rollout in report.rollouts]
+    pauses = [sum(pause for _, pause, _ in report.turns[sample]) for sample in samples]
     of_samples: dict[str, list[float]] = {
         "num_turns": [len(report.turns[sample]) for sample in samples],
         "tool_call_counts": [calls[sample] for sample in samples],
-        "agent_loop/tool_calls": [sum(pause for _, pause, _ in report.turns[sample]) for sample in samples],
+        "agent_loop/tool_calls": pauses,
+        "agent_loop/generate_sequences": [report.ended[sample] - paused for sample, paused in zip(samples, pauses)],
     }
     metrics: dict[str, float] = {}
     for name, values in of_samples.items():
@@ -139,7 +142,6 @@ def training_metrics(results: Sequence[MinibatchResult], ranks: Sequence[Iterati
 def rollout_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str, Any]:
     """What was generated and how it was scored; digests tell two runs apart."""
     return batch_metrics(batch, algorithm) | {
-        "critic/score/std": float(given(batch.scores).double().std(correction=0)),
         "rollout/digest": batch.digest(),
         "rollout/scores_digest": hashlib.sha256(given(batch.scores).numpy().tobytes()).hexdigest(),
         "lengths/prompt": batch.prompt_lengths.tolist(),

@@ -170,8 +170,7 @@ class Trainer:
             minibatches = self._train(iteration, batch, algorithm)
         timer.add_actions(minibatches)
         self.progress(f"iteration {iteration}: recording metrics")
-        if batch.ref_logprobs is not None and iteration >= self.config.held_iterations:
-            self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
+        self._steer(iteration, batch)
         peaks = {"base": self.memory.base_bytes, **self.memory.take()}
         return self.recorder.finish(
             IterationResult(timer, threshold, report, batch, algorithm, minibatches, peaks, filtered, self.tool_stats)
@@ -205,8 +204,14 @@ class Trainer:
         algorithm = self.config.algorithm.model_copy(update={"kl_coef": self.kl.coef})
         if not algorithm.scale_scores:
             return algorithm
-        self.scores = self.scores.after(given(batch.scores))
+        self.scores = self.scores.after(given(batch.intact.scores))
         return algorithm.model_copy(update={"score_scale": algorithm.score_scale / self.scores.std})
+
+    def _steer(self, iteration: int, batch: RolloutBatch) -> None:
+        """The KL's weight towards its target, by the iteration's samples."""
+        if batch.ref_logprobs is not None and iteration >= self.config.held_iterations:
+            kl = sample_kl(batch.intact)
+            self.kl = self.kl.after(float(kl.mean()), len(kl))
 
     def carried(self) -> dict[str, Any]:
         """What the algorithm carries on from iteration to iteration, as JSON values."""

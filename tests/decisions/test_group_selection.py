@@ -78,6 +78,12 @@ def test_a_place_that_is_late_may_take_the_turn_of_a_later_one():
     assert late.done and late.taken(fill=False) == (0, 1) and late.end == 2
 
 
+def test_fewer_than_two_scores_are_equal():
+    """Samples that failed have none."""
+    judged = GroupSelection(2, 4).with_scores({0: [], 1: [1.0], 2: [1.0, 2.0]})
+    assert judged.differs == {0: False, 1: False, 2: True}
+
+
 def test_too_few_are_filled_up_or_end_the_run():
     selection = GroupSelection(3, 4, {0: False, 1: True, 2: False, 3: False})
     assert selection.done and selection.taken(fill=True) == (0, 1, 2)

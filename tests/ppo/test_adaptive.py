@@ -1,6 +1,7 @@
 """The KL's coefficient, and the running spread of scores against statistics over all of them at once."""
 
 import json
+import math
 import statistics
 from dataclasses import asdict
 
@@ -52,6 +53,7 @@ def test_the_coefficient_follows_the_kl():
     assert control.after(0.0, 100).coef == pytest.approx(0.1 * (1 - 0.2 * 100 / 1000))
     assert control.after(0.0, 10**6).coef == 0.05  # of a large batch: halved at most
     assert KLController(0.1).after(600.0, 64) == KLController(0.1)
+    assert control.after(math.nan, 0) == control, "all samples failed"
     for _ in range(5000):
         control = control.after(-1.0, 10**6)
     assert control.coef == 1e-6 < control.after(600.0, 10**6).coef  # it can come back

@@ -38,6 +38,27 @@ def test_batch_metrics():
     assert metrics["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
 
 
+def test_a_failed_sample_is_in_the_lengths_alone():
+    def rollout(sample: int, length: int, score: float, failed: bool = False) -> Rollout:
+        numbers = torch.full((length,), -1.0 - sample)
+        return Rollout(sample, (1,), (2,) * length, numbers, "stop", numbers - score, numbers, score, failed=failed)
+
+    def metrics(*rollouts: Rollout) -> dict[str, float]:
+        batch = add_token_rewards(RolloutBatch.from_rollouts(rollouts), algorithm, 8)
+        return batch_metrics(add_advantages(batch, algorithm), algorithm)
+
+    algorithm = AlgorithmConfig(kl_coef=0.1)
+    alone = metrics(rollout(0, 2, 1.0), rollout(2, 3, 4.0))
+    beside = metrics(rollout(0, 2, 1.0), rollout(1, 7, 90.0, failed=True), rollout(2, 3, 4.0))
+    assert alone["critic/score/std"] == 1.5 and beside["response_length/max"] == 7.0
+    of_lengths = {name for name in alone if name.startswith("response_length")}
+    assert {name: beside[name] for name in alone.keys() - of_lengths} == {
+        name: alone[name] for name in alone.keys() - of_lengths
+    }
+    none = metrics(rollout(0, 2, 1.0, failed=True))
+    assert "critic/score/mean" not in none and "actor/ref_kl" not in none and none["response_length/mean"] == 2.0
+
+
 def test_balance_metrics():
     assert balance_metrics([9, 8, 1, 2], [10, 10]) == {
         "global_seqlen/min": 3,

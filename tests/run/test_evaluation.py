@@ -1,6 +1,7 @@
 """Held-out prompts: what their metrics are, and that training does not notice that they were evaluated."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -39,6 +40,18 @@ def test_metrics_are_those_of_their_definition():
     assert (metrics["val/response_length/mean"], metrics["val/response_length/clip_ratio"]) == (3.5, 1 / 6)
     alone = evaluation_metrics(batch.select([0]), 1)
     assert not any("@" in key or "std_error" in key for key in alone) and alone["val/samples"] == 1
+
+
+def test_a_failed_sample_is_in_no_score():
+    """The first prompt has one sample left, the second none, the third both."""
+    failed = (False, True, True, True, False, False)
+    rollouts = [Rollout(i, (1,), (3,), torch.zeros(1), "stop", failed=failed[i]) for i in range(6)]
+    scores = torch.tensor([0.5, 9.0, 8.0, 7.0, 1.0, 2.0])
+    metrics = evaluation_metrics(RolloutBatch.from_rollouts(rollouts).with_fields(scores=scores), 2)
+    assert metrics["val/score/mean"] == (0.5 + 1.5) / 2 and metrics["val/score/best@2"] == (0.5 + 2.0) / 2
+    assert metrics["val/score/std_error"] == pytest.approx(0.5) and metrics["val/samples"] == 6
+    lost = RolloutBatch.from_rollouts(rollouts[2:4]).with_fields(scores=scores[2:4])
+    assert math.isnan(evaluation_metrics(lost, 2)["val/score/mean"])
 
 
 def test_noise_of_held_out_samples_is_none_of_trainings():

@@ -10,12 +10,14 @@ from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.step_report import StepReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.parallel.optimizer import StepResult
+from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.run.iteration_metrics import (
     IterationStats,
     fusion_metrics,
     lengths_of,
     memory_metrics,
     mfu_metrics,
+    reward_metrics,
     spared_metrics,
     training_metrics,
     turn_metrics,
@@ -85,3 +87,9 @@ def test_turns_are_told_where_there_are_tools():
     turns = {second: [[tokens[1], 0.0, 0]], first: [[tokens[0], 0.0, 0]]}
     assert turn_metrics(batch, GenInferReport(turns=turns)) == {"lengths/turns": [turns[first], turns[second]]}
     assert lengths_of(batch, turns=turns).turns == ((Turn(tokens[0], 0.0, 0),), (Turn(tokens[1], 0.0, 0),))
+
+
+def test_a_failed_sample_is_in_no_part_of_a_mixed_score():
+    rollouts = [Rollout(i, (1,), (2,), torch.zeros(1), "stop", score=float(i), failed=i == 1) for i in range(3)]
+    report = GenInferReport(rollouts=rollouts, function_scores={0: 1.0, 1: 50.0, 2: 4.0})
+    assert reward_metrics(report) == {"reward/model/mean": 1.0, "reward/function/mean": 2.5}

@@ -7,7 +7,7 @@ barrier. In the tail every sample is published as it ends, and an instance witho
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -131,11 +131,14 @@ class Generation:
                 raise FloatingPointError(f"sample {result.sample_id}: the actor's logits are not finite")
         if self._pauses:
             results = self._pauses.finished(results)
-        failed = self._pauses.failed if self._pauses else ()
-        rollouts = [as_rollout(result, result.sample_id in failed) for result in results]
+        rollouts = [as_rollout(result, result.sample_id in self._failed) for result in results]
         if rollouts and self.rewarder and self.group.is_leader:
             self.rewarder.submit(rollouts)
         return rollouts
+
+    @property
+    def _failed(self) -> Collection[int]:
+        return self._pauses.failed if self._pauses else ()
 
     def _observe(self, step_start: float) -> None:
         stats = self.engine.last_step
@@ -180,7 +183,7 @@ class Generation:
         if not self._live:
             return (STOP if self.total - finished <= threshold else GO_ON), NO_PLACE, self._end
         live = self._live
-        live.update()
+        live.update(self._failed)
         stops = live.remaining(self.total) <= threshold and (threshold > 0 or live.selection.done)
         self._stopping = self._stopping or stops
         assert self.stream is not None, "it is followed"

@@ -8,7 +8,7 @@ the same groups are taken in the end (`GroupSelection`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from rlhfuse.base.sample_ids import sample_origin
@@ -42,21 +42,25 @@ class LiveGroups:
 
     def __init__(self, stream: GroupStream, reporter: StoreReporter, rewarder: Rewarder) -> None:
         self._stream, self._reporter, self._rewarder = stream, reporter, rewarder
-        self._scores: dict[int, dict[int, float]] = {}  # place -> copy -> what the function said
+        self._scores: dict[int, dict[int, float | None]] = {}  # place -> copy -> what the function said
         self._added = 0  # places that the round has added anywhere, as this instance has heard last
         self.selection = stream.selection
 
-    def update(self) -> None:
-        """Tell the others what the reward function has said here, and take in what it has said anywhere."""
+    def update(self, failed: Collection[int] = ()) -> None:
+        """Tell the others what the reward function has said here, and take in what it has said anywhere.
+
+        `failed`: ids of samples that failed here, whose scores are none.
+        """
         if news := self._rewarder.news():
-            self._reporter.send_scores(json.dumps(list(news.items())))
+            told = [(sample, None if sample in failed else score) for sample, score in news.items()]
+            self._reporter.send_scores(json.dumps(told))
         complete: dict[int, Sequence[float]] = {}
         for sample, score in (pair for letter in self._reporter.take_scores() for pair in json.loads(letter)):
             _, place, copy = sample_origin(sample)
             group = self._scores.setdefault(place, {})
             group[copy] = score
             if len(group) == self._stream.copies:
-                complete[place] = self._stream.as_counted(list(group.values()))
+                complete[place] = self._stream.as_counted([one for one in group.values() if one is not None])
         if complete:
             self.selection = self.selection.with_scores(complete)
 

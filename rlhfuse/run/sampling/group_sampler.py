@@ -115,13 +115,13 @@ class GroupSampler:
         )
 
     def _scores(self, report: GenInferReport) -> dict[int, list[float]]:
-        """By place, as they count."""
+        """By place, as they count; of samples that failed none."""
         batch = RolloutBatch.from_rollouts(report.rollouts)
         batch = combine_rewards(batch, report.function_scores, self._config.reward)
         batch.check_finite()
-        scores: dict[int, list[float]] = {}
-        for sample, score in zip(batch.sample_ids.tolist(), given(batch.scores).tolist()):
-            scores.setdefault(sample_origin(sample)[1], []).append(score)
+        scores: dict[int, list[float]] = {place: [] for place in prompt_places(report)}
+        for sample, score in zip(batch.intact.sample_ids.tolist(), given(batch.intact.scores).tolist()):
+            scores[sample_origin(sample)[1]].append(score)
         return scores
 
     def _metrics(self, selection: GroupSelection, report: GenInferReport, rounds: int) -> dict[str, Any]:

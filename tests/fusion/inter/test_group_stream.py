@@ -133,5 +133,18 @@ def test_news_from_here_are_sent_to_all(case):
     assert [json.loads(text) for text in case.reporter.sent] == [[[sample_id(0, 1, 1), 0.25]]]
 
 
+def test_scores_of_failed_samples_are_none_to_all(case):
+    """One of the second group's samples failed, which leaves nothing to compare."""
+    samples = [sample_id(0, 1, 0), sample_id(0, 1, 1)]
+    case.rewarder.news = lambda: dict(zip(samples, (0.25, 0.75)))
+    case.generation._pauses = SimpleNamespace(failed={samples[1]})
+    case.generation._decide(0, 0)
+    assert [json.loads(text) for text in case.reporter.sent] == [[[samples[0], 0.25], [samples[1], None]]]
+    case.reporter.letters, case.rewarder.news = case.reporter.sent, dict
+    case.reporter.judge(2, 0.25, 0.75)
+    case.generation._decide(0, 0)
+    assert case.generation._live.selection.differs == {1: False, 2: True}
+
+
 def test_a_group_of_which_some_were_dropped_is_none():
     assert complete_groups([sample_id(0, place, copy) for place, copy in ((0, 0), (0, 1), (1, 1))], 2) == {0}
