@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
+from typing import Any
 
 import psutil
 from harness import Figure, Measurement, counting, options
@@ -135,16 +136,33 @@ def saved(folder: Path) -> int:
     return max((int(one.name.partition("-")[2]) for one in checkpoints_in(folder)), default=0)
 
 
+def samples_of(folder: Path) -> list[dict[str, Any]]:
+    """Those of whole lines, without the seconds that tools took."""
+    file = folder / "samples.jsonl"
+    text = file.read_text() if file.exists() else ""
+    samples = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    for turn in (turn for one in samples for turn in one.get("turns", ())):
+        turn.pop("seconds")
+    return samples
+
+
+def is_due(where: str, needed: int, repeats: int) -> bool:
+    """Whether a number ("iteration 3 actor/loss") is of the first `needed` iterations, but for the evaluations that are
+    made again when the run goes on: those after the last `repeats` of them."""
+    _, iteration, *name = where.split(maxsplit=2)
+    return int(iteration) + repeats * "".join(name).startswith("val/") < needed
+
+
 def lost(whole: Path, run_dir: Path, needed: int) -> list[str]:
     """What is not as in the `whole` run, or is missing though it is of the first `needed` iterations."""
     found = [f"iterations {saved(run_dir)} to {needed}"] if saved(run_dir) < needed else []
     if needed or (run_dir / "metrics.jsonl").exists():
         differences = compare_metrics(whole / "metrics.jsonl", run_dir / "metrics.jsonl").differences
-        found += [d.where for d in differences if d.b != "missing" or int(d.where.split()[1]) < needed]
-    lines = (whole / "samples.jsonl").read_bytes().splitlines(keepends=True)
-    must = b"".join(line for line in lines if json.loads(line)["iteration"] < needed)
-    written = (run_dir / "samples.jsonl").read_bytes() if (run_dir / "samples.jsonl").exists() else b""
-    if not (written.startswith(must) and b"".join(lines).startswith(written[: written.rfind(b"\n") + 1])):
+        repeats = 0 if (run_dir / "finished.json").exists() else 1
+        found += [d.where for d in differences if d.b != "missing" or is_due(d.where, needed, repeats)]
+    samples, written = (samples_of(folder) for folder in (whole, run_dir))
+    must = [one for one in samples if one["iteration"] < needed]
+    if written[: len(must)] != must or samples[: len(written)] != written:
         found.append("samples")
     exports = [name for name in EXPORTS if (run_dir / "export" / name).exists() or (run_dir / "finished.json").exists()]
     pairs = (compare_exports(*(folder / "export" / name for folder in (whole, run_dir))) for name in exports)

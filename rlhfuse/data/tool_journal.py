@@ -56,12 +56,14 @@ class JournalEntry:
 class ToolJournal:
     """Appends to this rank's file; knows what stood in the run's folder at the start, and in the one to replay."""
 
-    def __init__(self, folder: Path, rank: int, goes_on: bool, replay: str = "") -> None:
-        """`goes_on`: what the folder's journals say is this run's; else this rank's begins anew. Raises InputError."""
-        files = [*(journal_files(Path(replay)) if replay else ()), *(journal_files(folder) if goes_on else ())]
-        entries = (entry for file in files for entry in read_journal(file))
-        self._known = {entry.key: entry for entry in entries}
-        self._file = AppendFile(folder / FILES.replace("*", str(rank)), keep_bytes=None if goes_on else 0)
+    def __init__(self, folder: Path, rank: int, first: int | None, replay: str = "") -> None:
+        """`first`: the iteration with which the folder's run goes on, and may repeat the evaluation before; None: it
+        begins, and this rank's file anew. Raises InputError."""
+        known = [entry for file in journal_files(Path(replay)) for entry in read_journal(file)] if replay else []
+        for file in journal_files(folder) if first is not None else ():
+            known += [entry for entry in read_journal(file) if int(entry.iteration.split("/")[0]) + 1 >= (first or 0)]
+        self._known = {entry.key: entry for entry in known}
+        self._file = AppendFile(folder / FILES.replace("*", str(rank)), keep_bytes=0 if first is None else None)
 
     def find(self, iteration: str, call: ToolCall) -> JournalEntry | None:
         """What is known of this call."""

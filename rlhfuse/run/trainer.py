@@ -137,9 +137,13 @@ class Trainer:
 
     def _start_caller(self, folder: Path) -> ToolCaller | None:
         """Every rank knows what turns ask for; the first one of each instance has the processes that call tools."""
-        if not self.inputs.tools:
+        if not (tools := self.inputs.tools):
             return None
-        return ToolCaller(self.inputs, self.rank, folder, self.models.place.decoders.is_leader)
+        goes_on = self.config.trainer.resume != "never"
+        resumed = self.inputs.resume.iteration if self.inputs.resume else 0
+        return ToolCaller(
+            self.config, tools, self.rank, folder, self.models.place.decoders.is_leader, resumed if goes_on else None
+        )
 
     def iterate(self, iteration: int) -> IterationRecord:
         """One PPO iteration; a collective."""

@@ -291,7 +291,7 @@ def _lengths_of(value: Any, path: str, line: int, column: str, least: int) -> li
 
 
 def _turns_of(value: Any, outputs: Sequence[int], where: str) -> tuple[Turns, ...]:
-    """Of samples with responses of so many tokens; raises InputError naming `where`."""
+    """Turns of samples with responses of so many tokens; raises InputError naming `where`."""
     try:
         return SampleLengths((0,) * len(outputs), tuple(outputs), turns=read_turns(value)).turns
     except (TypeError, InputError) as error:

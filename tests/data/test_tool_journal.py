@@ -18,7 +18,7 @@ def entry(iteration, one, answer="5", error="", state=None):
 
 
 def test_what_was_written_is_found_by_place_and_contents(tmp_path):
-    first = ToolJournal(tmp_path, 2, goes_on=False)
+    first = ToolJournal(tmp_path, 2, first=None)
     assert first.find("3", call(a=1)) is None
     first.append(entry("3", call(a=1), "ü", state=b"\x00\xff"))
     first.append(entry("3", call(1, a=math.nan), "Error: x", "Error: x"))
@@ -26,7 +26,7 @@ def test_what_was_written_is_found_by_place_and_contents(tmp_path):
     first.close()
     with open(tmp_path / "tool_calls.2.jsonl", "a") as file:
         file.write('{"iteration": "3", "sample')
-    other = ToolJournal(tmp_path, 0, goes_on=True)
+    other = ToolJournal(tmp_path, 0, first=0)
     found = other.find("3", call(a=1))
     assert found.answer == "ü" and found.state_bytes == b"\x00\xff" and found.seconds == 0.25
     assert other.find("3", call(1, a=math.nan)).error == "Error: x" and other.find("3/val", call(a=1)).answer == "6"
@@ -38,25 +38,27 @@ def test_what_was_written_is_found_by_place_and_contents(tmp_path):
     ):
         assert other.find("3", missing) is None
     assert other.find("4", call(a=1)) is None
-    again = ToolJournal(tmp_path, 2, goes_on=True)
+    again = ToolJournal(tmp_path, 2, first=0)
     again.append(entry("4", call(a=1)))
     assert [one.iteration for one in read_journal(tmp_path / "tool_calls.2.jsonl")] == ["3", "3", "3/val", "4"]
-    for journal in (other, again):
+    later = ToolJournal(tmp_path, 5, first=5)
+    assert later.find("3", call(a=1)) is None and later.find("4", call(a=1)).answer == "5"
+    for journal in (other, again, later):
         journal.close()
 
 
 def test_a_run_that_begins_knows_nothing_and_one_that_replays_the_other_s(tmp_path):
     (tmp_path / "old").mkdir(), (tmp_path / "new").mkdir()
-    old = ToolJournal(tmp_path / "old", 0, goes_on=False)
+    old = ToolJournal(tmp_path / "old", 0, first=None)
     old.append(entry("0", call(a=1)))
     old.close()
-    fresh = ToolJournal(tmp_path / "old", 0, goes_on=False)
+    fresh = ToolJournal(tmp_path / "old", 0, first=None)
     assert fresh.find("0", call(a=1)) is None and not (tmp_path / "old" / "tool_calls.0.jsonl").read_bytes()
     fresh.append(entry("0", call(a=1), "9"))
     fresh.close()
     check_replay(str(tmp_path / "old"))
     check_replay("")
-    new = ToolJournal(tmp_path / "new", 0, goes_on=False, replay=str(tmp_path / "old"))
+    new = ToolJournal(tmp_path / "new", 0, first=None, replay=str(tmp_path / "old"))
     assert new.find("0", call(a=1)).answer == "9"
     new.close()
     for wrong in (str(tmp_path / "nowhere"), str(tmp_path)):
@@ -69,4 +71,4 @@ def test_a_run_that_begins_knows_nothing_and_one_that_replays_the_other_s(tmp_pa
 def test_a_broken_line_is_named(tmp_path):
     (tmp_path / "tool_calls.0.jsonl").write_text('{"iteration": 3}\n')
     with pytest.raises(InputError, match=r"tool_calls.0.jsonl:1: "):
-        ToolJournal(tmp_path, 1, goes_on=True)
+        ToolJournal(tmp_path, 1, first=0)

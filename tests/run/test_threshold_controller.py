@@ -113,7 +113,7 @@ def test_it_remembers_what_recording_a_graph_took(alone):
 
 
 def test_pauses_of_its_samples_are_simulated_and_kept(alone):
-    """Of two thirds of their time samples wait: fewer instances hold as many."""
+    """Samples wait for two thirds of their time: fewer instances hold as many."""
     lengths = with_turns(long_tail(64, longest=256), 0, seconds=0.2)
     turns = {number: [list(turn) for turn in own] for number, own in enumerate(lengths.turns)}
     paused, plain = control(run()), control(run())

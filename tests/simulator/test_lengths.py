@@ -152,7 +152,7 @@ def test_a_run_that_filtered_groups_says_how_many_it_began(tmp_path):
 
 
 def test_turns_belong_to_whole_samples(tmp_path):
-    """Of iterations without tools each response is one turn; a cut one ends with what was drawn."""
+    """In iterations without tools each response is one turn; a cut one ends with what was drawn."""
     several = [[[2, 0.5, 3], [5, 0.0, 0]], [[4, 0.0, 0]]]
     rows = [{"lengths/output": [7], "lengths/prompt": [1]}]
     rows += [{"lengths/output": [10, 4], "lengths/prompt": [2, 3], TURNS: several}]

@@ -31,7 +31,7 @@ def ended(lengths: SampleLengths, **changes) -> tuple[float, ...]:
 
 
 def test_an_instance_whose_samples_all_pause_goes_on_with_the_first():
-    """Of 21 tokens whose last was not run yet, the 16 of a block stay: 5 and the 7 observed are run."""
+    """21 tokens, the last not run yet: the 16 of a block stay, 5 and the 7 observed are run."""
     one = (Turn(11, 0.5, 7), Turn(5, 0.0, 0))
     first = 2e-3 + 10e-4 + decoding(11, 10)
     last = 2e-3 + (5 + 7) * 1e-4 + decoding(29, 4)

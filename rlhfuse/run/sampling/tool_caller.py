@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.sample_ids import sample_origin
+from rlhfuse.config.settings import RunConfig
 from rlhfuse.data.call_pool import CallPool
 from rlhfuse.data.chat_turns import AskedCall
 from rlhfuse.data.prompts import Prompt
@@ -23,7 +24,7 @@ from rlhfuse.data.tool_journal import JournalEntry, ToolJournal
 from rlhfuse.data.tool_set import ToolCall, ToolSet
 from rlhfuse.fusion.inter.iteration_store import LAST_PAUSE_SECONDS, IterationStore
 from rlhfuse.fusion.inter.tools import Answer
-from rlhfuse.run.preflight import RunInputs
+from rlhfuse.run.run_tools import RunTools
 
 LEFT = "tools/"  # and the id of a sample that left: what is sent after it
 TIMEOUT = "rollout.multi_turn.timeout_seconds"
@@ -55,16 +56,18 @@ class _Turn:
 class ToolCaller:
     """A `Tools` of one rank; only with `leads` its calls may be asked for. To be closed."""
 
-    def __init__(self, inputs: RunInputs, rank: int, folder: Path, leads: bool) -> None:
-        """`folder`: the run's, for the journal. Raises InputError where that cannot be read or written."""
-        assert inputs.tools, "a run without tools has no caller"
-        self._settings, self._seed = inputs.config.rollout.multi_turn, inputs.config.trainer.seed
-        self._tools, self._chat = inputs.tools.tools, inputs.tools.turns
+    def __init__(
+        self, config: RunConfig, tools: RunTools, rank: int, folder: Path, leads: bool, first: int | None = None
+    ) -> None:
+        """`folder`: the run's, for the journal; `first` as the journal has it. Raises InputError where that cannot be
+        read or written."""
+        self._settings, self._seed = config.rollout.multi_turn, config.trainer.seed
+        self._tools, self._chat = tools.tools, tools.turns
         self._pool: CallPool | None = None
         if leads:
             settings = self._settings
             path, limit = (settings.function_tool_path,), settings.timeout_seconds
-            self._journal = ToolJournal(folder, rank, inputs.config.trainer.resume != "never", settings.replay)
+            self._journal = ToolJournal(folder, rank, first, settings.replay)
             self._pool = CallPool(ToolSet.load, path, settings.workers, limit, TIMEOUT)
         self._lock = threading.RLock()  # what follows is the main thread's and the mail's
         self._mail: threading.Thread | None = None

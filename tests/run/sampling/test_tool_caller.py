@@ -58,8 +58,7 @@ def world(tmp_path):
         run = load_config(config, [*more, "trainer.resume=auto"])
         tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "actor"))
         actor, prompt = SimpleNamespace(eos_token_ids=(2,)), Prompt((4,), ROW, "p.jsonl:1", ROW["prompt"])
-        inputs = SimpleNamespace(config=run, tools=find_tools(run, actor, tokenizer, [prompt]))
-        made.append(ToolCaller(inputs, rank, tmp_path, leads))
+        made.append(ToolCaller(run, find_tools(run, actor, tokenizer, [prompt]), rank, tmp_path, leads, 0))
         made[-1].begin("0", [prompt] * 3)
         return made[-1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rehearsal.stand_ins.others import Batch, OtherRanks
@@ -18,6 +19,7 @@ from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.iteration_metrics import IterationStats
 from rlhfuse.run.iteration_recorder import IterationRecord, IterationResult
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
+from rlhfuse.run.sampling.tool_caller import ToolCaller
 from rlhfuse.run.trainer import Trainer
 
 MINIBATCHES = 2
@@ -40,6 +42,9 @@ class RehearsedTrainer(Trainer):
         recorder.finish = _read_results
 
     def _start_rewarder(self) -> FunctionRewarder | None:
+        return None
+
+    def _start_caller(self, folder: Path) -> ToolCaller | None:
         return None
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt], first: int) -> list[Request]:

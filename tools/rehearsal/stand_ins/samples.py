@@ -38,7 +38,9 @@ class Samples:
         return self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
 
     def sampling(self, steps: int = RESPONSE_STEPS) -> SamplingParams:
-        return replace(sampling_params(self.config), max_tokens=steps, min_tokens=0, ignore_eos=True, stop=())
+        """None pauses for tools: one that does holds nothing on a device, and goes on as any other begins."""
+        unending = {"stop": (), "stop_token_ids": (), "ignore_eos": True, "turns": False}
+        return replace(sampling_params(self.config), max_tokens=steps, min_tokens=0, **unending)
 
     def tokens(self, sample: int, count: int) -> tuple[int, ...]:
         """Prompts that differ from their first block on."""
