@@ -1,12 +1,13 @@
 """Does it learn? A story model with a sentiment reward, and little sums in words, on several seeds, under torchrun.
 
-    python benchmarks/learning.py [--model FOLDER] [--tasks grpo,ppo,sums,dapo] [--seeds 1]
+    python benchmarks/learning.py [--model FOLDER] [--tasks grpo,ppo,sums,dapo,calculator] [--seeds 1]
 
 grpo and ppo are the examples stories_*.yaml as they stand, with stories260K (260,032 parameters, no part of this
 repository) and VADER's compound of the continuation as reward; the goal is a mean of 0.9 within 10 iterations on every
 seed. sums is examples/sums_grpo.yaml; the goal is that the share of held-out sums that are right rises on every seed
 by three standard errors of the difference, first and last evaluation taken as independent (they share their prompts).
-dapo is sums with dynamic sampling (algorithm.filter_groups), with the same goal.
+dapo is sums with dynamic sampling (algorithm.filter_groups), calculator is examples/calculator_grpo.yaml, whose model
+may call a tool; both have the same goal.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ from processes import ROOT, train
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.monitor.phase_times import whole_seconds
 
-TASKS = ("grpo", "ppo", "sums", "dapo")
-SUMS = {"sums": (), "dapo": ("algorithm.filter_groups.enable=true",)}  # and what each adds to the example
+TASKS = ("grpo", "ppo", "sums", "dapo", "calculator")
+SUMS: dict[str, tuple[str, ...]] = {  # the example of each, and what is added to it
+    "sums": ("sums_grpo",),
+    "dapo": ("sums_grpo", "algorithm.filter_groups.enable=true"),
+    "calculator": ("calculator_grpo",),
+}
 REWARD_GOAL, ITERATIONS, RISE_GOAL = 0.9, 10, 3.0
 KEPT_SAMPLES = 2
 
@@ -148,14 +153,11 @@ def learn(algorithm: str, seed: int, model: Path, iterations: int) -> Learnt:
 
 
 def do_sums(task: str, seed: int, quick: bool) -> Rise:
-    settings = [
-        f"trainer.seed={seed}",
-        "trainer.export=false",
-        *SUMS[task],
-        *(["trainer.iterations=2"] if quick else []),
-    ]
+    example, *more = SUMS[task]
+    short = ["trainer.iterations=2"] if quick else []
+    settings = [f"trainer.seed={seed}", "trainer.export=false", *more, *short]
     with tempfile.TemporaryDirectory() as folder:
-        rows = train(ROOT / "examples" / "sums_grpo.yaml", Path(folder) / "run", settings)
+        rows = train(ROOT / "examples" / f"{example}.yaml", Path(folder) / "run", settings)
     columns = ("iteration", "val/score/mean", "val/score/std_error")
     return Rise(task, seed, *([row[column] for row in rows if columns[1] in row] for column in columns))
 

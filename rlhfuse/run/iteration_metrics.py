@@ -103,10 +103,12 @@ def tool_metrics(report: GenInferReport, leaders: Sequence[ToolStats]) -> dict[s
     for sample, count in (item for stats in leaders for item in stats.calls.items()):
         calls[sample] += count
     samples = [rollout.sample_id for rollout in report.rollouts]
+    pauses = [sum(pause for _, pause, _ in report.turns[sample]) for sample in samples]
     of_samples: dict[str, list[float]] = {
         "num_turns": [len(report.turns[sample]) for sample in samples],
         "tool_call_counts": [calls[sample] for sample in samples],
-        "agent_loop/tool_calls": [sum(pause for _, pause, _ in report.turns[sample]) for sample in samples],
+        "agent_loop/tool_calls": pauses,
+        "agent_loop/generate_sequences": [report.ended[sample] - paused for sample, paused in zip(samples, pauses)],
     }
     metrics: dict[str, float] = {}
     for name, values in of_samples.items():

@@ -50,6 +50,7 @@ def test_fused_is_serial_and_a_replay_calls_nothing(tool_runs):
     rows = metrics_of(fused)
     assert all(row["num_turns/max"] > 2 and row["fusion/migrated_samples"] for row in rows)
     assert all(row["tool_call_counts/max"] > 2 and row["agent_loop/tool_calls/max"] > 0 for row in rows)
+    assert all(0 < row["agent_loop/generate_sequences/mean"] < row["timing_s/gen"] for row in rows)
     assert 0 < sum(row["tool/failure_frequency"] for row in rows) < len(rows)
     assert all(row["rollout/train_logprob_abs_diff"] < 1e-5 for row in rows)
     before, journal = made(tool_runs), journal_of(fused)

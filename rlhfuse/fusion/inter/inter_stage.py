@@ -227,6 +227,7 @@ class GenInferIteration:
         report.rollouts, report.begun, report.aborted = rollouts, self._begun, self._begun - len(ended)
         if self._stage.tools:
             report.turns = turns_of(rollouts, [events for events, _ in everyone])
+            report.ended = {sample: after for events, _ in everyone for sample, after in events.ended.items()}
         given = report.function_scores
         if rewarder and (missing := [r.sample_id for r in report.rollouts if r.sample_id not in given]):
             raise RewardError(f"sample {missing[0]}: the reward function gave it no score")

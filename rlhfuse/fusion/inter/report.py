@@ -36,6 +36,7 @@ class GenInferReport:
     total_seconds: float = 0.0
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> the Rewarder's score
     turns: dict[int, list[list]] = field(default_factory=dict)  # sample id -> see `turns_of`; {} without tools
+    ended: dict[int, float] = field(default_factory=dict)  # sample id -> seconds of generation until its end; likewise
     observations: dict[str, list[list]] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
 
@@ -102,6 +103,9 @@ class RankEvents:
     plan: MigrationPlan | None = None
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> the Rewarder's score
     pauses: dict[tuple[int, int], float] = field(default_factory=dict)  # (sample id, turn) -> seconds behind it
+    ended: dict[int, float] = field(
+        default_factory=dict
+    )  # sample id -> seconds of generation until its end, with tools
 
     def span(self, kind: str, start: float, end: float, **args: Any) -> None:
         """Note what this rank did, in `wall_seconds`; `args`: facts about it.

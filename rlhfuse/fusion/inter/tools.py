@@ -68,6 +68,7 @@ class Pauses:
 
     def __init__(self, tools: Tools, engine: Engine, group: TensorParallelGroup, events: RankEvents) -> None:
         self._tools, self._engine, self._group, self._events = tools, engine, group, events
+        self._begin = wall_seconds()
         self._ready: list[Answer] = []  # announced, the leader's
         self.failed: set[int] = set()  # ids of samples that end because their calls failed
 
@@ -82,6 +83,8 @@ class Pauses:
                 ended.append(self._engine.close(result.sample_id))
             elif self._group.is_leader:
                 self._tools.submit(result.sample_id, number, turn, self._engine.parked[result.sample_id].room)
+        if self._group.is_leader:
+            self._events.ended |= dict.fromkeys((r.sample_id for r in ended), wall_seconds() - self._begin)
         return ended
 
     def announce(self) -> int:
