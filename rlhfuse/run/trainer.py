@@ -42,7 +42,7 @@ from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.rank_models import DTYPES, build_models, engine_options, requests_of, sampling_params
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.group_sampler import GroupSampler
-from rlhfuse.run.sampling.tool_caller import ToolCaller, ToolStats
+from rlhfuse.run.sampling.tool_caller import ToolCaller
 from rlhfuse.run.threshold_controller import ThresholdController
 
 
@@ -172,14 +172,10 @@ class Trainer:
         self.progress(f"iteration {iteration}: recording metrics")
         self._steer(iteration, batch)
         peaks = {"base": self.memory.base_bytes, **self.memory.take()}
+        called = self.caller.take_stats() if self.caller else None
         return self.recorder.finish(
-            IterationResult(timer, threshold, report, batch, algorithm, minibatches, peaks, filtered, self.tool_stats)
+            IterationResult(timer, threshold, report, batch, algorithm, minibatches, peaks, filtered, called)
         )
-
-    @property
-    def tool_stats(self) -> ToolStats | None:
-        """What tools were called for on this rank in the iteration; None for a run without."""
-        return self.caller.take_stats() if self.caller else None
 
     def evaluate(self, iteration: int) -> Evaluation:
         """Held-out prompts, by the actor as it is after `iteration`; -1: before the first. A collective."""

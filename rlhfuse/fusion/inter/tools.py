@@ -93,9 +93,8 @@ class Pauses:
             return 0  # one announcement at a time
         answers = self._tools.answers()
         self._ready = [answer for answer in answers if answer.sample_id in self._engine.parked]
-        if len(self._ready) < len(answers):  # of samples that were dropped with their group
-            known = {answer.sample_id for answer in self._ready}
-            self._tools.delivered([answer.sample_id for answer in answers if answer.sample_id not in known])
+        if unwanted := [answer.sample_id for answer in answers if answer.sample_id not in self._engine.parked]:
+            self._tools.delivered(unwanted)  # of samples that were dropped with their group
         return sum(3 + len(answer.tokens) for answer in self._ready)
 
     def deliver(self, count: int) -> None:
