@@ -155,13 +155,13 @@ def is_due(where: str, needed: int, repeats: int) -> bool:
 
 def lost(whole: Path, run_dir: Path, needed: int) -> list[str]:
     """What is not as in the `whole` run, or is missing though it is of the first `needed` iterations."""
+    repeats = 0 if (run_dir / "finished.json").exists() else 1  # evaluations
     found = [f"iterations {saved(run_dir)} to {needed}"] if saved(run_dir) < needed else []
     if needed or (run_dir / "metrics.jsonl").exists():
         differences = compare_metrics(whole / "metrics.jsonl", run_dir / "metrics.jsonl").differences
-        repeats = 0 if (run_dir / "finished.json").exists() else 1
         found += [d.where for d in differences if d.b != "missing" or is_due(d.where, needed, repeats)]
     samples, written = (samples_of(folder) for folder in (whole, run_dir))
-    must = [one for one in samples if one["iteration"] < needed]
+    must = [one for one in samples if one["iteration"] + repeats * (one["split"] == "val") < needed]
     if written[: len(must)] != must or samples[: len(written)] != written:
         found.append("samples")
     exports = [name for name in EXPORTS if (run_dir / "export" / name).exists() or (run_dir / "finished.json").exists()]

@@ -104,7 +104,7 @@ def tool_metrics(report: GenInferReport, leaders: Sequence[ToolStats]) -> dict[s
         calls[sample] += count
     samples = [rollout.sample_id for rollout in report.rollouts]
     pauses = [sum(pause for _, pause, _ in report.turns[sample]) for sample in samples]
-    of_samples: dict[str, list[float]] = {
+    of_samples: dict[str, Sequence[float]] = {
         "num_turns": [len(report.turns[sample]) for sample in samples],
         "tool_call_counts": [calls[sample] for sample in samples],
         "agent_loop/tool_calls": pauses,
