@@ -117,6 +117,8 @@ class RankReport:
         lines.append(f"{'host memory':22} {host} {measured}")
         if moved := self.found["moved"]:
             lines.append(f"{moved} samples came from other instances or went there")
+        if paused := self.found["paused"]:
+            lines.append(f"{paused} samples paused for a tool")
         problems = [f"{times} times: {what}" for what, times in self.found["problems"].items()]
         return "\n".join((*lines, *self._reads(), *problems))
 

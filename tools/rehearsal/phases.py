@@ -40,6 +40,7 @@ class RankRehearsal:
     launches: dict[str, int]
     operations: int
     moved: int  # samples that the rank's instance has sent or received
+    paused: int  # and those that have paused for a tool there
 
 
 class PhaseLog:
@@ -76,10 +77,10 @@ class PhaseLog:
         self.switch(None)
         return {done.phase: done.peak for done in self._done if done.iteration == self.iteration}
 
-    def outcome(self, rank: int, moved: int) -> RankRehearsal:
+    def outcome(self, rank: int, moved: int, paused: int) -> RankRehearsal:
         mode = self._mode
         problems, collectives, launches = map(dict, (mode.problems, mode.collectives, mode.launches))
-        return RankRehearsal(rank, self._done, problems, collectives, launches, mode.operations, moved)
+        return RankRehearsal(rank, self._done, problems, collectives, launches, mode.operations, moved, paused)
 
     def _leave(self, phase: str) -> None:
         meter, seconds = self._mode.meter, time.perf_counter() - self._start

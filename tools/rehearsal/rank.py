@@ -85,12 +85,12 @@ class Rehearsal:
                 if "checkpoint" in wanted:
                     self._save(loop, iteration + 1)
             self._phases.switch(None)
-            moved = trainer.others.moved
+            moved, paused = trainer.others.moved, trainer.caller.answered if trainer.caller else 0
             del trainer, loop
             if "checkpoint" in wanted:
                 self._resume(Path(folder))
             self._phases.switch(None)
-        return self._phases.outcome(self._rank, moved)
+        return self._phases.outcome(self._rank, moved, paused)
 
     # the phases -----------------------------------------------------------------------------------------------
 

@@ -189,6 +189,29 @@ def test_losses_of_whole_samples_and_measured_entropies_wait_for_no_host(program
     assert places and not [place for place in places if place.startswith(("ppo/", "fusion/intra/training_step"))]
 
 
+TOOL = """def add(a: int) -> str:
+    \"\"\"Add one.
+
+    Args:
+        a: A number.
+    \"\"\"
+    return str(a + 1)
+"""
+
+
+def test_samples_pause_for_tools_and_go_on(programs, tmp_path):
+    """On a rank of a tensor-parallel instance, in both iterations; nothing more waits for the device."""
+    run_yaml = write(tmp_path, SMALL | dict(num_key_value_heads=2, vocab_size=1024))
+    (tmp_path / "tools.py").write_text(TOOL)
+    tools = ["rollout.multi_turn.enable=true", f"rollout.multi_turn.function_tool_path={tmp_path / 'tools.py'}"]
+    places = []
+    for asked, paused in ([*OF_FOUR], 0), ([*OF_FOUR, *tools], 2):
+        found = rehearse(run_yaml, asked, make_plan(rehearsal_draft(load_config(run_yaml, asked), 4)), 2, WHOLE, print)
+        assert found["problems"] == {} and found["moved"] > 0 and found["paused"] == paused
+        places.append({place for phase in found["phases"][1:] for place in phase["reads"]})
+    assert places[0] == places[1]
+
+
 # how it ends
 
 FAULTS = {  # file, what is there, what a fault would be, what a rehearsal says
@@ -201,7 +224,7 @@ def found(problems: dict[str, int], *peaks: int) -> dict:
     """A rank's rehearsal of one phase, iteration by iteration."""
     phase = dict(phase="training", host=0, reserved=0, host_peak=0, table=[], reads={})
     phases = [{**phase, "iteration": number, "peak": peak} for number, peak in enumerate(peaks)]
-    return dict(rank=0, phases=phases, problems=problems, moved=0)
+    return dict(rank=0, phases=phases, problems=problems, moved=0, paused=0)
 
 
 def test_the_fullest_iteration_of_a_phase_stands_for_it():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rehearsal.stand_ins.others import Batch, OtherRanks
+from rehearsal.stand_ins.paused import DrawnPauses
 from rehearsal.stand_ins.samples import Samples
 
 from rlhfuse.base.sample_ids import sample_id
@@ -32,6 +33,8 @@ class RehearsedTrainer(Trainer):
     With inter-stage fusion the rank's instance is freed in even iterations, and receives samples in odd ones.
     """
 
+    caller: Any  # DrawnPauses, or None without tools
+
     def prepare(self, samples: Samples) -> None:
         """Before the first iteration."""
         self.samples = samples
@@ -45,7 +48,8 @@ class RehearsedTrainer(Trainer):
         return None
 
     def _start_caller(self, folder: Path) -> ToolCaller | None:
-        return None
+        pauses: Any = DrawnPauses() if self.config.rollout.multi_turn.enable else None
+        return pauses
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt], first: int) -> list[Request]:
         copies = range(self.config.rollout.samples_per_prompt)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from rehearsal.stand_ins.paused import OBSERVED
 
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
@@ -20,6 +21,7 @@ from rlhfuse.run.rank_models import sampling_params
 RESPONSE_STEPS = 3  # decoded of each sample, the last of its tokens
 TAIL_STEPS = 12  # of one of the long tail
 DIFFERENT_TOKENS = 8
+DRAWN = 0  # what is read of a draw that has no value
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,10 @@ class Samples:
     def longest(self) -> int:
         return self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
 
-    def sampling(self, steps: int = RESPONSE_STEPS) -> SamplingParams:
-        """None pauses for tools: one that does holds nothing on a device, and goes on as any other begins."""
-        unending = {"stop": (), "stop_token_ids": (), "ignore_eos": True, "turns": False}
-        return replace(sampling_params(self.config), max_tokens=steps, min_tokens=0, **unending)
+    def sampling(self, steps: int = RESPONSE_STEPS, pauses: bool = False) -> SamplingParams:
+        """Of so many tokens; with `pauses` each token that is drawn ends a turn."""
+        ends = {"stop": (), "stop_token_ids": (DRAWN,) if pauses else (), "ignore_eos": True, "turns": pauses}
+        return replace(sampling_params(self.config), max_tokens=steps, min_tokens=0, **ends)
 
     def tokens(self, sample: int, count: int) -> tuple[int, ...]:
         """Prompts that differ from their first block on."""
@@ -50,7 +52,7 @@ class Samples:
     def requests(self, ids: Sequence[int], tail: int) -> list[Request]:
         """An instance's: the last `tail` end late, and are like no other; of the others most find their blocks.
 
-        One of these ends when all of the tail have begun.
+        One of these ends when all of the tail have begun; with tools the first one pauses.
         """
         batched = self.config.rollout.max_batched_tokens
         different = max(1, 2 * batched // self.longest)
@@ -59,8 +61,10 @@ class Samples:
         for place, sample in enumerate(ids):
             late = place >= len(ids) - tail
             steps = begun + TAIL_STEPS if late else begun if place == len(ids) - tail - 1 else RESPONSE_STEPS
+            pauses = self.config.rollout.multi_turn.enable and place == 0 and not late
+            steps += OBSERVED if pauses else 0
             prompt = self.tokens(different + sample if late else place % different, self.longest - steps)
-            found.append(Request(sample, prompt, self.sampling(steps)))
+            found.append(Request(sample, prompt, self.sampling(steps, pauses)))
         return found
 
     def training_batch(self, minibatches: int, batch: BatchArithmetic) -> RolloutBatch:
