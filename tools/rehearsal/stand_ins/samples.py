@@ -40,7 +40,7 @@ class Samples:
         return self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
 
     def sampling(self, steps: int = RESPONSE_STEPS, pauses: bool = False) -> SamplingParams:
-        """Of so many tokens; with `pauses` each token that is drawn ends a turn."""
+        """Draws of so many tokens; with `pauses` each token that is drawn ends a turn."""
         ends = {"stop": (), "stop_token_ids": (DRAWN,) if pauses else (), "ignore_eos": True, "turns": pauses}
         return replace(sampling_params(self.config), max_tokens=steps, min_tokens=0, **ends)
 
