@@ -19,7 +19,7 @@ from testkit.finished_run import write_run
 from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.phase_times import phase_times, render_phase_times, samples_per_second
-from rlhfuse.monitor.samples import SampleText, SampleWriter
+from rlhfuse.monitor.samples import SampleText, SampleWriter, TurnText
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.planning.run_plan import VERSION
 from rlhfuse.schedule.io import save_schedule
@@ -105,6 +105,15 @@ def test_the_page_holds_everything_itself(folder):
     asked = [page.index(f'id="{part}"') for part in ("learned", "time", "fusion", "plan", "curves", "timeline")]
     assert asked == sorted(asked), "what people ask comes first"
     assert page == render_report(RunFiles.read(folder)), "the same run gives the same page"
+
+
+def test_turns_are_told_from_what_tools_answered(folder):
+    turns = TurnText("<call>2+2", "4 <b>", 0.25), TurnText("four", "", 0.0)
+    sample = SampleText(0, 7, "p", "<call>2+24 <b>four", 0.5, 9, "stop", turns=turns)
+    SampleWriter(folder / "samples.jsonl").write([sample])
+    page = render_report(RunFiles.read(folder))
+    assert '&lt;call&gt;2+2<i title="observed after 0.25 s">4 &lt;b&gt;</i>four' in page
+    assert "2 turns; what tools answered is slanted, after 0.25 s" in read(page).text
 
 
 GUESSES = ("guessed tokens that were right", "tokens of a sample in a step with guesses", "time saved by guesses")
