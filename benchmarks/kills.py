@@ -161,7 +161,7 @@ def lost(whole: Path, run_dir: Path, needed: int) -> list[str]:
         differences = compare_metrics(whole / "metrics.jsonl", run_dir / "metrics.jsonl").differences
         found += [d.where for d in differences if d.b != "missing" or is_due(d.where, needed, repeats)]
     samples, written = (samples_of(folder) for folder in (whole, run_dir))
-    must = [one for one in samples if one["iteration"] + repeats * (one["split"] == "val") < needed]
+    must = [one for one in samples if one["iteration"] + repeats * (one.get("split") == "val") < needed]
     if written[: len(must)] != must or samples[: len(written)] != written:
         found.append("samples")
     exports = [name for name in EXPORTS if (run_dir / "export" / name).exists() or (run_dir / "finished.json").exists()]
