@@ -1,6 +1,6 @@
 """Make the example of a calculator, examples/calculator_grpo.yaml, from nothing: prompts, tokenizer, and a model.
 
-    python examples/make/make_calculator.py --out examples/calculator --prompts examples/prompts
+    python examples/make/make_calculator.py --out examples/calculator --prompts examples/prompts --force
 
 Everything is generated from --seed; nothing is downloaded. Writes calculator_train.jsonl and calculator_held_out.jsonl
 (chat turns, and the answer as GSM8K's) into the folder of prompts, and OUT (Hugging Face layout, bfloat16, with
@@ -10,7 +10,6 @@ the questions of either file.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -20,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from make_sums import pretrained_tokenizer, small_llama
+from make_sums import parse_arguments, pretrained_tokenizer, small_llama
 from make_tiny_models import EOS, count_parameters, sample
 from pretraining import Pretraining, pack, say
 from stories import generator
 from sums import LESS, MORE, PEOPLE, QUESTIONS, THINGS
 from transformers import AutoTokenizer, LlamaForCausalLM
-from transformers.utils import logging as quiet
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_text
@@ -208,20 +206,9 @@ def build(recipe: Recipe, out: Path) -> None:
 
 
 def main() -> None:
-    recipe = Recipe()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder of the model; none = only the prompt files")
-    parser.add_argument("--prompts", type=Path, required=True, help="folder of the two prompt files")
-    parser.add_argument("--seed", type=int, default=recipe.seed)
-    parser.add_argument("--steps", type=int, default=recipe.steps, help="optimizer steps of the model (%(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
-    arguments = parser.parse_args()
-    for name in ("steps", "threads"):
-        if getattr(arguments, name) < 1:
-            raise InputError(f"--{name} {getattr(arguments, name)} must be at least 1")
-    torch.set_num_threads(arguments.threads)
-    quiet.disable_progress_bar()
-    quiet.set_verbosity_error()
+    arguments = parse_arguments(str(__doc__), Recipe.seed, Recipe.steps)
+    if arguments.out and (arguments.out / "config.json").exists() and not arguments.force:
+        raise InputError(f"--out {arguments.out} holds a model; give --force to replace it")
     recipe = Recipe(seed=arguments.seed, steps=arguments.steps)
     for name, calculations in zip(("train", "held_out"), draw_files(recipe)):
         write_text(arguments.prompts / f"calculator_{name}.jsonl", rows(calculations))

@@ -163,28 +163,30 @@ def build(recipe: Recipe, out: Path, force: bool) -> None:
     say(card)
 
 
-def parse_arguments() -> argparse.Namespace:
-    recipe = Recipe()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_arguments(about: str, seed: int, steps: int) -> argparse.Namespace:
+    """Arguments of a program that makes a model and two prompt files, checked; torch has its threads, transformers is
+    quiet. Raises InputError."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the model; none = only the prompt files")
     parser.add_argument("--prompts", type=Path, required=True, help="folder of the two prompt files")
-    parser.add_argument("--seed", type=int, default=recipe.seed)
-    parser.add_argument("--steps", type=int, default=recipe.steps, help="optimizer steps of the model (%(default)s)")
+    parser.add_argument("--seed", type=int, default=seed)
+    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps of the model (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
-    parser.add_argument("--force", action="store_true", help="replace an existing --out")
-    return parser.parse_args()
-
-
-def main() -> None:
-    arguments = parse_arguments()
+    parser.add_argument("--force", action="store_true", help="replace an existing model in --out")
+    arguments = parser.parse_args()
     for name in ("steps", "threads"):
         if getattr(arguments, name) < 1:
             raise InputError(f"--{name} {getattr(arguments, name)} must be at least 1")
-    if arguments.out:
-        check_output_folder(arguments.out, arguments.force)
     torch.set_num_threads(arguments.threads)
     quiet.disable_progress_bar()
     quiet.set_verbosity_error()
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments(str(__doc__), Recipe.seed, Recipe.steps)
+    if arguments.out:
+        check_output_folder(arguments.out, arguments.force)
     recipe = Recipe(seed=arguments.seed, steps=arguments.steps)
     for name, sums in zip(("train", "held_out"), draw_files(recipe)):
         write_text(arguments.prompts / f"sums_{name}.jsonl", rows(sums))

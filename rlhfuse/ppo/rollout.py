@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from rlhfuse.base.errors import InputError, NotFiniteError
-
-Span = tuple[int, int]  # first and last + 1
+from rlhfuse.base.token_spans import TokenSpan, drawn_spans
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +37,7 @@ class Rollout:
     values: Tensor | None = None
     score: float | None = None
     entropies: Tensor | None = None  # of the same distributions
-    observed: tuple[Span, ...] = ()  # runs of response tokens, between turns, that were not drawn
+    observed: tuple[TokenSpan, ...] = ()  # runs of response tokens, between turns, that were not drawn
     failed: bool = False  # keeps its place, and counts nowhere
 
     def __post_init__(self) -> None:
@@ -73,7 +72,7 @@ class Rollout:
         return self.finish_reason == "length"
 
     @property
-    def turns(self) -> list[Span]:
+    def turns(self) -> list[TokenSpan]:
         """Runs of response tokens that were drawn, one after another."""
         return drawn_spans(self.observed, len(self.response_tokens))
 
@@ -116,12 +115,6 @@ class Rollout:
         """Pickled bit for bit, as arrays of numpy: a tensor's own way takes ten times as long."""
         values = (getattr(self, field.name) for field in fields(self))
         return Rollout, tuple(value.numpy() if isinstance(value, Tensor) else value for value in values)
-
-
-def drawn_spans(observed: Sequence[Span], tokens: int) -> list[Span]:
-    """What lies around the `observed` runs of a response of so many tokens."""
-    starts, ends = [0, *(end for _, end in observed)], [*(start for start, _ in observed), tokens]
-    return list(zip(starts, ends))
 
 
 def given(array: Tensor | None) -> Tensor:

@@ -96,5 +96,7 @@ def test_the_program_makes_a_model_beside_the_tool(tmp_path):
     (tmp_path / "model" / "tools.py").write_text("kept")
     arguments = ["--out", str(tmp_path / "model"), "--prompts", str(tmp_path), "--steps", "3"]
     assert call_main(make_calculator, *arguments).returncode == 0
+    again = call_main(make_calculator, *arguments)
+    assert again.returncode == 2 and "holds a model; give --force to replace it" in again.stderr
     assert (tmp_path / "model" / "tools.py").read_text() == "kept"
     assert "trained from nothing" in (tmp_path / "model" / "README.md").read_text()

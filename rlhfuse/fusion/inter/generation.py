@@ -15,6 +15,7 @@ import torch
 
 from rlhfuse.base.clock import wall_seconds
 from rlhfuse.base.sample_ids import sample_origin
+from rlhfuse.base.token_spans import drawn_spans
 from rlhfuse.fusion.inter.group_stream import GroupStream, LiveGroups
 from rlhfuse.fusion.inter.inference import Rewarder
 from rlhfuse.fusion.inter.iteration_store import IterationStore, StoreReporter
@@ -25,7 +26,7 @@ from rlhfuse.fusion.inter.tools import Pauses, Tools
 from rlhfuse.gen.core.sequence import GenerationResult
 from rlhfuse.gen.engine import Engine
 from rlhfuse.monitor.heartbeat import Waiting
-from rlhfuse.ppo.rollout import Rollout, drawn_spans
+from rlhfuse.ppo.rollout import Rollout
 
 IDLE_SECONDS = 0.002  # sleep of an instance that has nothing left to decode before the trigger
 GO_ON, STOP = 0, 1

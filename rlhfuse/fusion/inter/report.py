@@ -103,9 +103,7 @@ class RankEvents:
     plan: MigrationPlan | None = None
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> the Rewarder's score
     pauses: dict[tuple[int, int], float] = field(default_factory=dict)  # (sample id, turn) -> seconds behind it
-    ended: dict[int, float] = field(
-        default_factory=dict
-    )  # sample id -> seconds of generation until its end, with tools
+    ended: dict[int, float] = field(default_factory=dict)  # sample id -> see GenInferReport
 
     def span(self, kind: str, start: float, end: float, **args: Any) -> None:
         """Note what this rank did, in `wall_seconds`; `args`: facts about it.

@@ -16,10 +16,10 @@ from typing import Literal, SupportsIndex
 import numpy as np
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.token_spans import TokenSpan
 from rlhfuse.config.spec import ModelSpec
 
 FinishReason = Literal["stop", "length", "error", "turn"]
-Span = tuple[int, int]  # first and last + 1 of a run of response tokens
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
@@ -80,7 +80,9 @@ class GenerationResult:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     entropies: tuple[float, ...] = ()  # of the distributions that `logprobs` are of, where the engine measures them
-    observed: tuple[Span, ...] = ()  # of `tokens`, that were not drawn: their log-probabilities and entropies are 0.0
+    observed: tuple[
+        TokenSpan, ...
+    ] = ()  # of `tokens`, that were not drawn: their log-probabilities and entropies are 0.0
 
     @property
     def turn_start(self) -> int:
@@ -100,7 +102,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
-    observed: list[Span] = field(default_factory=list)  # runs of `tokens` that came from outside
+    observed: list[TokenSpan] = field(default_factory=list)  # runs of `tokens` that came from outside
     finish_reason: FinishReason | None = None
     block_table: list[int] = field(default_factory=list)
     computed_tokens: int = 0

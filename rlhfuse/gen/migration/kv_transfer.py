@@ -15,9 +15,10 @@ from torch import Tensor
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, to_json
+from rlhfuse.base.token_spans import TokenSpan
 from rlhfuse.decisions.migration import MoveMode
 from rlhfuse.gen.core.kv_cache import KVCache
-from rlhfuse.gen.core.sequence import SamplingParams, Span
+from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.core.sequence import Sequence as EngineSequence
 
 BUCKET_BYTES = 64 << 20  # most memory that a transfer takes beside the caches
@@ -35,7 +36,7 @@ class SequenceSnapshot:
     computed_tokens: int = 0  # those with keys and values in `blocks`
     blocks: tuple[int, ...] = ()  # numbers of the transfer's blocks
     entropies: tuple[float, ...] = ()  # where the engine measures them
-    observed: tuple[Span, ...] = ()  # of `tokens`
+    observed: tuple[TokenSpan, ...] = ()  # of `tokens`
     parked: bool = False  # at the end of a turn
 
     def restore(self, seq: EngineSequence) -> EngineSequence:

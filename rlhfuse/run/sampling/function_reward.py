@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhfuse.base.sample_ids import prompt_groups, sample_id, sample_origin
+from rlhfuse.base.token_spans import drawn_spans
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.reward_function import RewardCall, RewardFunction
 from rlhfuse.data.reward_workers import RewardWorkers
@@ -21,7 +22,7 @@ from rlhfuse.fusion.inter.inference import Meeting
 from rlhfuse.fusion.inter.iteration_store import LAST_PAUSE_SECONDS, IterationStore
 from rlhfuse.gen.stop_text import text_before_stop
 from rlhfuse.monitor.heartbeat import Waiting
-from rlhfuse.ppo.rollout import Rollout, drawn_spans
+from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 
