@@ -15,11 +15,13 @@ from pkgutil import resolve_name
 
 import gpu_check
 import pytest
+import run_comparison
 import torch
 from gpu_checks import catalog, isolation, migration
 from gpu_checks import programs as whole_programs
 from gpu_checks.isolation import Check
 from gpu_checks.result import require
+from run_comparison import Comparison, Difference
 from testkit.paths import ROOT
 from testkit.programs import eventually
 
@@ -254,6 +256,18 @@ def test_ranks_that_share_a_gpu_see_one_of_eight(bench, monkeypatch, visible, fi
     for run in ("fused", "serial"):
         told = [json.loads((bench.folder / run / f"{rank}.json").read_text()) for rank in range(4)]
         assert told == [{"device": "cuda:0", "visible": first}] * 4
+
+
+def test_a_digest_of_bits_is_a_difference_without_a_size(monkeypatch, tmp_path):
+    """No bits are promised on a GPU: other ones are told, and how far numbers are apart is said by the numbers."""
+    found = (
+        Difference("iteration 1 rollout/digest", "ab12", "cd34"),
+        Difference("iteration 1 actor/loss", "1.0", "1.5"),
+    )
+    monkeypatch.setattr(run_comparison, "compare_runs", lambda a, b: [Comparison("metrics", 9, found)])
+    told = whole_programs.differences(tmp_path, tmp_path)
+    assert told["different"] == 2 and not told["bit_equal"]
+    assert (told["worst_metric"], told["relative_difference"]) == ("iteration 1 actor/loss", pytest.approx(1 / 3))
 
 
 def test_engines_of_checks_compile_no_library_but_by_name():
