@@ -70,6 +70,7 @@ class CallPool:
         self, load: Callable[..., Callee], arguments: Sequence[Any], workers: int, timeout_seconds: float, setting: str
     ) -> None:
         self._callee, self._workers, self._timeout = load(*arguments), workers, timeout_seconds
+        self._is_async = self._callee.is_async  # asked for each call and each time that outcomes are
         self._late = f"no result after {timeout_seconds:g} s ({setting})"
         context = mp.get_context("spawn")  # a fork would copy the engine, its threads and its sockets
         self._groups = context.SimpleQueue()  # process groups: one of each worker, with all that it starts
@@ -88,14 +89,14 @@ class CallPool:
     @property
     def at_once(self) -> int:
         """Calls that a process has under way at once."""
-        return ASYNC_AT_ONCE if self._callee.is_async else 1
+        return ASYNC_AT_ONCE if self._is_async else 1
 
     def submit(self, calls: Sequence[Any]) -> None:
         """Begin them; returns at once."""
         for call in calls:
             number, self._submitted = self._submitted, self._submitted + 1
             self._calls[number] = call
-            if self._callee.is_async:
+            if self._is_async:
                 self._waiting.append(number)
             else:
                 self._schedule([number], _make, number, call, timeout=self._timeout)
@@ -128,7 +129,7 @@ class CallPool:
 
     def _attend(self) -> None:
         """Have every process bring what its async calls came to, and give it its part of new ones."""
-        while self._callee.is_async and self._calls and len(self._tasks) < self._workers:
+        while self._is_async and self._calls and len(self._tasks) < self._workers:
             part = -(-len(self._waiting) // (self._workers - len(self._tasks)))
             numbers, self._waiting = self._waiting[:part], self._waiting[part:]
             self._schedule(numbers, _bring, [(number, self._calls[number]) for number in numbers], timeout=None)

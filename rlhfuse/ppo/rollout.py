@@ -48,13 +48,15 @@ class Rollout:
                 f"sample {self.sample_id} has {len(self.prompt_tokens)} prompt and {len(self.response_tokens)} response"
                 " tokens; PPO needs at least one of each"
             )
-        object.__setattr__(self, "observed", tuple((start, end) for start, end in self.observed))
-        if any(start >= end for start, end in (*self.turns, *self.observed)):
-            raise InputError(
-                f"sample {self.sample_id}: observed={self.observed} of {len(self.response_tokens)} response tokens; "
-                "runs in ascending order are needed, with drawn tokens around each"
-            )
-        drawn = sum(end - start for start, end in self.turns)
+        object.__setattr__(self, "observed", tuple(map(tuple, self.observed)))
+        drawn = len(self.response_tokens)
+        if self.observed:  # most have none, and a sample is made anew with each of its scores
+            if any(start >= end for start, end in (*self.turns, *self.observed)):
+                raise InputError(
+                    f"sample {self.sample_id}: observed={self.observed} of {drawn} response tokens; "
+                    "runs in ascending order are needed, with drawn tokens around each"
+                )
+            drawn = sum(end - start for start, end in self.turns)
         for name in _OF_ROLLOUTS:
             value = getattr(self, name)
             if value is None and name != "old_logprobs":

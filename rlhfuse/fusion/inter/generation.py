@@ -211,7 +211,8 @@ def as_rollout(result: GenerationResult, failed: bool = False) -> Rollout:
     turns = drawn_spans(result.observed, len(result.tokens))
 
     def drawn(numbers: Sequence[float]) -> torch.Tensor:
-        return torch.tensor([*chain.from_iterable(numbers[start:end] for start, end in turns)], dtype=torch.float32)
+        kept = chain.from_iterable(numbers[start:end] for start, end in turns) if result.observed else numbers
+        return torch.tensor([*kept], dtype=torch.float32)
 
     entropies = drawn(result.entropies) if result.entropies else None
     facts = result.prompt_tokens, result.tokens, drawn(result.logprobs), result.finish_reason
