@@ -241,6 +241,7 @@ class DeviceKind:
     # How programs reduce gradients, see `lower`. On a GPU what waits for another rank occupies the device, whichever
     # communicator it is in, and may hold up whatever comes after it: programs must run with one queue per rank.
     reduction: Literal["early", "joint"]
+    scatters_wholly: bool  # a reduce-scatter sends what an all-reduce does, as gloo's
 
     @staticmethod
     def of(hardware: str) -> DeviceKind:
@@ -248,8 +249,12 @@ class DeviceKind:
         return CPU if hardware == "cpu" else GPU
 
 
-CPU = DeviceKind(own_memory=False, in_turns=True, shared_cores=True, recorded_steps=False, reduction="early")
-GPU = DeviceKind(own_memory=True, in_turns=False, shared_cores=False, recorded_steps=True, reduction="joint")
+CPU = DeviceKind(
+    own_memory=False, in_turns=True, shared_cores=True, recorded_steps=False, reduction="early", scatters_wholly=True
+)
+GPU = DeviceKind(
+    own_memory=True, in_turns=False, shared_cores=False, recorded_steps=True, reduction="joint", scatters_wholly=False
+)
 
 
 @dataclass(frozen=True)

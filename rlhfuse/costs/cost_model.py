@@ -6,6 +6,7 @@ TrainingCosts: `AnalyticCost` and `ProfiledTraining`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol
@@ -157,6 +158,12 @@ class CostModel(Protocol):
         """Sending (or receiving) `kv_bytes` of keys and values between two instances."""
         form = self.transfer_form
         return transfer_seconds(form.parts, 0, len(form.parts), form.points, kv_bytes)
+
+    def link_bandwidth(self) -> float:
+        """Bytes/s between two instances, of large transfers; without end where these take no longer."""
+        size = 1 << 24
+        seconds = self.migration_seconds(2 * size) - self.migration_seconds(size)
+        return size / seconds if seconds > 0 else math.inf
 
     def swap_in_seconds(self) -> float:
         """Loading the weights of the three models from host memory."""

@@ -34,6 +34,10 @@ class TensorProfiles:
     def degrees(self) -> tuple[int, ...]:
         return tuple(int(profile.made_for["generation_tp"]) for profile in self.profiles)
 
+    def link_bandwidth(self) -> float:
+        """As `CostModel.link_bandwidth`; the network is the same at every degree."""
+        return self.profiles[0].link_bandwidth()
+
     def training_cost(self, role: str, analytic: TrainingCost) -> TrainingCost:
         """Costs of training `role`, by the profile of its degree. Raises InputError where that was not measured."""
         tp = analytic.layout.tp

@@ -75,6 +75,9 @@ class DraftInputs:
         begun = planned.begun if config.algorithm.filter_groups.enable else 1.0
         drawn = DrawnBatches.of(planned.samples, samples, minibatches, seed, planned.trained, begun)
         measured = load_costs(config.fusion.profile) if config.fusion.profile else None
+        if measured and world_size > hardware.devices_per_node:  # its first and last instance were on two machines
+            link = min(hardware.cross_link_bandwidth, measured.link_bandwidth())
+            hardware = replace(hardware, cross_link_bandwidth=link)
         cores = SharedCores.of(config.trainer.threads_per_rank, hardware, world_size, run.host)
         return DraftInputs(hardware, cores, planned, drawn, measured)
 

@@ -26,6 +26,7 @@ from rlhfuse.planning.run_plan import (
     ScheduleSummary,
     ThresholdPlan,
 )
+from rlhfuse.planning.traffic import traffic
 from rlhfuse.planning.training.schedule_family import schedule_family
 from rlhfuse.planning.training.stage_cuts import stage_balances
 from rlhfuse.planning.training.training_orders import other_promises
@@ -122,6 +123,7 @@ def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) ->
             *((str(capture),) if capture else ()),
             *reasons.early_loading(draft.memory, draft.costs),
         ),
+        traffic=traffic(draft, moves, generation.migrates_at),
     )
 
 

@@ -46,6 +46,11 @@ class GenerationPrice:
     generation_serial: float | None
     generation_fused: float | None
 
+    @property
+    def migrates_at(self) -> int:
+        """R_t in samples: as chosen, or of the curve; 0 where nothing migrates."""
+        return self.threshold_samples or (self.threshold.threshold if self.threshold else 0)
+
     def at_least(self, floor: GenerationPrice) -> GenerationPrice:
         """With no fewer seconds than `floor` has."""
         return replace(self, serial=max(self.serial, floor.serial), fused=max(self.fused, floor.fused))

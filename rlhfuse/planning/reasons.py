@@ -67,7 +67,12 @@ class Reasons:
         """The source of the times."""
         if self.config.fusion.profile:
             training = "training too" if costs.measures_training else "training analytically"
-            return f"generation and inference are priced by {costs_name}, {training}"
+            link = ""
+            if self.run.world_size > hardware.devices_per_node:
+                link = (
+                    f"; {hardware.cross_link_bandwidth / 1e6:.4g} MB/s between machines, at most what it has measured"
+                )
+            return f"generation and inference are priced by {costs_name}, {training}{link}"
         if hardware.source:
             return (
                 f"hardware: {self.config.trainer.hardware} ({hardware.source}): times are a roofline with "

@@ -21,6 +21,7 @@ from rlhfuse.decisions.migration import SampleMoveCost
 from rlhfuse.planning.efficiency import Efficiency
 from rlhfuse.planning.graph_capture import GraphCapture
 from rlhfuse.planning.memory.memory_plan import MemoryPlan
+from rlhfuse.planning.traffic import TrafficRow, traffic_lines
 from rlhfuse.planning.training.stage_cuts import StageBalance
 from rlhfuse.planning.training.training_orders import OrderPromise
 from rlhfuse.schedule.ir.ranks import FusedRanks
@@ -153,6 +154,7 @@ class PlanReport:
     generation: GenerationPlan
     files: tuple[tuple[str, str], ...]
     reasons: tuple[str, ...]
+    traffic: tuple[TrafficRow, ...] = ()  # plans of before do not say
 
     def to_dict(self) -> dict[str, Any]:
         return to_json(self, VERSION)
@@ -176,6 +178,7 @@ class PlanReport:
             ("batch", (*self.batch.lines(), most_tokens)),
             ("memory per rank, at most: when all samples are as long as they can become", self.memory.lines()),
             ("weight moves per iteration, all ranks together", move_lines(self.weight_moves)),
+            ("sent between ranks per iteration, all together", traffic_lines(self.traffic)),
             ("predicted seconds per iteration", self.seconds.lines(self.batch.optimizer_steps)),
             *((("layers of each training stage", stages),) if stages else ()),
             ("training schedule of a mini-batch", self.schedule.lines()),

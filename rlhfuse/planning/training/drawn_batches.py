@@ -94,6 +94,16 @@ class DrawnBatches:
         everything, samples, outputs = self._sums
         return MicrobatchTokens(tokens, tokens * samples / everything, tokens * outputs / everything)
 
+    @property
+    def tokens(self) -> float:
+        """Of a batch: of all its samples, prompts included."""
+        return fmean(sum(batch.prompt) + sum(batch.output) for batch in self.batches)
+
+    @property
+    def trained_tokens(self) -> float:
+        """The same of samples that training does not leave out."""
+        return self._sums[0] / len(self.trained or self.batches)
+
     @cached_property
     def _sums(self) -> tuple[int, int, int]:
         """Sums over the samples of all batches that are trained on: tokens, samples, response tokens."""
