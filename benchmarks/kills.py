@@ -1,11 +1,13 @@
-"""kill -9 at random moments of a run that saves and evaluates: what is lost, beside the run that was left alone.
+"""Ends at random moments of a run that saves and evaluates: what is lost, beside the run that was left alone.
 
-    python benchmarks/kills.py [--kills 20] [--tools] [key=value ...]
+    python benchmarks/kills.py [--kills 20] [--how kill,stop,preempt] [--tools] [--machine WORDS]... [key=value ...]
 
 Trains examples/quickstart.yaml, or with --tools examples/calculator_grpo.yaml, whose tool takes 0 to 0.6 s at random.
-Each kill waits for a kind of work, in turn, in an iteration drawn from all, and a moment longer. All ranks die with
-what they started, in half of the kills torchrun too. Iterations may be repeated; metrics, samples and weights that are
-not those of the run left alone, bit for bit, are lost.
+Each end waits for a kind of work, in turn, in an iteration drawn from all, and a moment longer. A kill is SIGKILL for
+all ranks with what they started, in half of them for torchrun too; a stop is SIGINT and a preemption SIGUSR1 for
+torchrun, in half of them twice. What has to be repeated is counted; metrics, samples and weights that are not those of
+the run left alone, bit for bit, are lost, and so is an iteration that a single signal did not let end. With
+`--machine "ADDRESS COMMAND..."` for each of two machines, COMMAND starts one rank there, by a torchrun of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import json
 import os
 import random
 import re
+import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -28,7 +32,7 @@ from harness import Figure, Measurement, counting, options
 from processes import END_SECONDS, ROOT, run, torchrun
 from run_comparison import EXPORTS, compare_exports, compare_metrics
 
-from rlhfuse.base.errors import run_program
+from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.load import load_config
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.run.checkpoint.checkpoint import checkpoints_in
@@ -77,28 +81,57 @@ OF_STORIES = (  # other than examples/quickstart.yaml's
 OF_CALCULATOR = ("rollout.samples_per_prompt=4", "eval.samples_per_prompt=1")  # than examples/calculator_grpo.yaml's
 
 
+HOW = {"kill": signal.SIGKILL, "stop": signal.SIGINT, "preempt": signal.SIGUSR1}
+LAUNCHER = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--shutdown-timeout", "630"]
+
+
 @dataclass
-class Kill:
-    """Waits for a kind of work in an iteration, or for a later one, and `seconds` more; then it kills the run."""
+class End:
+    """Waits for a kind of work in an iteration, or for a later one, and `seconds` more; then it ends the run."""
 
     folder: Path
     kind: str
     iteration: int
     seconds: float
-    torchrun: bool  # dies too
-    found: tuple[str, str] = ("", "")  # the kind of work that was killed, and what rank 0 said of it
+    how: str
+    more: float  # 0, or the seconds to a second signal; of a kill, that torchrun dies too
+    found: tuple[int, str, str] = (-1, "", "")  # iteration and kind of work that was ended, what rank 0 said of it
+    began: float = 0.0
+    took: float = 0.0  # seconds until torchrun had ended
+
+    @property
+    def completes(self) -> int:
+        """Iterations that are done and saved afterwards, because they were under way."""
+        number, kind, _ = self.found
+        return number + 1 if self.how != "kill" and not self.more and kind not in ("export", "start-up") else 0
+
+    @property
+    def is_noted(self) -> bool | None:
+        """Whether the run's folder is to say that the run goes on; None where both may be."""
+        finished = (self.folder / "finished.json").exists()
+        return None if self.found[1] in ("", "start-up") else self.how == "preempt" and not finished
 
     def __call__(self, launcher: Popen) -> None:
         iteration, kind, _ = self._look()
         here = kind == self.kind and (iteration == self.iteration or kind == "start-up")
-        if not self.found[0] and (here or iteration > self.iteration):
+        if not self.found[1] and (here or iteration > self.iteration):
             time.sleep(self.seconds)
             if launcher.poll() is None:
-                self.found = self._look()[1:]
+                self.found, self.began = self._look(), time.monotonic()
                 parent = psutil.Process(launcher.pid)
-                for one in [parent, *parent.children(recursive=True)][not self.torchrun :]:
-                    with suppress(psutil.NoSuchProcess):
-                        one.kill()
+                torchruns = [parent] if "torch.distributed.run" in parent.cmdline() else parent.children()
+                below = [one for torchrun in torchruns for one in torchrun.children(recursive=True)]
+                if self.how == "kill":
+                    self._send([*torchruns, *below][0 if self.more else len(torchruns) :])
+                else:
+                    self._send(torchruns)
+                    time.sleep(self.more)
+                    self._send(torchruns if self.more else [])
+
+    def _send(self, processes: list[psutil.Process]) -> None:
+        for one in processes:
+            with suppress(psutil.NoSuchProcess):
+                one.send_signal(HOW[self.how])
 
     def _look(self) -> tuple[int, str, str]:
         words = self.folder.with_suffix(".doing").read_text(errors="replace").strip()
@@ -110,16 +143,40 @@ class Kill:
         return number, "saving" if saves else kind, words
 
 
-def attempt(folder: Path, example: str, changes: list[str], kill: Kill | None = None) -> int:
-    """Start the run of an example, which ends by itself or by `kill`; how many of its processes are left later."""
+@dataclass(frozen=True)
+class Runs:
+    """How the runs of an example are started: on this machine, or a rank on each of two."""
+
+    example: str
+    changes: list[str]
+    machines: list[list[str]]  # address and command of each
+
+    def command(self, folder: Path) -> list[str]:
+        settings = [f"trainer.output_dir={folder}", *self.changes]
+        program = [__file__, str(ROOT / "examples" / f"{self.example}.yaml"), *settings]
+        if not self.machines:
+            return [*torchrun(2), *LAUNCHER, *program]
+        port = 29500 + random.SystemRandom().randrange(1000)
+        job = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", str(port)]
+        job += ["--rdzv-endpoint", f"{self.machines[0][0]}:{port}", *LAUNCHER]
+        one, other = (
+            shlex.join([*words, sys.executable, "-m", "torch.distributed.run", *job, "--local-addr", address, *program])
+            for address, *words in self.machines
+        )
+        return ["sh", "-c", f"{one} & one=$!; {other} & other=$!; wait $one && wait $other"]
+
+
+def attempt(folder: Path, runs: Runs, end: End | None = None) -> int:
+    """Start a run, which ends by itself or by `end`; how many of its processes are left later."""
     doing = folder.with_suffix(".doing")
     doing.write_bytes(b"loading modules".ljust(WIDTH))
-    words = [*torchrun(2), __file__, ROOT / "examples" / f"{example}.yaml", f"trainer.output_dir={folder}"]
     try:
-        run([*words, *changes], timeout=900, watch=kill or (lambda _: None), more={DOING: str(doing)})
+        run(runs.command(folder), timeout=900, watch=end or (lambda _: None), more={DOING: str(doing)})
     except RuntimeError:
-        if not (kill and kill.found[0]):
+        if not (end and end.found[1]):
             raise
+    if end and end.found[1]:
+        end.took = time.monotonic() - end.began
 
     def lives(one: psutil.Process) -> bool:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -172,12 +229,17 @@ def lost(whole: Path, run_dir: Path, needed: int) -> list[str]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--kills", type=counting, default=20)
+    parser.add_argument("--how", default="kill", help="kinds of ends, in turn: of kill, stop and preempt")
+    parser.add_argument("--machine", action="append", default=[], help="address, and the words before a command")
     parser.add_argument("--tools", action="store_true", help="train the example that calls a tool")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the program's")
     arguments = parser.parse_intermixed_args()
     count, iterations = (2, 2) if arguments.quick else (arguments.kills, ITERATIONS)
     measurement, dice = Measurement("kills", arguments, timed=False), random.Random(arguments.seed)
-    rows, gone, left, repeated, kills = [], [], 0, 0, []
+    rows, gone, left, repeated, ends, untold = [], [], 0, 0, [], 0
+    hows = arguments.how.split(",")
+    if odd := set(hows) - set(HOW):
+        raise InputError(f"--how {odd.pop()} is none of {', '.join(HOW)}")
     with tempfile.TemporaryDirectory() as folder:
         names = "whole", "killed", "functions.py", "held_out.jsonl"
         whole, broken, functions, held_out = (Path(folder) / name for name in names)
@@ -188,30 +250,38 @@ def main() -> None:
         own = [named.format(functions), f"data.val_files=[{held_out}]", f"trainer.iterations={iterations}"]
         more = OF_CALCULATOR if arguments.tools else OF_STORIES
         changes = [*SETTINGS, *more, *own, *arguments.overrides]
-        attempt(whole, example, changes)
+        runs = Runs(example, changes, [shlex.split(words) for words in arguments.machine])
+        attempt(whole, runs)
         kinds = [kind for kind in KINDS if kind != "tool" or arguments.tools]
         dice.shuffle(kinds)
         for number in range(count):
-            kind, both = kinds[number % len(kinds)], number // len(kinds) % 2 == 0
+            kind, twice = kinds[number % len(kinds)], number // len(kinds) % 2 == 0
             iteration = (
                 EXPORT if kind == "export" else dice.randrange(iterations) | (kind == "evaluation")
             )  # every second
-            kills.append(Kill(broken, kind, iteration, dice.uniform(0, KINDS[kind][1]), both))
-        for kill in sorted(kills, key=lambda kill: kill.iteration):
+            later = dice.uniform(0, KINDS[kind][1]), hows[number % len(hows)], twice * dice.uniform(0.1, 1)
+            ends.append(End(broken, kind, iteration, *later))
+        for end in sorted(ends, key=lambda end: end.iteration):
             before = saved(broken)
-            left += attempt(broken, example, changes, kill)
-            gone += (now := lost(whole, broken, max(before, saved(broken))))
+            (broken / "finished.json").unlink(missing_ok=True)  # its export is made again
+            left += attempt(broken, runs, end)
+            gone += (now := lost(whole, broken, max(before, saved(broken), end.completes)))
+            noted = (broken / "preempted").exists()
+            untold += end.is_noted is not None and noted != end.is_noted
             metrics = read_metrics(broken / "metrics.jsonl") if (broken / "metrics.jsonl").exists() else []
             repeated += (done := metrics[-1]["iteration"] + 1 if metrics else 0) - saved(broken)
-            who, told = "ranks, torchrun" if kill.torchrun else "ranks", "; ".join(now) or "nothing"
-            rows.append([*kill.found, who, str(done), str(saved(broken)), told])
+            by = f"{end.how}{', torchrun too' * (end.how == 'kill') or ', twice' if end.more else ''}"
+            counts = f"{end.took:.1f}", str(done), str(saved(broken)), "yes" if noted else "no"
+            rows.append([*end.found[1:], by, *counts, "; ".join(now) or "nothing"])
             measurement.say(" | ".join(rows[-1]))
-        attempt(broken, example, changes)
+        attempt(broken, runs)
         gone += lost(whole, broken, iterations)
-    head = ("in", "rank 0 was in", "killed", "iterations done", "saved", "lost")
-    measurement.table("kills", "Runs killed by SIGKILL", head, rows)
+        untold += (broken / "preempted").exists()
+    head = ("in", "rank 0 was in", "by", "seconds", "iterations done", "saved", "preempted", "lost")
+    measurement.table("kills", f"Runs ended by {', '.join(HOW[how].name for how in hows)}", head, rows)
     measurement.figure("lost", Figure(len(gone)).at_most(0))
     measurement.figure("processes_left", Figure(left).at_most(0))
+    measurement.figure("untold", Figure(untold).at_most(0))
     measurement.figure("kills", sum(row[0] != "" for row in rows))
     measurement.figure("repeated", repeated, "iterations")
     measurement.finish()

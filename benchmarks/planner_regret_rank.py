@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from rlhfuse.config.load import load_config
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.fusion.inter.request import Request
+from rlhfuse.monitor.guard import Guard
 from rlhfuse.parallel.device import allow_many_files, choose_device
 from rlhfuse.run.launch import run_job
 from rlhfuse.run.preflight import check_inputs
@@ -67,8 +68,8 @@ class JobRank:
             lengths = zip(plain(trainer, iteration, prompts, first), batches[iteration], strict=True)
             return [replace(one, params=replace(one.params, max_tokens=tokens)) for one, tokens in lengths]
 
-        with patch.object(Trainer, "_requests", requests):
-            run_job(inputs, "regret", self._rank, device)
+        with patch.object(Trainer, "_requests", requests), Guard(self._rank, TIMEOUT_SECONDS) as guard:
+            run_job(inputs, "regret", self._rank, device, guard)
 
 
 def apart(work: Callable[[], None]) -> None:

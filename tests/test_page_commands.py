@@ -147,6 +147,7 @@ def train(rank: int, folder: Path, overrides: tuple[str, ...]) -> None:
     import multiprocessing
 
     from rlhfuse.config.load import load_config
+    from rlhfuse.monitor.guard import Guard
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.run.launch import run_job
     from rlhfuse.run.preflight import check_inputs
@@ -154,7 +155,8 @@ def train(rank: int, folder: Path, overrides: tuple[str, ...]) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # a daemon may not start the reward's processes
     os.chdir(folder)
     config = load_config("my_run.yaml", overrides)
-    run_job(check_inputs(config, 2), config.trainer.output_dir, rank, choose_device("cpu", 0, 1))
+    with Guard(rank, 540) as guard:
+        run_job(check_inputs(config, 2), config.trainer.output_dir, rank, choose_device("cpu", 0, 1), guard)
 
 
 def here(command: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -17,22 +18,24 @@ from rlhfuse.base.errors import EXIT_INTERRUPTED, LAST_WORD
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where whoever started a process wants its error, as torchrun does of its ranks
 BOUND = "--numa-binding=node"
-STOP_SECONDS = "600"  # for ranks that Ctrl-C was handed on to: they finish an iteration; a second one ends them at once
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # that are handed on: SIGUSR1 would end torchrun alone
+BEYOND_GRACE_SECONDS = 30  # for ranks that were given up when they had not finished in time
 
 
-def start_ranks(ranks: int, program: Sequence[str], on_gpus: bool = False) -> int:
+def start_ranks(ranks: int, program: Sequence[str], grace_seconds: float, on_gpus: bool = False) -> int:
     """Run `program`, a Python file and its arguments, as so many ranks of a job on this machine, as torchrun does.
 
-    That hands Ctrl-C and SIGTERM on; ranks are bound to the cores beside their GPUs where it can. Returns the exit code
-    of the rank that failed first, whose error ends the screen.
+    That hands Ctrl-C, SIGUSR1 and SIGTERM on, and waits a little longer than `grace_seconds`; ranks are bound to the
+    cores beside their GPUs where it can. Returns the exit code of the rank that failed first, whose error ends the
+    screen.
     """
     logging.disable()  # what torchrun says beside its table: the ranks say it
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_SECONDS)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_seconds) + BEYOND_GRACE_SECONDS))
     os.environ[LAST_WORD] = "launcher"
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # it outlives a rank that fails, and has no news
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which warns
-    options = ["--standalone", "--nproc-per-node", str(ranks)]
+    options = ["--standalone", "--nproc-per-node", str(ranks), "--signals-to-handle", SIGNALS]
     if on_gpus:
         trial = [sys.executable, "-m", "torch.distributed.run", *options, BOUND, "--no-python", "true"]
         if subprocess.run(trial, capture_output=True).returncode == 0:

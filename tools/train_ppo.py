@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 import warnings
 from functools import partial
@@ -20,6 +21,9 @@ from pathlib import Path
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
+
+if "RANK" in os.environ:  # a notice that comes while modules load waits for who answers it
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 
 from rlhfuse.base.cuda_environment import set_cuda_environment
 
@@ -60,7 +64,8 @@ def main() -> int:
         on_gpus = check_start(config, args.ranks, args.try_reward)
         from rank_starter import start_ranks  # of no use to a rank
 
-        return start_ranks(args.ranks, [__file__, *given, *args.overrides], on_gpus)
+        program = [__file__, *given, *args.overrides]
+        return start_ranks(args.ranks, program, config.trainer.grace_seconds, on_gpus)
     if "RANK" not in os.environ and (ranks := planned_world_size(config, None)) > 1:
         program = ("python", sys.argv[0]) if sys.argv[0].endswith(".py") else (Path(sys.argv[0]).name,)
         command = shlex.join((*program, "--ranks", str(ranks), *sys.argv[1:]))

@@ -188,9 +188,9 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         yield f"data.add_bos={data.add_bos} is for plain text: {why}; use auto"
     for role in config.trained():
         optim = getattr(config, role).optim
-        saves = trainer.save_every or trainer.keep_best
+        saves = trainer.save_every or trainer.keep_best or trainer.stop_after
         if optim.name == "sgd" and (saves or trainer.resume not in ("auto", "never")):
-            fix = "set trainer.save_every=0, trainer.keep_best=false and trainer.resume=never"
+            fix = "set trainer.save_every=0, trainer.keep_best=false, trainer.stop_after='' and trainer.resume=never"
             yield f"{role}.optim.name=sgd has no checkpoints; {fix}, or {role}.optim.name=adam"
     if trainer.share_gpu and trainer.device == "cpu":
         yield "trainer.share_gpu=true needs a GPU to share, and trainer.device=cpu; use trainer.share_gpu=false"

@@ -22,6 +22,7 @@ from rlhfuse.config.values import (
     Count,
     CountOrAuto,
     Decay,
+    Duration,
     Float,
     Layout,
     LayoutOrDefault,
@@ -344,6 +345,16 @@ class TrainerConfig(Settings):
     )
     watchdog_seconds: Wait = key(60.0, "a silent rank is declared dead after this")
     hang_seconds: Wait = key(600.0, "a job in which no rank has worked for this long ends")
+    grace_seconds: Wait = key(
+        600.0,
+        "after Ctrl-C, SIGUSR1 or `stop_after` the iteration or export under way has so long to be finished and saved "
+        "(docs/howto/checkpoints.md); under torchrun at most 5 s less than its --shutdown-timeout",
+    )
+    stop_after: Duration = key(
+        "",
+        "a time since the program's start, such as 3h50m, at which the run stops as by SIGUSR1; it begins no iteration "
+        "that would last longer by the mean of those before. Empty = none",
+    )
     tensorboard: Truth = key(True, "write tensorboard/ in the run directory")
     wandb: Literal["off", "online", "offline"] = key(
         "off",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,6 +23,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 LARGEST_REAL = 3e38  # what is larger is infinite in float32
 AUTO = "auto"
 LONGEST_NAME, LONGEST_PATH = 255, 4000  # bytes, of what Linux opens
+DURATION = re.compile(r"(?:(\d{1,4})d)?(?:(\d{1,6})h)?(?:(\d{1,8})m)?(?:(\d{1,10})s)?")
 LONGEST_SECONDS = 1e7  # of a wait, 115 days: libraries count it in milliseconds
 
 
@@ -55,6 +58,17 @@ def _not_negative(token: int) -> int:
     if token < 0:
         raise ValueError("below 0")
     return token
+
+
+def seconds_of(duration: str) -> float:
+    """Seconds of a Duration, infinite for an empty one. Raises InputError."""
+    if not duration:
+        return math.inf
+    counts = found.groups("0") if (found := DURATION.fullmatch(duration)) else ()
+    seconds = sum(int(count) * unit for count, unit in zip(counts, (86400, 3600, 60, 1), strict=False))
+    if not 0 < seconds <= LONGEST_SECONDS:
+        raise InputError("give days, hours, minutes and seconds above 0 as in 1d12h, 3h50m or 90s, or empty for none")
+    return seconds
 
 
 def _check_layout(text: str) -> str:
@@ -108,6 +122,7 @@ Share = Annotated[float, Field(ge=0, le=1), _REAL]
 Decay = Annotated[float, Field(ge=0, lt=1), _REAL]
 Wait = Annotated[float, Field(gt=0, le=LONGEST_SECONDS), _REAL]
 Text = Annotated[str, AfterValidator(_not_missing)]
+Duration = Annotated[Text, AfterValidator(lambda text: seconds_of(text) and text)]
 PathText = Annotated[Text, AfterValidator(_possible_path)]  # a file or folder, or a name that may not be one
 Name = Annotated[Text, Field(strict=True)]  # not even a number
 TokenId = Annotated[int, _WHOLE, AfterValidator(_not_negative)]

@@ -181,6 +181,7 @@ def _start(load: Callable[..., Callee], arguments: Sequence[Any], timeout: float
     os.setpgid(0, 0)
     groups.put(os.getpid())
     signal.signal(signal.SIGTERM, _end)  # as pebble stops it
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a batch system's notice to all processes: an iteration ends first
     threading.Thread(target=_end_with_parent, daemon=True).start()
     callee = load(*arguments)
     _worker.update(callee=callee)

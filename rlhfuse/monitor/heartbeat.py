@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +20,10 @@ STUCK_AT_MOST = 4  # ranks in the line about a hang
 PLACES_AT_MOST = 64  # ranks in the list of places
 EXIT_DEAD_PEER = 1
 EXIT_STOPPED = {INTERRUPTED: 130, TERMINATED: 143}
+STATES = {
+    EXIT_DEAD_PEER: LEFT,
+    **{code: state for state, code in EXIT_STOPPED.items()},
+}  # told on leaving
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,13 @@ def _machine() -> str:
     """Host, boot and process namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def process_seconds() -> float:
+    """Since the start of this process."""
+    status = process_status(os.getpid())
+    assert status is not None, "this process runs"
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(status[1]) / os.sysconf("SC_CLK_TCK")
 
 
 def process_status(pid: int) -> tuple[str, str] | None:

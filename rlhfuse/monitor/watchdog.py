@@ -2,7 +2,7 @@
 
 A main thread that is blocked in a collective never learns that its peer is gone. So each rank's watchdog writes a
 heartbeat into the job's store every second, reads those of its peers, and leaves by `os._exit` with the first cause.
-It hears the signals that ask for an end, too; whichever way a rank ends, a checkpoint that it writes is waited for.
+A store that does not answer holds this thread up, and not the guard's, which then ends the rank.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rlhfuse.base.errors import JointError, NotFiniteError, Stopped, leave_message
-from rlhfuse.base.launcher import local_rank
+from rlhfuse.monitor.guard import LOST_SAVE_SECONDS, SAVE_SECONDS, Guard
 from rlhfuse.monitor.heartbeat import (
     DONE,
     EXIT_DEAD_PEER,
     EXIT_STOPPED,
     FAILED,
     INTERRUPTED,
-    LEFT,
     PLACES_AT_MOST,
     RUNNING,
+    STATES,
     TERMINATED,
     Heartbeat,
     Limits,
@@ -40,12 +40,13 @@ from rlhfuse.monitor.heartbeat import (
 
 PEERS_PER_TICK = 16  # read at most, in turns, so that the store's load grows linearly with the ranks
 GRACE_SECONDS = 3.0  # how long peers may take to show that they live, or to say where they were
+ANSWER_SECONDS = 5.0  # how long the store may take to answer a rank that is leaving
 ERROR_CHARACTERS = 400  # of an error that the other ranks are told
+ASLEEP_SECONDS = 10.0  # after the last of its looks, one of which is due every second
 ASLEEP_SHARE = 0.25  # of `watchdog_seconds`: who comes so late was not running, and judges nobody by what it missed
-SAVE_SECONDS = 20.0  # how long a checkpoint that is being written is waited for at the end of a rank
-LOST_SAVE_SECONDS = 5.0  # where a rank is lost whose part it may need
-SAME_SIGNAL_SECONDS = 1.0  # Ctrl-C may reach a rank twice: from the terminal, and from its launcher
-LAUNCHER_SECONDS, BEFORE_LAUNCHER_SECONDS = 30.0, 5.0  # torchrun's patience with what it stops; when a rank leaves
+CLOSED = ("refused", "reset", "closed", "Broken pipe")  # in the error of a store that has ended
+
+T = TypeVar("T")
 
 
 class Store(Protocol):
@@ -61,37 +62,27 @@ class Store(Protocol):
 class Watchdog:
     """Watches while the main thread is in its block.
 
-        with Watchdog(store.clone(), rank, world_size, limits) as watchdog:
+        with Guard(rank, grace_seconds) as guard, Watchdog(store.clone(), rank, world_size, limits, guard) as watchdog:
             watchdog.progress("generation step 12")
 
     Enter it in the main thread: only there may Python set signal handlers. Leaving it by an exception tells the peers
-    that this rank failed. End it after the last barrier: a rank that has left it is not watched any more. Give the
-    store a timeout near `watchdog_seconds`.
-
-    Signals: SIGTERM ends this rank at once. SIGINT and SIGUSR1 set `stop_asked` where `finishing` says what is done
-    before the end; else SIGINT raises KeyboardInterrupt. A second SIGINT ends the rank like SIGTERM, as does the
-    launcher's patience when it is over.
+    that this rank failed. End it after the last barrier: a rank that has left it is not watched any more. From here on
+    the guard hears SIGTERM too, and SIGINT raises KeyboardInterrupt where nothing is to be finished first.
     """
 
-    def __init__(
-        self, store: Store, rank: int, world_size: int, limits: Limits, exit_process: Callable[[int], None] = os._exit
-    ) -> None:
-        self._store, self._rank, self._limits, self._exit = store, rank, limits, exit_process
+    def __init__(self, store: Store, rank: int, world_size: int, limits: Limits, guard: Guard) -> None:
+        self._store, self._rank, self._limits, self.guard = store, rank, limits, guard
         # peers in the order of reading: neighbours read different ranks at the same time
         self._peers = [(rank + step) % world_size for step in range(1, world_size)]
-        self._own = Heartbeat(rank, ProcessName.own(), 0, 0, "start")
+        self._own = Heartbeat(rank, ProcessName.own(), 0, 0, guard.doing)
         self._table = PeerTable(self._own, limits, time.monotonic())
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_write.setblocking(False)
         self._stopping = threading.Event()
+        self._due = threading.Event()  # the thread is wanted before its next heartbeat
+        self._wanted: Verdict | None = None  # the guard's, by which the thread is to leave
+        self._asked = math.inf  # when the store was asked what it has not answered yet
+        self._looked = self._awake_since = 0.0  # the guard's last look at that, and the first one in turn
         self._counter = 0  # of heartbeats; the thread's, and the main thread's once that has ended
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-        self._asked = 0.0  # when the first signal that asks for an end came
-        self._until = math.inf  # when the launcher's patience is over
-        self.stop_asked = False
-        self.finishing = ""  # what is still done when an end is asked for
-        self.go_on = "start the same command again"  # what to do once the job has ended
-        self.is_saving: Callable[[], bool] = lambda: False  # a checkpoint, in another thread
 
     def progress(self, doing: str) -> None:
         """Say what the main thread does from now on. Cheap: nothing is sent before the next heartbeat.
@@ -99,21 +90,20 @@ class Watchdog:
         That counts as work, unless it is `Waiting`: so tell it of every piece of work, and of no turn of an idle loop.
         """
         self._own = self._own.now_in(doing)
+        self.guard.doing = self._own.doing
 
     def __enter__(self) -> Watchdog:
-        # signals are read by the thread from Python's wake-up descriptor, which the C-level handler fills whatever the
-        # main thread is doing (torchrun sends SIGTERM to the survivors)
-        heard = {signal.SIGTERM: lambda *_: None, signal.SIGUSR1: lambda *_: None, signal.SIGINT: self._interrupt}
+        heard = {signal.SIGTERM: lambda *_: None, signal.SIGINT: self._interrupt}  # torchrun sends SIGTERM to survivors
         self._old_handlers = {number: signal.signal(number, handler) for number, handler in heard.items()}
-        self._old_wakeup = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         self._table = PeerTable(self._own, self._limits, time.monotonic())
+        self.guard.watchdog = self
         self._beat()
         self._thread.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._stopping.set()
-        self._wake_write.send(b"\0")
+        self._due.set()
         self._thread.join()
         joint = isinstance(error, JointError | NotFiniteError | Stopped)  # all leave by it: nobody died, nobody waits
         if error is None or joint:
@@ -124,18 +114,16 @@ class Watchdog:
             self._leave_by_error(f"{type(error).__name__}: {' '.join(str(error).split())[:ERROR_CHARACTERS]}")
             del self._old_handlers[signal.SIGTERM]  # the launcher ends who is left: this rank still has to speak
         if error is not None:
-            self._wait_for_save()
+            self.guard.wait_for_save(self._save_seconds())
+        self.guard.watchdog = None
         # last: a SIGTERM meanwhile would end this rank without a word
-        signal.set_wakeup_fd(self._old_wakeup)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        self._wake_read.close()
-        self._wake_write.close()
 
     def _interrupt(self, *_: object) -> None:
         """Answer SIGINT, in the main thread, once that comes to it."""
-        if not self.finishing:
-            raise KeyboardInterrupt(f"interrupted in: {self._own.doing}; {self.go_on}")
+        if not self.guard.finishing:
+            raise KeyboardInterrupt(f"interrupted in: {self._own.doing}; {self.guard.go_on}")
 
     # ---- the thread
 
@@ -150,39 +138,25 @@ class Watchdog:
                 self._beat()
                 verdict = self._look(PEERS_PER_TICK)
             except Exception as error:  # whatever a store raises, it cannot be reached
-                verdict = Verdict(f"the job's store is unreachable, so its launcher has died ({type(error).__name__})")
+                verdict = _unreachable(error)
             if verdict and not self._stopping.is_set():
                 self._leave(verdict)
-            received = self._signals(self._limits.interval_seconds)
-            if signal.SIGTERM in received:
-                self._leave(self._terminated())
-            if verdict := self._asked_to_stop(received):
-                self._leave(verdict)
-
-    def _asked_to_stop(self, received: bytes) -> Verdict | None:
-        """Note signals that ask for an end; the verdict where it can no longer wait for what is being finished."""
-        now = time.monotonic()
-        if not self.stop_asked and (signal.SIGINT in received or signal.SIGUSR1 in received):
-            self.stop_asked, self._asked, limit = True, now, ""
-            if "TORCHELASTIC_RUN_ID" in os.environ:
-                patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", LAUNCHER_SECONDS))
-                self._until = now + patience - BEFORE_LAUNCHER_SECONDS
-                limit = f", within {self._until - now:.0f} s (torchrun's --shutdown-timeout)"
-            if self.finishing and local_rank() == 0:
-                os.write(2, f"stopping: {self.finishing}{limit}; Ctrl-C once more ends it now\n".encode())
-        elif signal.SIGINT in received and now - self._asked > SAME_SIGNAL_SECONDS:
-            return Verdict(
-                f"interrupted before the end of: {self.finishing or self._own.doing}", EXIT_STOPPED[INTERRUPTED]
-            )
-        elif now > self._until:
-            late = f"not done in time, {self._until - self._asked:.0f} s, before the launcher ends it"
-            return Verdict(f"{late}: {self.finishing or self._own.doing}", EXIT_STOPPED[INTERRUPTED])
-        return None
+            self._due.wait(self._limits.interval_seconds)
+            if wanted := self._wanted:
+                self._leave(self._terminated() if wanted.exit_code == EXIT_STOPPED[TERMINATED] else wanted)
 
     def _beat(self) -> None:
         beat = replace(self._own, counter=self._counter)
         self._table.note_own(beat, time.monotonic())
-        self._store.set(_key(self._rank), beat.to_json())
+        self._ask(self._store.set, _key(self._rank), beat.to_json())
+
+    def _ask(self, question: Callable[..., T], *words: object) -> T:
+        """Ask the store; the guard's thread sees for how long it does not answer."""
+        self._asked = time.monotonic()
+        try:
+            return question(*words)
+        finally:
+            self._asked = math.inf
 
     def _look(self, peers: int) -> Verdict | None:
         """Read `peers` peers, the next ones in turn, and judge."""
@@ -201,15 +175,8 @@ class Watchdog:
         return verdict
 
     def _read(self, rank: int, now: float) -> None:
-        if self._store.check([_key(rank)]):
-            self._table.note(Heartbeat.from_json(self._store.get(_key(rank))), now)
-
-    def _signals(self, seconds: float) -> bytes:
-        """Sleep; cut short by signals, which it returns, and by the end of the block."""
-        self._wake_read.settimeout(seconds)  # as select.select, which refuses descriptors from 1024 on
-        with suppress(TimeoutError):
-            return self._wake_read.recv(4096)
-        return b""
+        if self._ask(self._store.check, [_key(rank)]):
+            self._table.note(Heartbeat.from_json(self._ask(self._store.get, _key(rank))), now)
 
     def _terminated(self) -> Verdict:
         """The dead peer that made the launcher send SIGTERM, if there is one."""
@@ -240,38 +207,51 @@ class Watchdog:
             unheard = self._table.unheard_since(arrived)
         return verdict, unheard
 
+    # ---- for the guard, in its thread
+
+    def leave_with(self, verdict: Verdict) -> None:
+        self._wanted = verdict
+        self._due.set()
+
+    def unanswered(self, ending: Verdict | None) -> Verdict | None:
+        before, self._looked = self._looked, time.monotonic()
+        if self._looked - before > ASLEEP_SECONDS:  # this process was not running, nor may the store's have been
+            self._awake_since = self._looked
+        silent = self._looked - max(self._asked, self._awake_since)
+        if silent <= (ANSWER_SECONDS if ending else self._limits.watchdog_seconds + GRACE_SECONDS):
+            return None
+        told = f"the job's store has not answered for {silent:.0f} s: {_cut_off()}"
+        return replace(ending, report=f"{ending.report}; {told}") if ending else Verdict(told)
+
     # ---- the end of this rank
 
     def _leave(self, verdict: Verdict) -> None:
-        """End the process from the thread: the main thread cannot be asked."""
-        self._farewell(LEFT if verdict.exit_code == EXIT_DEAD_PEER else TERMINATED, verdict.report)
-        self._print(verdict)
-        self._wait_for_save()
-        self._exit(verdict.exit_code)
+        """End the process with a word to the others."""
+        self.guard.ending = verdict
+        self._farewell(STATES[verdict.exit_code], verdict.report)
+        # what the lowest rank left prints, all leave for torchrun's table; without torchrun each prints its own
+        self.guard.tell(verdict, prints=self._table.reporter() == self._rank)
+        if verdict.exit_code == EXIT_DEAD_PEER:
+            self._print_places()
+        self.guard.leave(verdict, self._save_seconds())
+
+    def _save_seconds(self) -> float:
+        return LOST_SAVE_SECONDS if self._table.has_lost() else SAVE_SECONDS
 
     def _leave_by_error(self, error: str) -> None:
         """gloo raises as soon as a peer's sockets close, which is before the peer counts as gone: look for it first."""
         try:
             verdict, unheard = self._news(tell=True)
-        except Exception:  # an unreachable store has no news
-            verdict, unheard = None, []
+        except Exception as lost:  # an unreachable store has no news
+            verdict, unheard = None if _is_closed(lost) else _unreachable(lost), []
         if verdict:  # the error is a consequence, and says nothing
             self._leave(replace(verdict, exit_code=EXIT_DEAD_PEER))
         else:
             silent = [f"; not heard since: {beat}, last seen in: {beat.doing}" for beat in unheard]
             error += "".join(silent[:PLACES_AT_MOST])
-            leave_message(
-                f"error: rank {self._rank}: {error}; {self.go_on}"
-            )  # first: others make the launcher end this
+            # first: others make the launcher end this
+            leave_message(f"error: rank {self._rank}: {error}; {self.guard.go_on}")
             self._farewell(FAILED, error)
-
-    def _wait_for_save(self) -> None:
-        """Return when this rank's part of a checkpoint is on disk, or cannot be, or somebody insists on the end."""
-        until = time.monotonic() + (LOST_SAVE_SECONDS if self._table.has_lost() else SAVE_SECONDS)
-        if self.stop_asked:
-            until = min(until, self._until + BEFORE_LAUNCHER_SECONDS - 1)
-        while self.is_saving() and time.monotonic() < until and signal.SIGINT not in self._signals(0.05):
-            pass
 
     def _farewell(self, state: str, because: str = "") -> None:
         """Write how this rank ended, and return when the store has it. Without a store nobody is left to read it."""
@@ -279,21 +259,10 @@ class Watchdog:
         # a new counter, so that the word counts as heard
         last = replace(self._own, counter=-1, state=state, because=because)
         with suppress(Exception):
-            self._store.set(_key(self._rank), last.to_json())
+            self._ask(self._store.set, _key(self._rank), last.to_json())
             # a TCPStore's set is not answered: without this question a peer could see the process gone, read the key
             # before the store has taken the word in, and take this end for the cause
-            self._store.check([_key(self._rank)])
-
-    def _print(self, verdict: Verdict) -> None:
-        """What the lowest rank left prints, all leave for torchrun's table; without torchrun each prints its own."""
-        text = f"{verdict.report}; this is rank {self._rank}, which was in: {self._own.doing}"
-        whole = f"{text}; {self.go_on}"
-        if not leave_message(whole) or self._table.reporter() == self._rank:
-            # os.write: the main thread may be blocked while it holds the lock of sys.stderr. torchrun makes no table
-            # of ranks that it stops itself, so all is said here.
-            os.write(2, f"watchdog: {text if verdict.exit_code == EXIT_DEAD_PEER else whole}\n".encode())
-        if verdict.exit_code == EXIT_DEAD_PEER:
-            self._print_places()
+            self._ask(self._store.check, [_key(self._rank)])
 
     def _print_places(self) -> None:
         """Where every other rank was, once they have said so; on the lowest rank left, so that it is printed once."""
@@ -311,6 +280,20 @@ class Watchdog:
                         self._read(beat.rank, now)
                 now = time.monotonic()
         os.write(2, f"watchdog: the other ranks:\n{self._table.places()}\n".encode())
+
+
+def _is_closed(error: Exception) -> bool:
+    """Whether the store has ended, which closes its connections; a network that is cut closes none."""
+    return any(word in str(error) for word in CLOSED)
+
+
+def _cut_off() -> str:
+    return f"this machine ({socket.gethostname()}) is cut off, or the machine of the store is"
+
+
+def _unreachable(error: Exception) -> Verdict:
+    why = "its launcher has died" if _is_closed(error) else _cut_off()
+    return Verdict(f"the job's store is unreachable, so {why} ({type(error).__name__}: {str(error)[:80]})")
 
 
 def _key(rank: int) -> str:

@@ -23,11 +23,14 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.load import dump_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.values import seconds_of
 from rlhfuse.costs.machine import Host
 from rlhfuse.gen.compile_kernels import compile_kernels, kernel_groups
 from rlhfuse.models.hf import has_scalar_head
 from rlhfuse.models.layers.self_test import self_test
+from rlhfuse.monitor.guard import Guard
 from rlhfuse.monitor.heartbeat import Limits
+from rlhfuse.monitor.run_lock import RUN_LOCK
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel import shared_gpu
 from rlhfuse.parallel.collectives import all_gather_objects, from_rank_0, raise_on_all_ranks
@@ -40,7 +43,7 @@ from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.run.checkpoint.checkpoint import is_finished
 from rlhfuse.run.preflight import RunInputs, check_inputs
-from rlhfuse.run.run_directory import run_directory
+from rlhfuse.run.run_directory import PREEMPTED, run_directory
 from rlhfuse.run.run_loop import RunLoop
 from rlhfuse.run.trainer import Trainer
 from rlhfuse.schedule.io import save_schedule
@@ -55,6 +58,14 @@ def train(config: RunConfig, name: str) -> int:
         if rank == 0:
             print(finished_line(config), flush=True)
         return 0
+    with Guard(rank, config.trainer.grace_seconds, seconds_of(config.trainer.stop_after)) as guard:
+        folder = Path(config.trainer.output_dir)
+        if rank == 0 and config.trainer.output_dir and not (folder / RUN_LOCK).exists():  # it is nobody else's
+            guard.file = folder / PREEMPTED
+        return _train(config, name, rank, guard)
+
+
+def _train(config: RunConfig, name: str, rank: int, guard: Guard) -> int:
     inputs = check_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
     trainer = inputs.config.trainer
     device = choose_device(trainer.device, local_rank(), trainer.threads_per_rank, trainer.share_gpu)
@@ -68,7 +79,7 @@ def train(config: RunConfig, name: str) -> int:
     assert world is not None, "a process group has just been made"
     inputs = on_every_machine(config, inputs, rank)
     connect([GroupUse(world, "all_reduce")], device.torch_device)
-    run_dir = run_job(inputs, name, rank, device)
+    run_dir = run_job(inputs, name, rank, device, guard)
     if rank == 0:
         print(f"done: {run_dir}", flush=True)
     dist.destroy_process_group()
@@ -100,7 +111,7 @@ def _place() -> dict[str, Any]:
     return {"store": store, "rank": 0, "world_size": 1}
 
 
-def run_job(inputs: RunInputs, name: str, rank: int, device: Device) -> Path:
+def run_job(inputs: RunInputs, name: str, rank: int, device: Device, guard: Guard) -> Path:
     """The job on this rank, in a process group that is there; a collective. Returns the run directory."""
     config = inputs.config
     store = PrefixStore(f"rlhfuse/{name}", dist.distributed_c10d._get_default_store())
@@ -109,10 +120,11 @@ def run_job(inputs: RunInputs, name: str, rank: int, device: Device) -> Path:
     watched = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack it
     watched.set_timeout(datetime.timedelta(seconds=config.trainer.watchdog_seconds))
     assert dist.group.WORLD is not None
-    with Watchdog(watched, rank, inputs.world_size, limits) as watchdog:
+    with Watchdog(watched, rank, inputs.world_size, limits, guard) as watchdog:
         wait_for_workers(dist.group.WORLD)
         compile_at_first_use(inputs, rank, device, watchdog.progress)
         with run_directory(inputs, name, rank) as directory:
+            guard.file = directory.path / PREEMPTED if rank == 0 else None
             plan = agree_on_plan(inputs, directory.path, rank, device)
             trainer = Trainer(inputs, plan, rank, device, store, watchdog.progress, directory.path)
             RunLoop(trainer, directory, watchdog).fit()

@@ -18,12 +18,14 @@ from pathlib import Path
 
 from rlhfuse.base.errors import InputError, writing
 from rlhfuse.base.files import remove_leftovers, sync
+from rlhfuse.base.launcher import launcher_command
 from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.monitor.run_lock import RunLock
 from rlhfuse.parallel.collectives import from_rank_0, raise_on_all_ranks
 from rlhfuse.run.checkpoint.checkpoint import METRICS, checkpoints_in, is_own
 from rlhfuse.run.preflight import RunInputs, check_output
 
+PREEMPTED = "preempted"  # whoever started the run is to start it again
 KEPT = (  # of an attempt; the metrics last, because a folder without them has nothing to keep
     *("config.yaml", "plan.json", "schedule.json", "costs.json", "trace.json", "tensorboard", "wandb_id", "export"),
     *("forecast.json", "report.html", "samples.jsonl", METRICS),
@@ -55,9 +57,7 @@ class RunDirectory:
 
 def _own_command() -> list[str]:
     """The command line that started this job on this machine, an installed program by its name."""
-    words = sys.orig_argv
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().rstrip("\0").split("\0")
+    words = launcher_command() or sys.orig_argv
     if len(words) > 1 and shutil.which(Path(words[1]).name) == words[1]:
         words = [Path(words[1]).name, *words[2:]]
     return list(words)
@@ -102,6 +102,7 @@ def make_folder(trainer: TrainerConfig, name: str) -> Path:
 
 def prepare(folder: Path, inputs: RunInputs) -> None:
     """Clear away what killed writers left, and keep what an attempt left that this run does not go on from."""
+    (folder / PREEMPTED).unlink(missing_ok=True)
     check_output(inputs.config)  # once more: a run that has just ended may have written since
     for place in (folder, folder / "checkpoints", folder / "export", folder / "export" / "best"):
         remove_leftovers(place)

@@ -21,9 +21,10 @@ from torch import Tensor
 from rlhfuse.base.errors import InputError, JointError, RewardError, Stopped
 from rlhfuse.models.hf import hf_tensors
 from rlhfuse.models.hf_folder import exhaust, export_checkpoint
+from rlhfuse.monitor.guard import SAVE_SECONDS
 from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.monitor.metrics import plain_metrics
-from rlhfuse.monitor.watchdog import SAVE_SECONDS, Watchdog
+from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.collectives import any_rank, from_rank_0, raise_on_all_ranks
 from rlhfuse.parallel.memory import process_line
 from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
@@ -56,15 +57,17 @@ class RunLoop:
             watchdog.progress,
         )
         self.best: BestScore | None = None  # whose checkpoint is kept
+        self._mean_seconds = 0.0  # of an iteration since this start; 0 before the first is done
         self.log: RunLog | None = None  # rank 0's
 
     def fit(self) -> None:
         """Run the iterations that are not done yet, then export. Raises JointError where a file cannot be written.
 
-        Raises Stopped where a signal asked for an end: the iteration under way is done first, and saved.
+        Raises Stopped where a signal asked for an end, or the time is over: the iteration under way is done first, and
+        saved.
         """
-        self.watchdog.go_on = self.directory.go_on(self.config.trainer)
-        self.watchdog.is_saving = self.checkpoints.is_saving
+        self.watchdog.guard.go_on = self.directory.go_on(self.config.trainer)
+        self.watchdog.guard.is_saving = self.checkpoints.is_saving
         first = self._restore()
         # What is there now stays: a full collection that walks it takes a third of a second, in any phase.
         gc.collect()
@@ -90,14 +93,14 @@ class RunLoop:
         if row is not None:
             record, here = IterationRecord(dict(row), [], []), is_own(self.inputs.resume, self.run_dir)
             stopped = self._conclude(first, record, saved=here)
-        done, seconds = first, 0.0
+        done, guard, begin = first, self.watchdog.guard, time.monotonic()
         while done < total and not stopped:
-            took = f", the one before took {seconds:.0f} s" if seconds else ""
-            self.watchdog.finishing = f"iteration {done} of {total} is finished and saved first{took}"
-            begin = time.monotonic()
-            stopped = self._conclude(done + 1, self._checked_iteration(done))
-            done, seconds = done + 1, time.monotonic() - begin
-        self.watchdog.finishing = ""
+            took = f", those before took {self._mean_seconds:.0f} s each" if self._mean_seconds else ""
+            guard.finishing = f"iteration {done} of {total} is finished and saved first{took}"
+            record, done = self._checked_iteration(done), done + 1
+            self._mean_seconds = (time.monotonic() - begin) / (done - first)
+            stopped = self._conclude(done, record)
+        guard.finishing = "the checkpoint is written first" if stopped else "the export is written first"
         broken = None if stopped else self._export()
         self.checkpoints.finish()
         with self.checkpoints.joint_failure():
@@ -105,12 +108,24 @@ class RunLoop:
                 if opened:
                     opened.close()
             if self.log and not stopped:
+                guard.forget()
                 mark_finished(self.run_dir, total)
         if broken:
             raise broken
         if stopped:
             saved = f"saved in {self._folder(done)}" if self._can_save() else "not saved: sgd has no checkpoints"
-            raise Stopped(f"stopped: {done} of {total} iterations are done, {saved}; {self.watchdog.go_on}")
+            told = f"stopped: {done} of {total} iterations are done, {saved}; {guard.go_on}"
+            if any_rank(guard.notice):
+                guard.note(told)
+                guard.file = None  # that was the last word
+            raise Stopped(told)
+
+    def _is_to_stop(self, done: int) -> bool:
+        """Whether an end was asked for, or the next iteration would outlast trainer.stop_after; a collective."""
+        guard = self.watchdog.guard
+        if done < self.config.trainer.iterations and guard.seconds_left() < self._mean_seconds:
+            guard.notice = True
+        return any_rank(guard.stop_asked or guard.notice)
 
     def _checked_iteration(self, iteration: int) -> IterationRecord:
         try:
@@ -125,7 +140,7 @@ class RunLoop:
         checkpoint already.
         """
         log, evaluates = self.log, self.config.evaluates_after(done)
-        stop = any_rank(self.watchdog.stop_asked)
+        stop = self._is_to_stop(done)
         due, position = not saved and (self.config.saves_after(done) or (stop and self._can_save())), {}
         with self.checkpoints.joint_failure():
             if log:
@@ -147,7 +162,7 @@ class RunLoop:
             where = f"the evaluation after iteration {done - 1}"
             raise type(error)(f"{where}: {error}; {without} goes on without it") from error
         best, saved = self._is_best(done, evaluation), saved or due
-        stop = any_rank(self.watchdog.stop_asked)
+        stop = self._is_to_stop(done)
         with self.checkpoints.joint_failure():
             if log:
                 log.complete(record, evaluation)

@@ -16,7 +16,7 @@ from rlhfuse.base.json_values import LARGEST
 from rlhfuse.base.sample_ids import COPY_BITS, ITERATION_BITS, PROMPT_BITS
 from rlhfuse.config.load import dump_config, validate
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.values import AUTO, LARGEST_REAL
+from rlhfuse.config.values import AUTO, LARGEST_REAL, seconds_of
 
 OR_AUTO = {key: 1 for key, value, field in RunConfig().leaves() if value == AUTO and field.annotation is int}
 LEAVES = {key: value for key, value, _ in RunConfig().leaves()} | OR_AUTO
@@ -144,7 +144,7 @@ KEYS = {  # by the limits that they have
         AT_LEAST_0: "eval_every save_every sample_texts trace_iterations",
         AT_LEAST_1: "keep_checkpoints",
         REAL_0: "memory_limit_gb host_memory_gb peak_tflops",
-        SECONDS: "watchdog_seconds hang_seconds",
+        SECONDS: "watchdog_seconds hang_seconds grace_seconds",
         PROCESSES: "threads_per_rank",
         ((0, 2**ITERATION_BITS), (-1, 2**ITERATION_BITS + 1)): "iterations",
         ((0, 2**63 - 1), (-1, 2**63)): "seed",
@@ -234,3 +234,11 @@ def test_a_name_that_no_file_can_have_is_refused(key):
     for name in ("a\0b", "half \ud83d", "y" * 5000, "a/" * 3000):
         assert len(refused(key, name)) < 500
     validate(nested(key, "a b ü/" * 20), "a file")
+
+
+@pytest.mark.parametrize(
+    "text, seconds", [("", math.inf), ("3h50m", 13800), ("1d12h", 129600), ("90s", 90), ("1d2h3m4s", 93784)]
+)
+def test_a_duration_has_days_hours_minutes_and_seconds(text, seconds):
+    assert seconds_of(text) == seconds
+    assert validate({"trainer": {"stop_after": text}}, "a file").trainer.stop_after == text

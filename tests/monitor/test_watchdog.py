@@ -1,15 +1,13 @@
 """The watchdog's decisions on made-up heartbeats, and what a process of its own does at signals."""
 
 import dataclasses
-import json
 import os
-import resource
 import signal
-import threading
 
 import pytest
 from testkit.programs import eventually
 
+from rlhfuse.monitor.guard import Guard
 from rlhfuse.monitor.heartbeat import (
     FAILED,
     INTERRUPTED,
@@ -116,7 +114,7 @@ class ScriptedStore:
 def test_a_peer_that_leaves_while_it_is_read_is_not_the_cause():
     """Rank 1 wrote why it leaves, and ended, after it was read for the second time."""
     store = ScriptedStore(beat(1, HERE), beat(1, GONE), beat(1, GONE, state=LEFT, because="rank 2 died"))
-    watchdog = Watchdog(store, rank=0, world_size=2, limits=LIMITS)
+    watchdog = Watchdog(store, rank=0, world_size=2, limits=LIMITS, guard=Guard(0, 540))
     watchdog._table = PeerTable(beat(0, HERE), Limits(watchdog_seconds=-1), now=0.0)
     assert watchdog._look(1).report == "rank 2 died (found by rank 1)"
 
@@ -184,7 +182,7 @@ def test_a_large_world_reads_no_more_peers_per_heartbeat(monkeypatch):
     """640 ranks: a round of readings takes 40 s, longer than the 15 s of silence; the store's load stays linear."""
     store = CountingStore()
     monkeypatch.setattr("rlhfuse.monitor.watchdog.time", store)
-    watchdog = Watchdog(store, rank=0, world_size=640, limits=LIMITS)
+    watchdog = Watchdog(store, rank=0, world_size=640, limits=LIMITS, guard=Guard(0, 540))
     for tick in range(100):
         store.now, watchdog._counter = float(tick), tick
         assert watchdog._look(PEERS_PER_TICK) is None
@@ -203,106 +201,18 @@ def test_a_rank_that_was_suspended_does_not_judge_by_what_it_missed(monkeypatch,
     store, left, naps = CountingStore(), [], [1.0] * 5 + [9.0 if suspended else 1.0] + [1.0] * 20
     store.set = lambda key, text: None
     monkeypatch.setattr("rlhfuse.monitor.watchdog.time", store)
-    watchdog = Watchdog(store, 0, 2, Limits(watchdog_seconds=6, hang_seconds=8), left.append)
+    guard = Guard(0, 540, exit_process=left.append)
+    watchdog = Watchdog(store, 0, 2, Limits(watchdog_seconds=6, hang_seconds=8), guard)
 
     def sleep(_):
         store.now += naps.pop(0)
         store.dead_since = {1: 5.0} if 5 < store.now < 16 or not suspended else {}
         if len(naps) == 1:
             watchdog._stopping.set()
-        return b""
 
-    watchdog._signals = sleep
+    watchdog._due.wait = sleep
     watchdog._run()
     assert bool(left) == (not suspended)
-
-
-class DictStore(dict):
-    def set(self, key, value):
-        self[key] = value.encode()
-
-    def check(self, keys):
-        return all(key in self for key in keys)
-
-
-class Alone(Watchdog):
-    """The watchdog of a job of one rank; `left` are the codes with which it would have left."""
-
-    def __init__(self, interval_seconds=600.0):
-        self.left, self._ended = [], threading.Event()
-        leave = lambda code: (self.left.append(code), self._stopping.set(), self._ended.set())  # noqa: E731
-        super().__init__(DictStore(), 0, 1, Limits(interval_seconds=interval_seconds), leave)
-
-    def await_end(self):
-        assert self._ended.wait(540)
-        return self.left
-
-
-def test_sigterm_is_heard_through_a_descriptor_of_1024_or_more():
-    """As in a job of a thousand ranks, whose sockets have the numbers before."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
-    files = []
-    try:
-        files += [open(os.devnull) for _ in range(1100)]
-        with Alone() as watchdog:
-            assert watchdog._wake_read.fileno() >= 1024
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert watchdog.await_end() == [143]
-    finally:
-        for file in files:
-            file.close()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_ctrl_c_lets_the_iteration_end_and_a_second_one_does_not(monkeypatch, capfd):
-    monkeypatch.setattr("rlhfuse.monitor.watchdog.SAME_SIGNAL_SECONDS", 0.0)
-    with Alone() as watchdog:
-        watchdog.finishing = "iteration 3 of 9 is finished first"
-        watchdog.go_on = "go on with: program --again"
-        os.kill(os.getpid(), signal.SIGINT)
-        eventually(lambda: watchdog.stop_asked)
-        said = capfd.readouterr().err
-        assert (
-            said == "stopping: iteration 3 of 9 is finished first; Ctrl-C once more ends it now\n" and not watchdog.left
-        )
-        os.kill(os.getpid(), signal.SIGINT)
-        assert watchdog.await_end() == [130]
-    said = capfd.readouterr().err
-    assert "interrupted before the end of: iteration 3 of 9" in said and said.endswith(
-        "; go on with: program --again\n"
-    )
-
-
-def test_ctrl_c_with_nothing_to_finish_interrupts():
-    with pytest.raises(KeyboardInterrupt, match="interrupted in: start; start the same command again"):
-        with Alone() as watchdog:
-            os.kill(os.getpid(), signal.SIGINT)
-            watchdog._ended.wait(540)
-    assert watchdog._table.heartbeats == [] and not watchdog.left
-
-
-def test_usr1_asks_for_an_end_and_the_launchers_patience_is_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5.6")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with Alone(interval_seconds=0.2) as watchdog:
-        watchdog.finishing, watchdog.go_on = "iteration 3 of 9", "go on with: program --again"
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert watchdog.await_end()[0] == 130 and watchdog.stop_asked
-    told = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
-    assert told.startswith("not done in time, 1 s, before the launcher ends it: iteration 3 of 9; this is rank 0")
-    assert told.endswith("; go on with: program --again")
-
-
-def test_a_checkpoint_that_is_written_is_waited_for_at_the_end():
-    asked, saved = threading.Event(), threading.Event()
-    with Alone() as watchdog:
-        watchdog.is_saving = lambda: (asked.set(), not saved.is_set())[1]
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert asked.wait(540) and not watchdog.left
-        saved.set()
-        assert watchdog.await_end() == [143]
 
 
 def test_unheard_since_counts_only_running_ranks():
@@ -347,7 +257,7 @@ class SlowDeathStore(ScriptedStore):
 
 def failing(*beats):
     store = SlowDeathStore(*beats)
-    watchdog = Watchdog(store, rank=0, world_size=2, limits=LIMITS, exit_process=lambda code: None)
+    watchdog = Watchdog(store, 0, 2, LIMITS, Guard(0, 540, exit_process=lambda code: None))
     watchdog._table = PeerTable(beat(0, HERE), LIMITS, now=0.0)
     watchdog._leave_by_error("RuntimeError: Connection closed by peer")
     return store.said

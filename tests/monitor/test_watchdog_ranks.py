@@ -23,9 +23,11 @@ def work(rank, store, folder, case, interval_seconds):
     import torch.distributed as dist
 
     from rlhfuse.monitor import watchdog as module
+    from rlhfuse.monitor.guard import Guard
 
     module.time = StoodClock(lambda: all((folder / f"ready{other}").exists() for other in range(WORLD)))
-    with module.Watchdog(store, rank, WORLD, Limits(interval_seconds=interval_seconds)) as watchdog:
+    limits = Limits(interval_seconds=interval_seconds)
+    with Guard(rank, 540) as guard, module.Watchdog(store, rank, WORLD, limits, guard) as watchdog:
         watchdog.progress(f"generation step {10 + rank}")
         beats = watchdog._counter
         if interval_seconds < 1:  # the others have this word

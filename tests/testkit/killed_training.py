@@ -2,7 +2,8 @@
 
     KILL_AT="RANK WHO COUNT REGEX"    when rank RANK says the COUNT-th text that REGEX finds
 
-WHO dies: one, or all with torchrun; or "full": nobody, but the disk of the folder FULL_DISK has no byte left. Texts
+WHO dies: one, or all with torchrun; or "full": nobody, but the disk of the folder FULL_DISK has no byte left. Nor at
+"notice", a SIGUSR1 to all ranks, "stuck", where this one does no more after it, and "late", the end of its time. Texts
 are what a rank tells its watchdog, and in the thread that saves "file begins", "file written" (of this rank), "commit
 begins", "commit ends" (of the checkpoint, on rank 0). Before each stands "start+K, iteration N: ", where K iterations
 came before it since the start.
@@ -13,7 +14,9 @@ import os
 import re
 import signal
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import train_ppo
@@ -32,6 +35,7 @@ class Killer:
         self.who, self.left, self.regex = who, int(count), re.compile(regex)
         self.iteration, self.first = "", 0
         self.lock = threading.Lock()
+        self.guard: Any = None
 
     def hear(self, text: str) -> None:
         if found := re.match(r"iteration (\d+): ", text):
@@ -50,6 +54,15 @@ class Killer:
     def kill(self) -> None:
         if self.who == "full":
             fill(Path(os.environ["FULL_DISK"]) / "ballast")
+            return
+        if self.who == "late":
+            self.guard._deadline = time.monotonic()
+            return
+        if self.who in ("notice", "stuck"):
+            for rank in psutil.Process(os.getppid()).children():  # as torchrun hands it on
+                os.kill(rank.pid, signal.SIGUSR1)
+            while self.who == "stuck":
+                time.sleep(1)
             return
         if self.who == "all":
             launcher = psutil.Process(os.getppid())
@@ -76,6 +89,7 @@ def main() -> int:
     progress = Watchdog.progress
 
     def heard_progress(self, doing):
+        killer.guard = self.guard
         killer.hear(doing)
         progress(self, doing)
 

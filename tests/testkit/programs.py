@@ -162,7 +162,14 @@ def killed_in(out: str) -> str:
 
 
 def killed_forked(config: Path, moment: str, log: Path, *overrides: str, ranks: int = 2) -> str:
-    """A run that ends by SIGKILL at the moment (testkit/killed_training.py). Returns in what it was killed.
+    """A run that ends by SIGKILL at the moment. Returns in what it was killed."""
+    codes, out = forked(config, moment, log, *overrides, ranks=ranks)
+    assert all(codes), out
+    return killed_in(out)
+
+
+def forked(config: Path, moment: str, log: Path, *overrides: str, ranks: int = 2) -> tuple[list[int | None], str]:
+    """A run in which something happens at the moment (testkit/killed_training.py). Returns exit codes, what was said.
 
     Without torchrun: its ranks are forked from a process that has loaded all modules, which takes longer than a short
     run, and find each other through a store of this process. What they say goes to `log`.
@@ -188,9 +195,7 @@ def killed_forked(config: Path, moment: str, log: Path, *overrides: str, ranks: 
         process.join(TIMEOUT_SECONDS)
         process.kill()
         process.join()
-    out = log.read_text()
-    assert all(process.exitcode for process in processes), out
-    return killed_in(out)
+    return [process.exitcode for process in processes], log.read_text()
 
 
 def run_rank(variables: dict, arguments: list[str], log: Path) -> None:

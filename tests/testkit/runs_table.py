@@ -290,6 +290,7 @@ def job(
 
     from rlhfuse.base.errors import JointError, NotFiniteError, RewardError, Stopped
     from rlhfuse.config.load import load_config
+    from rlhfuse.monitor.guard import Guard
     from rlhfuse.monitor.watchdog import Watchdog
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.run.launch import run_job
@@ -307,8 +308,9 @@ def job(
         around.enter_context(pytest.MonkeyPatch.context()).setattr(Watchdog, "progress", heard)
         seen = around.enter_context(watch())
         inputs = check_inputs(load_config(config, settings), dist.get_world_size())
+        guard = around.enter_context(Guard(rank, 540))
         try:
-            run_job(inputs, name, rank, device or choose_device("cpu", 0, 1))
+            run_job(inputs, name, rank, device or choose_device("cpu", 0, 1), guard)
         except (JointError, NotFiniteError, RewardError, Stopped) as error:
             if not errors:
                 raise

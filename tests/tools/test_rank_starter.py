@@ -25,7 +25,7 @@ if what == "waits":
     def end(number, frame):
         Path(folder, f"{rank} got {signal.Signals(number).name}").touch()
         sys.exit(128 + number)
-    for one in (signal.SIGINT, signal.SIGTERM):
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(one, end)
     Path(folder, f"{rank} is ready").touch()
     time.sleep(500)
@@ -46,7 +46,7 @@ if what != "done":
 @pytest.fixture(autouse=True)
 def kept(monkeypatch):
     """torchrun's launcher takes over a process: its signals, environment and logs are given back."""
-    names = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
+    names = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1
     handlers = {one: signal.getsignal(one) for one in names}
     monkeypatch.setattr(os, "environ", os.environ.copy())
     os.environ.pop("OMP_NUM_THREADS", None)
@@ -59,7 +59,7 @@ def kept(monkeypatch):
 @pytest.fixture
 def start(programs, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
-    return lambda what: start_ranks(2, [str(tmp_path / "rank.py"), what, str(tmp_path)])
+    return lambda what: start_ranks(2, [str(tmp_path / "rank.py"), what, str(tmp_path)], 60)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_the_exit_code_is_passed_on_and_the_error_is_the_last_line(
         assert json.loads(told.read_text())["message"]["message"] + "\n" == last
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
 def test_a_signal_reaches_every_rank_once(start, tmp_path, capfd, number, code):
     def interrupt():
         eventually(lambda: all((tmp_path / f"{rank} is ready").exists() for rank in (0, 1)))
@@ -100,6 +100,6 @@ def test_ranks_are_bound_to_the_cores_beside_their_gpus_where_they_can_be(monkey
     asked = []
     monkeypatch.setattr(subprocess, "run", lambda words, **_: SimpleNamespace(returncode=trial))
     monkeypatch.setattr("torch.distributed.run.run", asked.append)
-    assert start_ranks(8, ["program.py", "a=b"], on_gpus) == 0
+    assert start_ranks(8, ["program.py", "a=b"], 60, on_gpus) == 0
     assert (asked[0].numa_binding, asked[0].nproc_per_node, asked[0].training_script_args) == (bound, "8", ["a=b"])
     assert ("not bound" in capsys.readouterr().err) == (on_gpus and bound is None)

@@ -42,6 +42,7 @@ def work(rank: int, own_store, folder, models: dict, fault: str) -> None:
     import torch.distributed as dist
 
     from rlhfuse.monitor import watchdog as module
+    from rlhfuse.monitor.guard import Guard
 
     threshold, ranks, words = FAULTS[fault]
     struck, stuck, waits = folder / "struck", fault.startswith("stuck"), fault.startswith("no answer")
@@ -67,7 +68,7 @@ def work(rank: int, own_store, folder, models: dict, fault: str) -> None:
         object.__setattr__(stage, "tools", tools(case, store))
     module.time = StoodClock(struck.exists)  # silence before the fault is a busy machine's
     limits = Limits(hang_seconds=1.5 if stuck or waits else 3600, interval_seconds=0.2)
-    with module.Watchdog(own_store, rank, WORLD, limits) as watchdog:
+    with Guard(rank, 540) as guard, module.Watchdog(own_store, rank, WORLD, limits, guard) as watchdog:
         stage.run(0, case.requests(), threshold, case.limits())
         dist.barrier()
 

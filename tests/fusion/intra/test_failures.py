@@ -41,6 +41,7 @@ def work(rank: int, store, folder: Path, models: dict, fault: Fault) -> None:
     import torch.distributed as dist
 
     from rlhfuse.monitor import watchdog as module
+    from rlhfuse.monitor.guard import Guard
 
     number, struck = 0, folder / "struck"
 
@@ -63,7 +64,7 @@ def work(rank: int, store, folder: Path, models: dict, fault: Fault) -> None:
     pair = build_pair(rank, models, PLAN, progress=progress)
     module.time = StoodClock(struck.exists)  # silence before the fault is a busy machine's
     limits = Limits(hang_seconds=3 if fault.hangs else 3600, interval_seconds=0.2)
-    with module.Watchdog(store, rank, WORLD, limits) as watchdog:
+    with Guard(rank, 540) as guard, module.Watchdog(store, rank, WORLD, limits, guard) as watchdog:
         for number in range(STEP + 2):
             dist.barrier()  # so that nobody is still in the step before
             pair.train(number)

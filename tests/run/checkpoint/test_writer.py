@@ -20,6 +20,7 @@ from testkit.writing import STATE, part_of, writer_of, writing_by
 
 from rlhfuse.base.errors import InputError, JointError
 from rlhfuse.models.hf_folder import write_folder
+from rlhfuse.monitor.guard import Guard
 from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.fragments import Place
@@ -272,15 +273,15 @@ def test_a_checkpoint_that_is_being_written_survives_sigterm(alone, tmp_path):
         def check(self, keys):
             return True
 
-    with writing_by(slow), Watchdog(Store(), 0, 1, Limits(), leave) as watchdog:
+    with writing_by(slow), Guard(0, 540, exit_process=leave) as guard, Watchdog(Store(), 0, 1, Limits(), guard) as dog:
         writer = start_one(tmp_path)
-        watchdog.is_saving = lambda: (asked.set(), writer.is_saving())[1]
+        guard.is_saving = lambda: (asked.set(), writer.is_saving())[1]
         assert begun.wait(540)
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked.wait(540) and not left
         release.set()
         assert ended.wait(540)
-        watchdog._stopping.set()
+        dog._stopping.set()
     assert left == [(143, ["iteration-1"])]
     writer.finish()
 
