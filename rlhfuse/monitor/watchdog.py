@@ -230,7 +230,7 @@ class Watchdog:
         self.guard.ending = verdict
         self._farewell(STATES[verdict.exit_code], verdict.report)
         # what the lowest rank left prints, all leave for torchrun's table; without torchrun each prints its own
-        self.guard.tell(verdict, prints=self._table.reporter() == self._rank)
+        self.guard.tell(verdict, prints=self._table.reporter() == self._rank or _cut_off() in verdict.report)
         if verdict.exit_code == EXIT_DEAD_PEER:
             self._print_places()
         self.guard.leave(verdict, self._save_seconds())

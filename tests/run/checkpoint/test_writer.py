@@ -264,6 +264,7 @@ def test_a_checkpoint_that_is_being_written_survives_sigterm(alone, tmp_path):
 
     def leave(code):
         left.append((code, [one.name for one in checkpoints_in(tmp_path)]))
+        watchdog._stopping.set()
         ended.set()
 
     class Store(dict):
@@ -273,7 +274,9 @@ def test_a_checkpoint_that_is_being_written_survives_sigterm(alone, tmp_path):
         def check(self, keys):
             return True
 
-    with writing_by(slow), Guard(0, 540, exit_process=leave) as guard, Watchdog(Store(), 0, 1, Limits(), guard) as dog:
+    guard = Guard(0, 540, exit_process=leave)
+    watchdog = Watchdog(Store(), 0, 1, Limits(), guard)
+    with writing_by(slow), guard, watchdog:
         writer = start_one(tmp_path)
         guard.is_saving = lambda: (asked.set(), writer.is_saving())[1]
         assert begun.wait(540)
@@ -281,7 +284,6 @@ def test_a_checkpoint_that_is_being_written_survives_sigterm(alone, tmp_path):
         assert asked.wait(540) and not left
         release.set()
         assert ended.wait(540)
-        dog._stopping.set()
     assert left == [(143, ["iteration-1"])]
     writer.finish()
 
