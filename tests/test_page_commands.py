@@ -61,7 +61,7 @@ WAYS = {
     r"(\S+ )*pip |python3? -m venv ": "installs: tests/test_metadata.py",
     r"(gpu_check|bash scripts/gpu_check\.sh)\b|.*measured:": "a GPU's: tests/tools/gpu_checks/test_gpu_check.py",
     r".*(llama3_|trainer\.device=cuda)": "a GPU's, with models that are not here: tests/planning/test_efficiency.py",
-    r"sbatch ": "SLURM's: tests/base/test_cuda_environment.py runs the script's own lines",
+    r"(sbatch|srun|scancel|scontrol) ": "SLURM's: tests/slurm",
     r"tensorboard |torchrun --numa-binding=node$": "not the project's program",
     r"torchrun .*profile_costs ": "measures for minutes: tests/tools/cost_profiles",
     r"rehearse ": "compiles C++ and runs whole iterations: tests/tools/rehearsal",

@@ -94,7 +94,7 @@ class Guard:
         self._wake_write.close()
 
     def seconds_left(self) -> float:
-        """Of the time that the run was given."""
+        """What is left of the time that the run was given."""
         return self._deadline - time.monotonic()
 
     # ---- the thread

@@ -81,7 +81,7 @@ def test_launch_scripts_export_it(programs, unset, given, kept):
     """The script's own lines, run by bash: what a child of it sees."""
     text = (ROOT / "scripts/slurm/train.sbatch").read_text()
     (lines,) = re.findall(r"^export CUDA_MODULE_LOADING.*?^fi$", text, re.M | re.S)
-    assert text.index(lines) < re.search(r"^exec ", text, re.M).start()
+    assert text.index(lines) < re.search(r"^each_node=", text, re.M).start()
     done = programs.run("bash", "-euo", "pipefail", "-c", f"{lines}\nenv", **given)
     seen = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
     assert [seen.get(name) for name in WANTED] == [{**WANTED, **given, **kept}[name] for name in WANTED], done.stderr

@@ -27,6 +27,7 @@ EXPECTED_SKIPS = (
     "no CUDA device here",
     "no file system can be mounted",
     "no network of its own can be made",
+    "no SLURM here",
     "on one core kernels are compiled one after another",
     r"no browser: none of .* is installed",
     r"triton .* is installed: the tests of each kernel compile with it",

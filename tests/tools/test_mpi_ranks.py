@@ -1,8 +1,12 @@
 """Ranks that mpirun started, and the one process there is: what the first reads, and work that they share out."""
 
+from types import SimpleNamespace
+
 import pytest
 from mpi_ranks import MpiRanks
 from testkit.programs import MPIRUN
+
+from rlhfuse.base.errors import InputError
 
 SHARED = """
 import sys
@@ -47,6 +51,28 @@ def test_a_launcher_of_one_rank_needs_no_mpi(monkeypatch):
     monkeypatch.setenv("PMIX_RANK", "0")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     monkeypatch.setattr("mpi_ranks.load_mpi", lambda: pytest.fail("asked for"))
+    assert MpiRanks.here().size == 1
+
+
+SRUN = {"SLURM_STEP_NUM_TASKS": "2"}
+PMI = {**SRUN, "PMI_SIZE": "2", "PMI_RANK": "0"}  # srun --mpi=pmi2, which Open MPI does not hear
+
+
+@pytest.mark.parametrize("first, other", [(SRUN, {"SLURM_PROCID": "1"}), (PMI, {"PMI_RANK": "1"})])
+def test_processes_that_no_mpi_joins_are_refused_once(monkeypatch, first, other):
+    lone = SimpleNamespace(COMM_WORLD=SimpleNamespace(Get_size=lambda: 1))
+    monkeypatch.setattr("mpi_ranks.load_mpi", lambda: lone)
+    monkeypatch.setattr("os.environ", {**first, "SLURM_PROCID": "0"})
+    with pytest.raises(InputError, match="^2 processes were started, and no MPI .* mpirun"):
+        MpiRanks.here()
+    monkeypatch.setattr("os.environ", {**first, **other})
+    with pytest.raises(SystemExit) as left:
+        MpiRanks.here()
+    assert left.value.code == 2
+
+
+def test_one_rank_of_mpirun_is_no_several_of_srun(monkeypatch):
+    monkeypatch.setattr("os.environ", {**SRUN, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"})
     assert MpiRanks.here().size == 1
 
 

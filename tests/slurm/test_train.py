@@ -1,0 +1,93 @@
+"""train.sbatch on two nodes of a real SLURM: the run of one machine, also after a notice, and how a job ends."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from testkit.paths import ROOT
+from testkit.programs import eventually
+from testkit.runs_table import Runs, assert_same_bits
+
+pytestmark = pytest.mark.slurm
+QUICKSTART = ROOT / "examples/quickstart.yaml"
+SETTINGS = ("trainer.iterations=6", "rollout.max_response_tokens=128")
+SETUP = f"""
+export PATH={Path(sys.executable).parent}:$PATH
+echo "sourced on $(hostname)"
+"""
+
+
+@pytest.fixture
+def submit(slurm, tmp_path):
+    """Submit train.sbatch for two ranks on each of two nodes; returns the job's number."""
+    (tmp_path / "setup.sh").write_text(SETUP)
+
+    def submitted(run: Path, *settings: str, **variables: str) -> str:
+        own = {"RANKS_PER_NODE": "2", "RLHFUSE_SETUP": f"{tmp_path}/setup.sh", "RLHFUSE_LOGS": f"{tmp_path}/logs"}
+        size = ("--nodes=2", "--gpus-per-node=0", "--cpus-per-task=2", "--time=60", f"--output={tmp_path}/%j.out")
+        words = (*SETTINGS, f"trainer.output_dir={run}", *settings)
+        script = ROOT / "scripts/slurm/train.sbatch"
+        # NUMBA_CACHE_DIR: kernels as the other tests have compiled them
+        return slurm.submit(*size, script, QUICKSTART, *words, **{**own, "NUMBA_CACHE_DIR": "", **variables})
+
+    return submitted
+
+
+def iterations(run: Path) -> list[int]:
+    """Those that are written down."""
+    lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+    return [json.loads(line)["iteration"] for line in lines]
+
+
+def told(slurm, tmp_path: Path, number: str):
+    """For a failure: what the script and the nodes wrote."""
+    files = [*tmp_path.glob("*.out"), *tmp_path.glob("logs/*.log")]
+    return "\n".join([str(slurm.job(number)), *(f"== {file.name}\n{file.read_text()[-3000:]}" for file in files)])
+
+
+def notice(slurm, number: str) -> None:
+    slurm.told("scancel", "--batch", "--signal=USR1", number)
+
+
+def test_it_is_the_run_of_one_machine_also_where_it_was_given_notice(slurm, submit, pools, tmp_path):
+    """One job: it begins, is told to stop, saves what it does, is queued again by its script, and goes on."""
+    run = tmp_path / "run"
+    number = submit(run)
+    eventually(lambda: iterations(run), lambda: told(slurm, tmp_path, number))
+    notice(slurm, number)
+    eventually(lambda: slurm.job(number)["Restarts"] == "1", lambda: told(slurm, tmp_path, number))
+    done = len(iterations(run))
+    assert 0 < done < 6 and (run / f"checkpoints/iteration-{done}").is_dir(), told(slurm, tmp_path, number)
+    assert (run / "preempted").exists() and not (run / "finished.json").exists()
+    # meanwhile: SLURM waits before it begins a job again
+    Runs(pools, tmp_path).start("alone", *SETTINGS, config=QUICKSTART, ranks=4)
+    assert slurm.ended(number)["ExitCode"] == "0:0", told(slurm, tmp_path, number)
+    assert slurm.job(number)["JobState"] == "COMPLETED" and not (run / "preempted").exists()
+    assert_same_bits(tmp_path / "alone", run)
+    script = (tmp_path / f"{number}.out").read_text()
+    assert script.count("sourced on n0") == 2 and script.count("predicted seconds per iteration") == 2
+    first, second = ((tmp_path / f"logs/node-n{node}.log").read_text() for node in (0, 1))
+    assert f"stopped: {done} of 6 iterations are done" in first and f"resuming from {run}" in first
+    assert "run directory" not in second
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_ends_at_once_and_a_second_notice_does_the_same(slurm, submit, tmp_path):
+    for ends in (lambda number: slurm.told("scancel", number), lambda number: notice(slurm, number)):
+        shutil.rmtree(run := tmp_path / "run", ignore_errors=True)
+        number = submit(run, "trainer.iterations=1000")
+        eventually(lambda: iterations(run), lambda: told(slurm, tmp_path, number))
+        ends(number)
+        ends(number)
+        assert slurm.ended(number)["Restarts"] == "0"
+        eventually(lambda: not any("train_ppo" in words for words in slurm.processes()))
+
+
+def test_ranks_are_asked_for_where_slurm_gives_no_gpus(slurm, submit, tmp_path):
+    number = submit(tmp_path / "run", RANKS_PER_NODE="")
+    assert slurm.ended(number)["ExitCode"] == "2:0"
+    said = (tmp_path / f"{number}.out").read_text()
+    assert re.fullmatch(r"error: RANKS_PER_NODE='' is no number of ranks: .*\n", said), said
