@@ -12,9 +12,12 @@ from testkit.paths import ROOT, TESTS
 from testkit.programs import call_tool, ended, eventually, ranks_of
 from testkit.runs_table import Runs, assert_same_bits, begin_again, in_the_checkout, metrics_of
 
+from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.planning.traffic import traffic_lines
+
 CONFIG = ROOT / "examples" / "quickstart.yaml"
 COUNTED = TESTS / "testkit" / "counted_training.py"
-ITERATIONS = 4
+ITERATIONS = 3
 SETTINGS = f"""trainer.iterations={ITERATIONS} trainer.save_every=1 trainer.tensorboard=false fusion.threshold=16
     fusion.search_seconds=0.3 rollout.max_response_tokens=192 fusion.actor_microbatches=2"""
 SERIAL = "fusion.inter_stage=false fusion.intra_stage=serial"
@@ -93,7 +96,7 @@ def test_it_is_one_machines_run_and_a_cut_link_ends_it_by_name_on_both_sides(one
     """Fused, at 200 Mbit/s, which the run sees in its own transfers."""
     two.rate(200)
     whole, job = one_machine.folder / "whole", Job(two, tmp_path / "run", LIMITS)
-    job.await_iteration(3)
+    job.await_iteration(2)
     two.cut(1)
     cut = time.monotonic()
     said = job.said()
@@ -102,16 +105,18 @@ def test_it_is_one_machines_run_and_a_cut_link_ends_it_by_name_on_both_sides(one
     silent = re.search(r"rank [23] \(pid \d+ on n1\) died: silent for (\d+) s", said[0])
     assert silent and int(silent[1]) <= HANG_SECONDS, said[0]
     assert "this machine (n1) is cut off" in said[1], said[1]
-    one, other = (first_iterations(run, 3, tmp_path / name) for name, run in (("one", whole), ("two", job.run)))
+    one, other = (first_iterations(run, 2, tmp_path / name) for name, run in (("one", whole), ("two", job.run)))
     assert_same_bits(one, other)
 
-    planned = json.loads((job.run / "plan.json").read_text())
-    assert planned["memory"]["ranks_per_node"] == 2 and any(row["across"] for row in planned["traffic"])
-    words = [*SETTINGS.split(), "--world-size", "4"]
+    planned = PlanReport.from_dict(json.loads((job.run / "plan.json").read_text()))
+    assert planned.memory.ranks_per_node == 2 and any(row.across for row in planned.traffic)
+    words = ["--config", CONFIG, *SETTINGS.split(), f"trainer.output_dir={tmp_path / 'dry'}", "--world-size", "4"]
+    dry = call_tool("train_ppo", *words, "--dry-run", LOCAL_WORLD_SIZE="2").stdout
+    assert all(line in dry for line in traffic_lines(planned.traffic)), dry
     seen = ["--lengths", job.run / "metrics.jsonl"]
-    known = json.loads(call_tool("plan", "--config", CONFIG, *words, "--json", *seen, LOCAL_WORLD_SIZE="2").stdout)
+    known = json.loads(call_tool("plan", *words, "--json", *seen, LOCAL_WORLD_SIZE="2").stdout)
     across = sum(row["across"] for row in known["traffic"])
-    sent = [job.sent(iteration) for iteration in range(3)]
+    sent = [job.sent(iteration) for iteration in range(2)]
     print(f"planned {across}, sent {sent}")
     assert all(abs(one / across - 1) < 0.05 for one in sent), (across, sent)
     costs = json.loads((job.run / "costs.json").read_text())

@@ -96,7 +96,7 @@ class DrawnBatches:
 
     @property
     def tokens(self) -> float:
-        """Of a batch: of all its samples, prompts included."""
+        """Tokens of all samples of a batch, prompts included."""
         return fmean(sum(batch.prompt) + sum(batch.output) for batch in self.batches)
 
     @property
