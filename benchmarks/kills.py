@@ -27,6 +27,10 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
+DOING = "RLHFUSE_KILLS_DOING"  # in the environment of all processes of a run: the file that holds what rank 0 does
+if DOING in os.environ:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGUSR1])  # as tools/train_ppo.py
+
 import psutil
 from harness import Figure, Measurement, counting, options
 from processes import END_SECONDS, ROOT, run, torchrun
@@ -37,7 +41,6 @@ from rlhfuse.config.load import load_config
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.run.checkpoint.checkpoint import checkpoints_in
 
-DOING = "RLHFUSE_KILLS_DOING"  # in the environment of all processes of a run: the file that holds what rank 0 does
 WIDTH, ITERATIONS, EXPORT = 200, 10, 1 << 30  # bytes of it; of the run; the iteration that exporting counts as
 BEGINS = r"(?:evaluation after )?iteration (-?\d+): "  # of what rank 0 tells its watchdog
 KINDS = {  # of work, by the words of it, and the seconds that a kill may come later

@@ -22,8 +22,8 @@ from pathlib import Path
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
 
-if "RANK" in os.environ:  # a notice that comes while modules load waits for who answers it
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+if "RANK" in os.environ:  # what comes while modules load, some of which would pass it over, waits for who answers it
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGUSR1])
 
 from rlhfuse.base.cuda_environment import set_cuda_environment
 

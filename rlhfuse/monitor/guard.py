@@ -81,7 +81,7 @@ class Guard:
         self._old_handler = signal.signal(signal.SIGUSR1, lambda *_: None)
         self._old_wakeup = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         self._thread.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the program blocks it while modules load
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGUSR1])  # blocked while modules load
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:

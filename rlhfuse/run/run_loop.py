@@ -93,6 +93,7 @@ class RunLoop:
         if row is not None:
             record, here = IterationRecord(dict(row), [], []), is_own(self.inputs.resume, self.run_dir)
             stopped = self._conclude(first, record, saved=here)
+        self._finish_first("what has begun is finished and saved first")
         done, guard, begin = first, self.watchdog.guard, time.monotonic()
         while done < total and not stopped:
             took = f", those before took {self._mean_seconds:.0f} s each" if self._mean_seconds else ""
@@ -100,7 +101,7 @@ class RunLoop:
             record, done = self._checked_iteration(done), done + 1
             self._mean_seconds = (time.monotonic() - begin) / (done - first)
             stopped = self._conclude(done, record)
-        guard.finishing = "the checkpoint is written first" if stopped else "the export is written first"
+        self._finish_first("the checkpoint is written first" if stopped else "the export is written first")
         broken = None if stopped else self._export()
         self.checkpoints.finish()
         with self.checkpoints.joint_failure():
@@ -118,7 +119,13 @@ class RunLoop:
             if any_rank(guard.notice):
                 guard.note(told)
                 guard.file = None  # that was the last word
+                any_rank(False)  # nobody leaves before: the launcher ends who is left
             raise Stopped(told)
+
+    def _finish_first(self, what: str) -> None:
+        """Let an end that is asked for wait for `what`; a collective: no rank begins it while another would end."""
+        self.watchdog.guard.finishing = what
+        any_rank(False)
 
     def _is_to_stop(self, done: int) -> bool:
         """Whether an end was asked for, or the next iteration would outlast trainer.stop_after; a collective."""

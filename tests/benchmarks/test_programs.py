@@ -69,7 +69,7 @@ def measured(programs, tmp_path):
         ("iteration_prediction.py", "--iterations 4", "mean_error train.error"),
         ("iteration_prediction.py", "--iterations 4 --reward 50", "step.error reward.waited"),
         ("planner_regret.py", "--lengths TRACE", "tail.profile.chosen_over_best balanced.analytic.mean_error"),
-        ("kills.py", "", "lost processes_left kills"),
+        ("kills.py", "--how kill,preempt", "lost processes_left kills untold"),
         ("learning.py", "--tasks sums,calculator --seeds 1", "sums.least_rise"),
         ("group_filtering.py", "", "over_rounds of_limit streaming.begun"),
         ("endurance.py", "--iterations 7", "memory_growth files_changed cpu_slope"),

@@ -22,12 +22,8 @@ NOTICES = (
     ("0 late 1 start.0, .*: inference: ", 3, "stopped: 3 of 5 iterations are done, saved in "),
     ("1 notice 1 start.0, .*: file begins", 4, "stopped: 4 of 5 iterations are done, saved in "),
     ("0 notice 1 evaluation after iteration 4", 5, "stopped: 5 of 5 iterations are done, saved in "),
-    (
-        "1 stuck 1 waiting for the export of the critic",
-        5,
-        "not done in time, 1 s (trainer.grace_seconds): the export",
-    ),
-    ("1 notice 1 waiting for the export of the critic", 5, ""),
+    ("1 stuck 1 exporting models", 5, "not done in time, 1 s (trainer.grace_seconds): the export"),
+    ("0 notice 1 exporting models", 5, ""),
 )
 
 
