@@ -113,7 +113,7 @@ def test_a_run_that_can_go_on_is_queued_again(stubs):
     [
         (["USR1"], "true", 0, True),  # before they could hear it
         (["USR1"], "touch runs/config.yaml", 1, False),  # they could, and left nothing to go on from
-        (["USR1", "TERM"], "true", 1, False),
+        (["USR1", "TERM"], "true", 0, True),
     ],
 )
 def test_a_notice_is_handed_on_and_the_second_is_an_end(stubs, notices, ranks_do, code, again):

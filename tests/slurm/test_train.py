@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -75,15 +74,20 @@ def test_it_is_the_run_of_one_machine_also_where_it_was_given_notice(slurm, subm
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_ends_at_once_and_a_second_notice_does_the_same(slurm, submit, tmp_path):
-    for ends in (lambda number: slurm.told("scancel", number), lambda number: notice(slurm, number)):
-        shutil.rmtree(run := tmp_path / "run", ignore_errors=True)
-        number = submit(run, "trainer.iterations=1000")
-        eventually(lambda: iterations(run), lambda: told(slurm, tmp_path, number))
-        ends(number)
-        ends(number)
-        assert slurm.ended(number)["Restarts"] == "0"
-        eventually(lambda: not any("train_ppo" in words for words in slurm.processes()))
+def test_a_second_notice_and_scancel_end_the_ranks_at_once(slurm, submit, tmp_path):
+    run, first = tmp_path / "run", tmp_path / "logs/node-n0.log"
+    number = submit(run, "trainer.iterations=1000")
+    eventually(lambda: iterations(run), lambda: told(slurm, tmp_path, number))
+    notice(slurm, number)
+    eventually(lambda: "stopping: iteration" in first.read_text(), lambda: told(slurm, tmp_path, number))
+    notice(slurm, number)
+    eventually(lambda: slurm.job(number)["Restarts"] == "1", lambda: told(slurm, tmp_path, number))
+    assert "was terminated in: " in first.read_text() and not (run / "checkpoints").exists()
+    eventually(lambda: first.read_text().count("fresh start") == 2 and iterations(run) == [0])
+    slurm.told("scancel", number)
+    assert slurm.ended(number)["JobState"] == "CANCELLED" and slurm.job(number)["Restarts"] == "1"
+    eventually(lambda: not any("train_ppo" in words for words in slurm.processes()))
+    assert not (run / "preempted").exists()
 
 
 def test_ranks_are_asked_for_where_slurm_gives_no_gpus(slurm, submit, tmp_path):
