@@ -28,6 +28,7 @@ def check_config(config: RunConfig) -> None:
         _threshold,
         _waits,
         _trainer,
+        _pace,
         _evaluation,
     ):
         for message in broken(config):
@@ -203,6 +204,23 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         yield "data.train_files is empty; give at least one prompt file"
 
 
+def _pace(config: RunConfig) -> Iterator[str]:
+    """What sleeps in place of work prices all of it by one file, which has no price of a guess."""
+    if not (pace := config.trainer.pace):
+        return
+    if config.trainer.device == "cuda":
+        yield f"trainer.pace={pace} sleeps in place of hardware, which trainer.device=cuda has; use cpu"
+    for key, value in {"profile": config.fusion.profile, "threshold_file": config.fusion.threshold_file}.items():
+        if value:
+            yield f"fusion.{key}={value}: trainer.pace={pace} has all costs of the run; drop one of them"
+    if searched := searched_keys(config):
+        yield f"{searched[0]}=auto: trainer.pace={pace} has the costs of one choice alone; give a value"
+    if config.fusion.split_backward == "true":
+        yield f"fusion.split_backward=true: trainer.pace={pace} has no price of backwards in two parts; use auto"
+    if config.rollout.draft_rows:
+        yield f"rollout.draft_rows={config.rollout.draft_rows}: trainer.pace={pace} has no price of guesses; use 0"
+
+
 def _evaluation(config: RunConfig) -> Iterator[str]:
     trainer, held_out = config.trainer, config.eval
     when = {"eval_every": trainer.eval_every, "eval_before_train": trainer.eval_before_train}
@@ -283,6 +301,7 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (TRIGGERS, lambda config: not config.fusion.inter_stage, "fusion.inter_stage=false"),
     (("fusion.threshold_file",), lambda config: config.threshold() is not None, "fusion.threshold is given"),
     (("parallel.headroom",), _chooses_no_memory, "neither layouts nor trainer.offload_optimizer are auto"),
+    (("trainer.pace_stretch",), lambda config: not config.trainer.pace, "trainer.pace is not set"),
     (("trainer.keep_checkpoints",), lambda config: not config.trainer.save_every, "trainer.save_every=0"),
     (("eval.",), lambda config: not config.data.val_files, "data.val_files is empty"),
     (("data.val_files", "eval."), _never_evaluates, "trainer.eval_every=0"),
