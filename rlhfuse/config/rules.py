@@ -205,20 +205,17 @@ def _trainer(config: RunConfig) -> Iterator[str]:
 
 
 def _pace(config: RunConfig) -> Iterator[str]:
-    """What sleeps in place of work prices all of it by one file, which has no price of a guess."""
-    if not (pace := config.trainer.pace):
-        return
-    if config.trainer.device == "cuda":
-        yield f"trainer.pace={pace} sleeps in place of hardware, which trainer.device=cuda has; use cpu"
-    for key, value in {"profile": config.fusion.profile, "threshold_file": config.fusion.threshold_file}.items():
-        if value:
-            yield f"fusion.{key}={value}: trainer.pace={pace} has all costs of the run; drop one of them"
-    if searched := searched_keys(config):
-        yield f"{searched[0]}=auto: trainer.pace={pace} has the costs of one choice alone; give a value"
-    if config.fusion.split_backward == "true":
-        yield f"fusion.split_backward=true: trainer.pace={pace} has no price of backwards in two parts; use auto"
-    if config.rollout.draft_rows:
-        yield f"rollout.draft_rows={config.rollout.draft_rows}: trainer.pace={pace} has no price of guesses; use 0"
+    """What waits in place of work has one file of all prices, for one choice of everything."""
+    trainer, fusion, rows = config.trainer, config.fusion, config.rollout.draft_rows
+    for key, value, wrong, why in (
+        ("trainer.device", trainer.device, trainer.device == "cuda", "waits in place of hardware; use cpu"),
+        ("fusion.profile", fusion.profile, fusion.profile, "has all costs of the run; drop one"),
+        ("fusion.threshold_file", fusion.threshold_file, fusion.threshold_file, "has all costs of the run; drop one"),
+        ("rollout.draft_rows", rows, rows, "has no price of guesses; use 0"),
+        *((key, AUTO, True, "has the costs of one choice alone; give a value") for key in searched_keys(config)),
+    ):
+        if trainer.pace and wrong:
+            yield f"{key}={value}: trainer.pace={trainer.pace} {why}"
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:

@@ -22,7 +22,6 @@ from rlhfuse.run.checkpoint.checkpoint import METRICS
 from rlhfuse.run.evaluation import Evaluation
 from rlhfuse.run.iteration_recorder import IterationRecord
 
-MOST_OF_PACED = "machine_cpu_share late_share largest_lateness_seconds python_seconds python_share".split()
 TRACE_SHARE = 0.005  # of the time may go into writing trace.json again; the end of a run always does
 
 
@@ -95,13 +94,13 @@ def paced_line(rows: Sequence[Mapping[str, Any]]) -> str:
     paced = [row for row in rows if "paced" in row]
     if not paced:
         return ""
-    most = {name: max(row[f"paced/{name}"] for row in paced) for name in MOST_OF_PACED}
+    names = "machine_cpu_share", "late_share", "largest_lateness_seconds", "python_seconds", "python_share"
+    cpu, late, lateness, python, share = (max(row[f"paced/{name}"] for row in paced) for name in names)
     good = sum(row["paced"].endswith(": evidence") for row in paced)
     return (
         f"paced run, no measurement of hardware; {paced[-1]['paced']}; {good} of {len(paced)} iterations are evidence\n"
-        f"at most: CPU {most['machine_cpu_share']:.0%} of the machine, late {most['late_share']:.2%} by up to "
-        f"{1e3 * most['largest_lateness_seconds']:.3g} ms; Python and messages of the busiest rank "
-        f"{1e3 * most['python_seconds']:.4g} ms an iteration, {most['python_share']:.0%} of it without the stretch\n"
+        f"at most: CPU {cpu:.0%} of the machine, late {late:.2%} by up to {1e3 * lateness:.3g} ms; Python and messages "
+        f"of the busiest rank {1e3 * python:.4g} ms an iteration, {share:.0%} of it without the stretch\n"
     )
 
 

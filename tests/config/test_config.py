@@ -159,20 +159,13 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
         ),
         (
             "trainer.pace=p trainer.device=cuda",
-            "pace=p sleeps in place of hardware, which trainer.device=cuda has",
+            "trainer.device=cuda: trainer.pace=p waits in place of hardware; use cpu",
         ),
+        ("trainer.pace=p fusion.profile=f", "fusion.profile=f: trainer.pace=p has all costs of the run; drop one"),
+        ("trainer.pace=p", "rollout.draft_rows=auto: trainer.pace=p has no price of guesses; use 0"),
         (
-            "trainer.pace=p fusion.profile=f",
-            "fusion.profile=f: trainer.pace=p has all costs of the run; drop one",
-        ),
-        ("trainer.pace=p parallel=auto", "parallel.generation=auto: trainer.pace=p has the costs of one choice alone"),
-        (
-            "trainer.pace=p fusion.actor_microbatches=2",
-            "rollout.draft_rows=auto: trainer.pace=p has no price of",
-        ),
-        (
-            "trainer.pace=p fusion.actor_microbatches=2 fusion.split_backward=true",
-            "trainer.pace=p has no price of backwards in two parts; use auto",
+            "trainer.pace=p rollout.draft_rows=0 parallel=auto",
+            "parallel.generation=auto: trainer.pace=p has the costs of one choice alone; give a value",
         ),
         ("reward.function=get_reward", "get_reward is an environment's: set rollout.multi_turn.enable=true"),
     ],
