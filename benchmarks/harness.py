@@ -29,6 +29,7 @@ from rich.table import Table
 import rlhfuse.tools  # noqa: F401  # puts the modules of tools on the path
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_text
+from rlhfuse.monitor.pace import cpu_seconds
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -268,11 +269,9 @@ def machine() -> dict[str, Any]:
 def machine_cpu_seconds() -> float | None:
     """CPU time that the machine has spent on all programs; None where /proc does not say."""
     try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        return cpu_seconds()
     except OSError:
         return None
-    user, nice, system, _, _, irq, softirq = map(int, fields[:7])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def own_cpu_seconds() -> float:

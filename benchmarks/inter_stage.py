@@ -62,6 +62,7 @@ class Sizes:
     score_tokens: int  # of one pack
     policy: str = ""  # Hugging Face folder of the actor; it is guessed for from what it wrote before
     draft_rows: int = 16
+    instances: int = INSTANCES
 
     def spec(self, role: str) -> ModelSpec:
         if role == "actor" and self.policy:

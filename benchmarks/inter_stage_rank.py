@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from inter_stage import BLOCK_TOKENS, INSTANCES, ROLES, Sizes
+from inter_stage import BLOCK_TOKENS, ROLES, Sizes
 from processes import TIMEOUT_SECONDS
 from random_models import ModelRank, together
 
@@ -34,7 +34,6 @@ from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.simulator.lengths import SampleLengths
 
-LAYOUT = ParallelLayout(INSTANCES, 1, 1)
 FIRST_TOKEN = 3  # those below may mean something to a model
 
 
@@ -42,8 +41,9 @@ class FusionRank(ModelRank):
     """The models of one size on this rank."""
 
     def __init__(self, rank: int, sizes: dict[str, Any], seed: int) -> None:
-        super().__init__(rank, INSTANCES)
-        self.sizes, self.seed, self.grid = Sizes(**sizes), seed, plain_grid(LAYOUT)
+        self.sizes, self.seed = Sizes(**sizes), seed
+        super().__init__(rank, self.sizes.instances)
+        self.grid = plain_grid(ParallelLayout(self.sizes.instances, 1, 1))
         modules = {role: self._model(role) for role in ROLES if role != "actor" or not self.sizes.policy}
         spec, rows = self.sizes.spec("actor"), self.sizes.draft_rows
         options = EngineOptions(self.sizes.blocks, BLOCK_TOKENS, self.sizes.samples, 2048, draft_rows=rows)
@@ -60,7 +60,7 @@ class FusionRank(ModelRank):
             device=self.device.torch_device,
         )
         alone = self.groups("generation", self.grid).tp
-        sides = tuple((number,) for number in range(INSTANCES))
+        sides = tuple((number,) for number in range(self.sizes.instances))
         self.inter_stage = InterStage(
             place=RankPlace(rank, Placement(sides, sides), alone, alone),
             engine=self.engine,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,12 +138,7 @@ class TrainingRank(ModelRank):
         }
 
     def digest(self) -> str:
-        """SHA-256 of all gradients on this rank."""
-        sha = hashlib.sha256()
-        for part in self.parts.values():
-            for parameter in part.optimizer.module.parameters():
-                sha.update(parameter.main_grad.clone().numpy().tobytes())  # numpy pins the memory it looks at
-        return sha.hexdigest()
+        return gradient_digest(self.parts.values())
 
     def profile(
         self, cycles: int, microbatches: int, backwards: Sequence[Sequence[str]]
@@ -202,6 +197,15 @@ class TrainingRank(ModelRank):
             part.optimizer.finish_reduction(part.number)
             part.optimizer.step(0.0)
         return time.perf_counter() - start
+
+
+def gradient_digest(parts: Iterable[Part]) -> str:
+    """SHA-256 of all gradients on this rank."""
+    sha = hashlib.sha256()
+    for part in parts:
+        for parameter in part.optimizer.module.parameters():
+            sha.update(parameter.main_grad.clone().numpy().tobytes())  # numpy pins the memory it looks at
+    return sha.hexdigest()
 
 
 def draw_batch(sizes: Sizes, microbatches: Sequence[Sequence[int]], seed: int) -> tuple[PackedTokens, ...]:

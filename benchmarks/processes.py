@@ -189,11 +189,53 @@ class Worker:
         self._process.wait()
 
 
+class ForkedWorker(Worker):
+    """A worker that is this process once more: what is imported here is there already, and shared in memory."""
+
+    def __init__(self, target: str, log: Path, environment: Mapping[str, str], **arguments: Any) -> None:
+        self._target, self._log = target, log
+        self._pipe, theirs = Pipe()
+        sys.stdout.flush()
+        pid = os.fork()
+        if not pid:
+            try:
+                os.setsid()
+                self._pipe.close()
+                with log.open("w") as stream:
+                    os.dup2(stream.fileno(), 1)
+                    os.dup2(stream.fileno(), 2)
+                os.environ.update(environment)
+                serve(target, theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+        self._process = Child(pid)
+        self.send(arguments)
+
+
+class Child:
+    """A process that was forked, as `Worker` asks for one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def wait(self) -> int:
+        """Its code, -1 where somebody has waited before."""
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:
+            return -1
+
+
 class Ranks:
     """Workers that form one process group of one thread each; `ask` returns the answers of all ranks."""
 
-    def __init__(self, target: str, world: int, more: Mapping[str, str] | None = None, **arguments: Any) -> None:
-        """`arguments` make the object of each rank, which is told `rank` too."""
+    def __init__(
+        self, target: str, world: int, more: Mapping[str, str] | None = None, fork: bool = False, **arguments: Any
+    ) -> None:
+        """`arguments` make the object of each rank, which is told `rank` too. With `fork` ranks have what this process
+        has imported, which must have no thread and no process group."""
+        make = ForkedWorker if fork else Worker
         self._folder = tempfile.TemporaryDirectory()
         self._port = socket.socket()  # kept open, so that nobody else is given the port before rank 0 listens on it
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -204,7 +246,7 @@ class Ranks:
         try:
             for rank in range(world):
                 log = Path(self._folder.name) / f"rank{rank}.log"
-                self._workers.append(Worker(target, log, {**own, "RANK": str(rank)}, rank=rank, **arguments))
+                self._workers.append(make(target, log, {**own, "RANK": str(rank)}, rank=rank, **arguments))
             for worker in self._workers:
                 worker.ready()
         except BaseException:

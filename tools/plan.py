@@ -1,6 +1,7 @@
 """Print the plan of a run; nothing is launched.
 
     python tools/plan.py --config run.yaml [key=value ...] [--world-size N] [--json] [--what-if] [--problem FILE]
+    python tools/plan.py --config run.yaml --pace FILE
     python tools/plan.py --config run.yaml --search [--lengths runs/past] [--best best.yaml] [--json > search.json]
     mpirun -n 8 python tools/plan.py --config run.yaml --search --anneal 60 --top 16 --best best.yaml
 
@@ -10,7 +11,8 @@ that give a row still hold. --anneal betters the schedules of the best tables, f
 which runs begin. The ranks of mpirun share these tables out, and the numbers of --world-sizes. --what-if adds what
 other placements would take, which no run can execute yet: models on parts of the ranks, the critic beside the next
 generation; each with the layouts that are best for it. --problem writes the training schedule's problem for
-tools/search_schedule.py: ticks of a microsecond, bytes. Exits with 2 and the equation that fails, or the memory that
+tools/search_schedule.py: ticks of a microsecond, bytes; --pace what its work costs, for a small run that lasts as long
+(docs/howto/paced_runs.md). Exits with 2 and the equation that fails, or the memory that
 is missing, where the config cannot run on so many ranks.
 """
 
@@ -35,6 +37,7 @@ from layout_search.annealed_tables import annealed
 from layout_search.search_answer import SearchAnswer, answer_of, draw_memory_curve, overrides
 from layout_search.sizes import render_sizes, sizes_of
 from mpi_ranks import MpiRanks
+from paced_plan import paced_cost_of
 from placements.placements import Placement, placements
 from placements.placements_text import as_dict, as_text
 from placements.run_problem import RunProblem
@@ -107,11 +110,14 @@ def show_plan(asked: Asked) -> int:
     args, config, facts, notes = asked
     try:
         run = settle(config, facts)
-        plan = make_plan(draft_plan(run))
+        draft = draft_plan(run)
+        plan = make_plan(draft)
     except MemoryRefusal as refusal:
         raise without_a_plan(args, settle_but_layouts(config, facts), refusal) from None
     if args.problem:
         write_json(args.problem, plan.likeliest.problem.to_dict())
+    if args.pace:
+        write_json(args.pace, paced_cost_of(draft).to_dict())
     for note in filter(None, (*run.lines, *notes, run.without_effect)):
         print(note, file=sys.stderr)
     found = what_if(settle_but_layouts(config, facts)) if args.what_if else ()
@@ -128,6 +134,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", metavar="FILE[:COLUMN]", help="past lengths, for predictions and R_t")
     parser.add_argument("--json", action="store_true", help="print plan.json instead of text")
     parser.add_argument("--problem", metavar="FILE", help="also write the problem of one mini-batch's schedule here")
+    parser.add_argument(
+        "--pace", metavar="FILE", help="also write what its work costs, for trainer.pace of a small run"
+    )
     parser.add_argument(
         "--what-if",
         action="store_true",
@@ -164,8 +173,9 @@ def refuse_together(args: argparse.Namespace) -> None:
         raise InputError("--what-if is of one number of ranks; leave --world-sizes out")
     if args.world_sizes and args.world_size is not None:
         raise InputError("--world-size and --world-sizes are given; leave one of them out")
-    if args.search and args.problem:
-        raise InputError("--problem is of one plan, --search of many; leave one of them out")
+    for option in ("problem", "pace"):
+        if args.search and getattr(args, option):
+            raise InputError(f"--{option} is of one plan, --search of many; leave one of them out")
     if args.world_sizes and min(args.world_sizes) < 1:
         raise InputError(f"--world-sizes: {min(args.world_sizes)} ranks run nothing; give 1 or more")
     if args.top is not None and args.top < 1:

@@ -68,6 +68,22 @@ def stacked_pairs(groups: Mapping[str, tuple[Mapping[str, float], Mapping[str, f
         return svg_text(picture, INK)
 
 
+def bars_in_ranges(panels: Mapping[str, Mapping[str, float]], ranges: Mapping[str, tuple[float, float]], y: str) -> str:
+    """A panel for each of `ranges`, which is shaded, with a bar for each name, from 1 on."""
+    with rc_context(STYLE):
+        picture = Figure(figsize=(3.2 * len(panels), 2.8), layout="constrained")
+        for number, (title, values) in enumerate(panels.items()):
+            axes = picture.add_subplot(1, len(panels), number + 1)
+            low, high = ranges[title]
+            axes.axhspan(low, high, color=COLOURS[-1], alpha=0.25, linewidth=0, label=f"paper: {low} to {high}")
+            axes.bar(range(len(values)), [value - 1 for value in values.values()], 0.6, bottom=1, color=COLOURS[0])
+            axes.axhline(1, color=INK, linewidth=0.8)
+            axes.set_xticks(range(len(values)), list(values), fontsize=7)
+            axes.set_ylim(0.9, max(high, *values.values()) + 0.1)
+            _dress(axes, title, "", y if number == 0 else "")
+        return svg_text(picture, INK)
+
+
 def _dress(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, loc="left", fontsize=9)
     axes.set_xlabel(x)

@@ -7,7 +7,7 @@ from hashlib import sha256
 from itertools import groupby
 from typing import Any
 
-from page_charts import lines, scatter
+from page_charts import bars_in_ranges, lines, scatter
 
 Result = Mapping[str, Any]
 Drawing = tuple[Callable[..., str], tuple[Any, ...]]  # a chart and what it takes
@@ -42,6 +42,29 @@ def intra_stage(result: Result) -> Drawing:
             side: [(m, figures[f"{name}_m{m}.{key}"]["value"]) for m in (2, 4, 8)] for side, key in keys.items()
         }
     return lines, (panels, "micro-batches of a mini-batch", "times as fast as serial", {})
+
+
+def paced_generation(result: Result) -> Drawing:
+    """As the paper's Figure 9, a panel for each kind of lengths."""
+    panels = {}
+    for name, points in result["facts"].items():
+        sides = (("measured", 1), ("predicted", 2))
+        panels[name.removeprefix("curve_")] = {side: sorted((row[0], row[at]) for row in points) for side, at in sides}
+    return lines, (panels, "R_t over the batch", "seconds of generation with inference", {"20%": 0.2})
+
+
+def paced_iterations(result: Result) -> Drawing:
+    """As the paper's Figures 7 and 8, which give ranges: what is gained over base."""
+    wanted = {"Gen+Inf": ("inter.gen_infer", "gen_infer"), "Train": ("intra.training", "training")}
+    wanted["end to end"] = ("both.iteration", "iteration")
+    panels = {title: {} for title in wanted}
+    for name in dict.fromkeys(key.rpartition(".")[0] for key in result["facts"]["runs"]):
+        pair, variant = name.split(".")
+        label = pair.replace("_", "/") + ("\npadded" if variant == "p" else "\npacked")
+        for title, (key, _) in wanted.items():
+            panels[title][label] = result["figures"][f"{name}.{key}"]["value"]
+    ranges = {title: tuple(result["facts"]["ranges"][key]) for title, (_, key) in wanted.items()}
+    return bars_in_ranges, (panels, ranges, "times as fast as base")
 
 
 def planner_regret(result: Result) -> Drawing:
@@ -84,6 +107,5 @@ def speculation(result: Result) -> Drawing:
     return lines, (panels, "iteration of the policy", "times as fast with guesses", {})
 
 
-PICTURES: dict[str, Callable[[Result], Drawing]] = {
-    one.__name__: one for one in (inter_stage, intra_stage, planner_regret, schedule_curve, speculation)
-}
+DRAWN = inter_stage, intra_stage, paced_generation, paced_iterations, planner_regret, schedule_curve, speculation
+PICTURES: dict[str, Callable[[Result], Drawing]] = {one.__name__: one for one in DRAWN}

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cache
+
+# Called when a piece of work is done, with its kind, when it began by `time.perf_counter`, and what was worked on;
+# returns when the piece has lasted as long as it is to (monitor/pace.py). None in its place: as long as it takes.
+Hold = Callable[..., None]
 
 
 def wall_seconds() -> float:

@@ -28,6 +28,7 @@ def check_config(config: RunConfig) -> None:
         _threshold,
         _waits,
         _trainer,
+        _pace,
         _evaluation,
     ):
         for message in broken(config):
@@ -203,6 +204,20 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         yield "data.train_files is empty; give at least one prompt file"
 
 
+def _pace(config: RunConfig) -> Iterator[str]:
+    """What waits in place of work has one file of all prices, for one choice of everything."""
+    trainer, fusion, rows = config.trainer, config.fusion, config.rollout.draft_rows
+    for key, value, wrong, why in (
+        ("trainer.device", trainer.device, trainer.device == "cuda", "waits in place of hardware; use cpu"),
+        ("fusion.profile", fusion.profile, fusion.profile, "has all costs of the run; drop one"),
+        ("fusion.threshold_file", fusion.threshold_file, fusion.threshold_file, "has all costs of the run; drop one"),
+        ("rollout.draft_rows", rows, rows, "has no price of guesses; use 0"),
+        *((key, AUTO, True, "has the costs of one choice alone; give a value") for key in searched_keys(config)),
+    ):
+        if trainer.pace and wrong:
+            yield f"{key}={value}: trainer.pace={trainer.pace} {why}"
+
+
 def _evaluation(config: RunConfig) -> Iterator[str]:
     trainer, held_out = config.trainer, config.eval
     when = {"eval_every": trainer.eval_every, "eval_before_train": trainer.eval_before_train}
@@ -283,6 +298,7 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (TRIGGERS, lambda config: not config.fusion.inter_stage, "fusion.inter_stage=false"),
     (("fusion.threshold_file",), lambda config: config.threshold() is not None, "fusion.threshold is given"),
     (("parallel.headroom",), _chooses_no_memory, "neither layouts nor trainer.offload_optimizer are auto"),
+    (("trainer.pace_stretch",), lambda config: not config.trainer.pace, "trainer.pace is not set"),
     (("trainer.keep_checkpoints",), lambda config: not config.trainer.save_every, "trainer.save_every=0"),
     (("eval.",), lambda config: not config.data.val_files, "data.val_files is empty"),
     (("data.val_files", "eval."), _never_evaluates, "trainer.eval_every=0"),

@@ -338,6 +338,13 @@ class TrainerConfig(Settings):
         "at the start. Not known (another GPU, or float32 on one): no such metrics",
     )
     threads_per_rank: Processes = key(1, "torch threads of one rank on CPU")
+    pace: PathText = key(
+        "",
+        "what `tools/plan.py --pace FILE` wrote of larger models: every piece of work of this run lasts at least as "
+        "long as theirs, values stay its own; measures no hardware (docs/howto/paced_runs.md); empty = as long as it "
+        "takes",
+    )
+    pace_stretch: Wait = key(1.0, "with pace: so many times as long, where the machine is too small for it at 1")
     return_memory: Truth = key(
         True,
         "on CPU freed memory goes back to the system at every phase, as ranks of one node share it; false "

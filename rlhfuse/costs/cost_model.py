@@ -128,6 +128,14 @@ class CostModel(Protocol):
         tensor degree was not."""
         return analytic
 
+    def step_seconds(self, role: str, analytic: float) -> float:
+        """The optimizer's step of `role` after a mini-batch, `analytic` where nothing else is known."""
+        return analytic
+
+    def move_seconds(self, role: str, analytic: float) -> float:
+        """The move of the weights of `role` in an iteration, likewise."""
+        return analytic
+
     def score_bends(self) -> tuple[float, ...]:
         """Tokens of one replica's pack at which seconds of scoring bend."""
         return ()

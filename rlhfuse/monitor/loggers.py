@@ -60,6 +60,7 @@ def progress_parts(metrics: Metrics, iterations: int) -> list[tuple[str, str]]:
     number, width = int(metrics["iteration"]), len(str(iterations))
     parts = [("before training" if number < 0 else f"iteration {number:{width}d}/{iterations}", "bold")]
     for name, text, style in (
+        ("paced", "PACED {}", "bold red"),
         ("critic/score/mean", "score {:+.3f}", "green"),
         ("val/score/mean", "held-out {:+.3f}", "green"),
         ("actor/ref_kl", "kl {:.4f}", "yellow"),

@@ -25,6 +25,7 @@ from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import MemoryBudget, check_host_memory, memory_budget
+from rlhfuse.planning.paced_cost import PacedCost, load_paced_cost
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.rooflines import Rooflines
 from rlhfuse.planning.settled_run import SettledRun
@@ -47,7 +48,8 @@ from rlhfuse.simulator.threshold import Threshold, load_threshold
 class DraftInputs:
     """What the drafts of a run share whatever its layouts are.
 
-    `drawn`: batches of `lengths`, for which all seconds are. `measured`: what fusion.profile holds, None without.
+    `drawn`: batches of `lengths`, for which all seconds are. `measured`: what fusion.profile or trainer.pace holds,
+    None without.
     """
 
     hardware: HardwareSpec
@@ -79,6 +81,10 @@ class DraftInputs:
             link = min(hardware.cross_link_bandwidth, measured.link_bandwidth())
             hardware = replace(hardware, cross_link_bandwidth=link)
         cores = SharedCores.of(config.trainer.threads_per_rank, hardware, world_size, run.host)
+        if config.trainer.pace:
+            token_bytes = run.specs[Role.ACTOR].kv_bytes_per_token(config.trainer.element_bytes)
+            measured = load_paced_cost(config.trainer.pace).of_run(config.trainer.pace_stretch, token_bytes)
+            cores = SharedCores()  # what sleeps takes none
         return DraftInputs(hardware, cores, planned, drawn, measured)
 
 
@@ -149,8 +155,22 @@ class PlanDraft:
 
     @property
     def costs_name(self) -> str:
-        profile = self.run.config.fusion.profile
+        profile, pace = self.run.config.fusion.profile, self.run.config.trainer.pace
+        if pace:
+            return f"costs of trainer.pace={pace}"
         return f"costs of fusion.profile={profile}" if profile else "analytic costs"
+
+    @property
+    def paced(self) -> str:
+        """In a paced run whose costs its work lasts for, else ''."""
+        costs, stretch = self.costs, self.run.config.trainer.pace_stretch
+        return f"{costs.models}, x{stretch:g}" if isinstance(costs, PacedCost) else ""
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a mini-batch's optimizer steps: all models that train, one after the other."""
+        trained = [(task.role, self.analytic[task.name]) for task in self.tasks if task.training]
+        return sum(self.costs.step_seconds(role, cost.optimizer_step_seconds()) for role, cost in trained)
 
     @property
     def longest_microbatch(self) -> MicrobatchTokens:

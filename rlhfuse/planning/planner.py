@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlhfuse.costs.machine import ranks_on_machine
 from rlhfuse.planning.draft import PlanDraft
-from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
+from rlhfuse.planning.efficiency import efficiency
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.memory.memory_plan import MemoryPlan
 from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
@@ -79,7 +79,7 @@ def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) ->
     told = (generation.why, *hints, reasons.instance_limits(limits))
     threshold = ThresholdPlan(generation.threshold_samples, generation.threshold, told)
     moves = weight_moves(draft)
-    steps = optimizer_step_seconds(draft.analytic)
+    steps = draft.step_seconds
     serial = {one.microbatches: one.serial_makespan_seconds for one in summary.by_microbatches}
     moving, offload = sum(move.seconds for move in moves), draft.memory.offload
     seen = offload.seen_seconds(moving, summary.makespan_seconds) if offload else 0.0
@@ -94,7 +94,7 @@ def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) ->
         capture.seconds if capture and capture.each_iteration else 0.0,
     )
     return PlanReport(
-        ranks=PlannedRanks(draft.world_size, inputs.hardware.name, draft.run.config.trainer.dtype),
+        ranks=PlannedRanks(draft.world_size, inputs.hardware.name, draft.run.config.trainer.dtype, draft.paced),
         tasks=draft.tasks,
         batch=batch,
         memory=memory,

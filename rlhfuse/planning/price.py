@@ -13,7 +13,6 @@ from functools import lru_cache
 
 from rlhfuse.costs.layout_moves import LayoutMove, layout_moves
 from rlhfuse.planning.draft import PlanDraft
-from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, planned_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
@@ -101,7 +100,7 @@ def with_schedules(draft: PlanDraft, generation: GenerationPrice, moves: float, 
     seen = offload.seen_seconds(moves, minibatch) if offload else 0.0
     capture = graph_capture(draft, draft.memory.keeps_generation(min_memory(draft.training.problem)))
     again = capture.seconds if capture and capture.each_iteration else 0.0
-    return Price(generation, count * minibatch, count * optimizer_step_seconds(draft.analytic), moves, seen, again)
+    return Price(generation, count * minibatch, count * draft.step_seconds, moves, seen, again)
 
 
 def bound_seconds(draft: PlanDraft) -> float:
@@ -148,7 +147,8 @@ def minibatch_seconds(draft: PlanDraft, schedule_seconds: Callable[[int], float]
 def weight_moves(draft: PlanDraft) -> tuple[LayoutMove, ...]:
     """Moves of all models that train, into the layouts of generation and inference."""
     machine = draft.inputs.cores.rates(draft.inputs.hardware, "moves")
-    return layout_moves(draft.tasks, draft.ranks, draft.specs, draft.run.config.trainer.element_bytes, machine)
+    moves = layout_moves(draft.tasks, draft.ranks, draft.specs, draft.run.config.trainer.element_bytes, machine)
+    return tuple(replace(move, seconds=draft.costs.move_seconds(move.model, move.seconds)) for move in moves)
 
 
 def price_generation(draft: PlanDraft) -> GenerationPrice:

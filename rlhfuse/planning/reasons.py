@@ -65,6 +65,10 @@ class Reasons:
 
     def source_of_costs(self, hardware: HardwareSpec, costs: CostModel, costs_name: str) -> str:
         """The source of the times."""
+        if pace := self.config.trainer.pace:
+            return (
+                f"times are those of trainer.pace={pace} x {self.config.trainer.pace_stretch:g}, which work waits for"
+            )
         if self.config.fusion.profile:
             training = "training too" if costs.measures_training else "training analytically"
             link = ""

@@ -109,14 +109,17 @@ class ScheduleSummary:
 
 @dataclass(frozen=True)
 class PlannedRanks:
-    """What the plan is for: so many ranks of an entry of the hardware table, and the format of their numbers."""
+    """What the plan is for: so many ranks of an entry of the hardware table, and the format of their numbers; and in a
+    paced run whose work theirs lasts as long as."""
 
     count: int
     hardware: str
     dtype: str
+    paced: str = ""
 
     def __str__(self) -> str:
-        return f"{self.count} ranks of {self.hardware}, {self.dtype}"
+        paced = f", PACED, no measurement of hardware: {self.paced}" if self.paced else ""
+        return f"{self.count} ranks of {self.hardware}, {self.dtype}{paced}"
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,8 @@ class Evaluator:
         """`stage`: training's, with its engine, `rewarder` and `caller`; of `models` only the reward model scores."""
         self._inputs, self._rewarder, self._caller, config = inputs, rewarder, caller, inputs.config
         reward, device = models.frozen.get(Role.REWARD), stage.scorer.device
-        scorer = Scorer(None, None, reward, vocab=stage.scorer.vocab, temperature=1.0, device=device)
+        vocab, hold = stage.scorer.vocab, stage.scorer.hold
+        scorer = Scorer(None, None, reward, vocab=vocab, temperature=1.0, device=device, hold=hold)
         self._stage = replace(stage, scorer=scorer)
         sampling = config.eval
         params = replace(

@@ -21,6 +21,7 @@ from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
+from rlhfuse.monitor.pace import PaceStats
 from rlhfuse.monitor.trace import Span
 from rlhfuse.ppo.advantage import spared_samples
 from rlhfuse.ppo.losses import actor_metrics, critic_metrics
@@ -69,6 +70,7 @@ class IterationStats:
     peak_bytes: dict[str, int]  # of each phase of memory
     spans: list[Span]
     tools: ToolStats | None = None
+    pace: PaceStats | None = None
 
     @staticmethod
     def of(
@@ -76,13 +78,14 @@ class IterationStats:
         timer: PhaseTimer,
         peak_bytes: Mapping[str, int],
         tools: ToolStats | None = None,
+        pace: PaceStats | None = None,
     ) -> IterationStats:
         losses = [
             {role: {name: float(value) for name, value in sums.items()} for role, sums in result.stats.items()}
             for result in minibatches
         ]
         seconds = sum(result.report.seconds for result in minibatches)
-        return IterationStats(losses, timer.seconds, seconds, dict(peak_bytes), timer.spans, tools)
+        return IterationStats(losses, timer.seconds, seconds, dict(peak_bytes), timer.spans, tools, pace)
 
 
 def reward_metrics(report: GenInferReport) -> dict[str, float]:

@@ -16,6 +16,7 @@ from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
+from rlhfuse.monitor.pace import Pace
 from rlhfuse.monitor.samples import SampleText, TurnText
 from rlhfuse.monitor.trace import Span
 from rlhfuse.parallel.collectives import all_gather_objects
@@ -98,9 +99,10 @@ class IterationRecorder:
         if self._closed is not None:
             self._closed += seconds
 
-    def finish(self, done: IterationResult) -> IterationRecord:
+    def finish(self, done: IterationResult, pace: Pace | None = None) -> IterationRecord:
         """Exchange what the ranks measured; rank 0 records it, the others' records are empty. A collective."""
-        ranks = all_gather_objects(IterationStats.of(done.minibatches, done.timer, done.peak_bytes, done.tools))
+        own = IterationStats.of(done.minibatches, done.timer, done.peak_bytes, done.tools, pace and pace.take())
+        ranks = all_gather_objects(own)
         number = done.timer.iteration
         if self._rank:
             self._threshold.observe(number, done.report, done.batch)
@@ -110,6 +112,9 @@ class IterationRecorder:
         metrics |= turn_metrics(done.batch, done.report) | self._metrics(done, ranks)
         ended = wall_seconds()
         metrics |= speed_metrics(done.batch, ended - done.timer.begin)
+        if pace:
+            paces, cores = [stats.pace for stats in ranks if stats.pace], self._inputs.draft.run.host.cores
+            metrics |= pace.metrics(paces, metrics["timing_s/step"], cores)
         metrics |= mfu_metrics(self._flops(done), metrics, self._inputs.world_size, self._peak_flops)
         message = self._threshold.observe(number, done.report, done.batch)
         if message:

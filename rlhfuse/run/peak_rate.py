@@ -31,6 +31,8 @@ def peak_flops(peak_tflops: float, dtype: torch.dtype, device: Device) -> float 
 
 def peak_line(flops: float | None, device: Device) -> str:
     """What utilisation is measured against, for people."""
+    if flops is None and not device.is_cuda:
+        return "no perf/mfu: in a paced run work waits"
     if flops is None:
         name = torch.cuda.get_device_name(device.torch_device)
         return f"no perf/mfu: the peak of {name} in this number format is not known; set trainer.peak_tflops"

@@ -5,6 +5,7 @@ A resumed run goes on in all of them from the iteration it resumes at.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,27 @@ class RunLog:
         """Print the tables of the run. Raises InputError naming the file that cannot be written."""
         if self._rows:
             self._save_trace()
+            print(paced_line(self._rows), end="")
             print(render_phase_times(self._rows), flush=True)
             if table := MemoryTable.of(self._plan.to_dict(), self._rows):
                 print(table.text(), flush=True)
         for opened in (self._metrics, self._samples, *self._loggers):
             opened.close()
+
+
+def paced_line(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the times of a paced run are and how far they are evidence, for people; '' of any other."""
+    paced = [row for row in rows if "paced" in row]
+    if not paced:
+        return ""
+    names = "machine_cpu_share", "late_share", "largest_lateness_seconds", "python_seconds", "python_share"
+    cpu, late, lateness, python, share = (max(row[f"paced/{name}"] for row in paced) for name in names)
+    good = sum(row["paced"].endswith(": evidence") for row in paced)
+    return (
+        f"paced run, no measurement of hardware; {paced[-1]['paced']}; {good} of {len(paced)} iterations are evidence\n"
+        f"at most: CPU {cpu:.0%} of the machine, late {late:.2%} by up to {1e3 * lateness:.3g} ms; Python and messages "
+        f"of the busiest rank {1e3 * python:.4g} ms an iteration, {share:.0%} of it without the stretch\n"
+    )
 
 
 def _loggers(run_dir: Path, config: RunConfig, first_iteration: int) -> list[Logger]:

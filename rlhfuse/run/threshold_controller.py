@@ -94,6 +94,8 @@ class ThresholdController:
         self._adapts = config.fusion.inter_stage and config.threshold() is None and self._instances > 1
         self.threshold = plan.report.threshold.samples or 0
         self._transfers = probe_transfer(device) if config.fusion.inter_stage and self._instances > 1 else []
+        if config.trainer.pace:
+            self._transfers = [[size, plan.costs.migration_seconds(size)] for size, _ in self._transfers]
         self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
         self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
         self._costs, self._costs_name = plan.costs, plan.costs_name

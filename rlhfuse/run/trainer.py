@@ -7,6 +7,7 @@ section 4) -> rewards and advantages over the whole batch -> mini-batches throug
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
+from torch.nn import Module
 
 from rlhfuse.base.clock import wall_seconds
 from rlhfuse.base.sample_ids import prompt_groups
@@ -26,10 +28,12 @@ from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.intra.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine
+from rlhfuse.monitor.pace import Pace
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.learning_rate import learning_rate
 from rlhfuse.parallel.memory import PhaseMeter
 from rlhfuse.parallel.reshard import Resharder
+from rlhfuse.planning.paced_cost import PacedCost
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.adaptive import KLController, RunningMoments
 from rlhfuse.ppo.advantage import add_advantages
@@ -66,6 +70,11 @@ class Trainer:
         self.memory = PhaseMeter(device, config.trainer.return_memory)
         self.models = build_models(config, inputs.models, plan.ranks, rank, device, progress)
         progress("building the engine: kernels that are not cached are compiled")
+        self.pace = None
+        if isinstance(plan.costs, PacedCost):
+            prices = plan.costs.prices(max(1, len(config.scorers())))
+            self.pace = Pace(prices, config.trainer.pace_stretch, inputs.draft.paced)
+        hold = self.pace.hold if self.pace else None
         self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
         self.engine = self._build_engine()
         self.scorer = Scorer(
@@ -73,7 +82,9 @@ class Trainer:
             vocab=inputs.models.in_use(Role.ACTOR).vocab,
             temperature=config.rollout.temperature,
             device=device.torch_device,
+            hold=hold,
         )
+        self.engine.loop.hold = hold
         self.training = TrainingStep(
             rank,
             plan.ranks,
@@ -84,9 +95,12 @@ class Trainer:
             self.models.channels,
             config.rollout.temperature,
             progress,
+            hold,
         )
         self.threshold = ThresholdController(config, plan, device)
-        self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
+        self.peak_flops = None  # of sleep
+        if not self.pace:
+            self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
         self.caller = self._start_caller(folder)
         self.rewarder = self._start_rewarder()
         self.kl = KLController(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
@@ -173,9 +187,8 @@ class Trainer:
         self._steer(iteration, batch)
         peaks = {"base": self.memory.base_bytes, **self.memory.take()}
         called = self.caller.take_stats() if self.caller else None
-        return self.recorder.finish(
-            IterationResult(timer, threshold, report, batch, algorithm, minibatches, peaks, filtered, called)
-        )
+        done = IterationResult(timer, threshold, report, batch, algorithm, minibatches, peaks, filtered, called)
+        return self.recorder.finish(done, self.pace)
 
     def evaluate(self, iteration: int) -> Evaluation:
         """Held-out prompts, by the actor as it is after `iteration`; -1: before the first. A collective."""
@@ -239,11 +252,11 @@ class Trainer:
             self.models.offload_optimizers(free=offload.first_phase == "moves")
         generation = self.models.generation
         generation.allocate()
-        self.resharder.reshard(self.models.actor.optimizer.modules.values(), generation.module)
-        if for_training and (critic := self.models.trained.get(Role.CRITIC)):
+        self._move(Role.ACTOR, generation.module)
+        if for_training and Role.CRITIC in self.models.trained:
             offloaded = self.models.frozen[Role.CRITIC].offloaded
             offloaded.allocate()
-            self.resharder.reshard(critic.optimizer.modules.values(), offloaded.module)
+            self._move(Role.CRITIC, offloaded.module)
             offloaded.offload()
         if offload:
             self.models.offload_optimizers(free=True)
@@ -252,6 +265,12 @@ class Trainer:
         held = self.models.held_bytes(with_host=not self.device.is_cuda) + self.engine.cache_bytes
         self.memory.note_base(held)
         self.engine.resume()
+
+    def _move(self, role: Role, destination: Module) -> None:
+        start = time.perf_counter()
+        self.resharder.reshard(self.models.trained[role].optimizer.modules.values(), destination)
+        if self.pace:
+            self.pace.hold("move", start, role)
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         self.memory.switch("training")

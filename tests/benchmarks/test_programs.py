@@ -72,6 +72,9 @@ def measured(programs, tmp_path):
         ("kills.py", "--how kill,preempt", "lost processes_left kills untold"),
         ("learning.py", "--tasks sums,calculator --seeds 1", "sums.least_rise"),
         ("group_filtering.py", "", "over_rounds of_limit streaming.begun"),
+        ("paced.py", "training", "2_2x4.gain 2_2x4_split.fused.over_predicted"),
+        ("paced.py", "generation --traces azure", "azure.gain azure.chosen_over_best"),
+        ("paced.py", "iterations", "13B_13B.p.both.iteration 13B_13B.p.inter.gen_infer 13B_13B.p.intra.training"),
         ("endurance.py", "--iterations 7", "memory_growth files_changed cpu_slope"),
     ],
 )
@@ -167,6 +170,8 @@ def test_results_are_of_a_whole_run_of_a_program_that_still_takes_its_arguments(
         ("intra_stage.py", "--microbatches tokens --lengths nowhere.csv", "nowhere.csv does not exist"),
         ("learning.py", "--model nowhere", "holds no model; give --model"),
         ("endurance.py", "--iterations 12", "--iterations 12: 20 are left out, give 24 or more"),
+        ("paced.py", "training --only 9/9x9", "'9/9x9' is unknown; give some of 8/8x8, 8/8x8 short, 8/4x16"),
+        ("paced.py", "iterations --pairs 7B/7B", "'7B/7B' is unknown; give some of 13B/33B"),
         ("iteration_prediction.py", "--iterations 2", "--iterations 2: the first 2 are left out; give some more"),
     ],
 )

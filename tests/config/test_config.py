@@ -168,6 +168,16 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
             f"{TOOLS} rollout.multi_turn.timeout_seconds=600",
             "rollout.multi_turn.timeout_seconds=600 must be below trainer.hang_seconds=600",
         ),
+        (
+            "trainer.pace=p trainer.device=cuda",
+            "trainer.device=cuda: trainer.pace=p waits in place of hardware; use cpu",
+        ),
+        ("trainer.pace=p fusion.profile=f", "fusion.profile=f: trainer.pace=p has all costs of the run; drop one"),
+        ("trainer.pace=p", "rollout.draft_rows=auto: trainer.pace=p has no price of guesses; use 0"),
+        (
+            "trainer.pace=p rollout.draft_rows=0 parallel=auto",
+            "parallel.generation=auto: trainer.pace=p has the costs of one choice alone; give a value",
+        ),
         ("reward.function=get_reward", "get_reward is an environment's: set rollout.multi_turn.enable=true"),
     ],
 )
@@ -251,6 +261,7 @@ def test_missing_file(tmp_path):
         ("fusion.threshold=4 fusion.threshold_file=t", "fusion.threshold_file=t (fusion.threshold is given)"),
         ("reward.workers=2 reward.signature=trl", "reward.signature=trl (reward.function is not set)"),
         ("reward.workers=2", "reward.workers=2 (reward.function is not set)"),
+        ("trainer.pace_stretch=2", "trainer.pace_stretch=2.0 (trainer.pace is not set)"),
         ("algorithm.name=grpo critic.optim.lr=1", "critic.optim.lr=1.0 (there is no critic)"),
         ("algorithm.name=rloo algorithm.lam=0.5", "algorithm.lam=0.5 (belongs to ppo)"),
         ("algorithm.name=grpo algorithm.value_clip_eps=0", "algorithm.value_clip_eps=0.0 (there is no critic)"),

@@ -119,6 +119,24 @@ def test_the_export_loads_in_transformers_with_the_trained_weights(runs):
     assert torch.allclose(chosen, torch.tensor(result.logprobs), atol=1e-5)
 
 
+def test_work_of_a_paced_run_lasts_as_long_as_its_file_says(runs):
+    """Twice as long, with the stretch; values are those of the run that takes its own time."""
+    run = runs["ppo paced"]
+    costs, plan = json.loads((run / "costs.json").read_text()), plan_of(run)
+    assert plan["ranks"]["paced"] == "round numbers, x2" and not any("perf/mfu" in key for key in metrics_of(run)[0])
+    for row in metrics_of(run):
+        assert row["paced"].startswith("round numbers, x2: ") and row["paced/pieces"] > 40
+        assert 0 <= row["paced/late_share"] <= 1 and row["paced/largest_lateness_seconds"] >= 0
+        assert 0 < row["paced/cpu_share"] and 0 < row["paced/python_share"] <= 1 and row["paced/python_seconds"] > 0
+        assert row["timing_s/reshard"] >= 2 * 2 * 0.05 and row["fusion/makespan_measured_seconds"] >= 2 * (
+            2 * 0.06 + 0.2
+        )
+        assert row["timing_s/gen"] >= 11 * 0.02, "a step for each token after the first"
+    assert costs["decode"]["constant"] + costs["decode"]["slopes"][0] >= 0.019 and costs["swap_in"] >= 0.02
+    assert costs["score"]["constant"] + 99 * costs["score"]["slopes"][0] >= 0.04
+    assert "Paced run: its times are no measurement of hardware." in render_report(RunFiles.read(run))
+
+
 @pytest.mark.parametrize("other, code", [("ppo serial", 0), ("ppo of another seed", 1)])
 def test_the_tool_tells_runs_apart(runs, other, code):
     compared = call_tool("compare_runs", runs["ppo"], runs[other])

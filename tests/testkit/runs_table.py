@@ -23,7 +23,9 @@ from typing import Any
 import pytest
 from run_comparison import compare_runs
 
+from rlhfuse.base.files import write_json
 from rlhfuse.monitor.metrics import read_metrics
+from testkit.paced import paced
 from testkit.paths import ROOT
 from testkit.tiny import write_run, write_tokenizer
 from testkit.workers import Pools
@@ -146,6 +148,7 @@ FILTERED = f"{by_function('odd')} {BARE} algorithm.filter_groups.enable=true tra
 IN_ROUNDS = "algorithm.filter_groups.streaming=false"
 ALONE = "parallel.generation=d1t2p1 parallel.actor_train=d1t2p1"
 SPARED = f"{by_function('words_where_odd')} {BARE} algorithm.skip_zero_gradients=true"
+PACED = "trainer.pace={folder}/pace.json trainer.pace_stretch=2 rollout.draft_rows=0 trainer.device=cpu"
 SPLIT, RULE = "fusion.split_backward=true", "fusion.intra_stage="
 TABLE: dict[str, Row] = {
     # PPO by a reward model, with which the critic begins
@@ -155,6 +158,7 @@ TABLE: dict[str, Row] = {
     "ppo evaluated": Row(
         f"{FUSED} {QUEUED} {EVALUATED} eval.max_response_tokens=16", equals="ppo", but=r"iteration (-1$|\d+ val/)"
     ),
+    "ppo paced": Row(f"{FUSED} {QUEUED} {PACED}", equals="ppo"),
     # other algorithms and rewards
     **pair("grpo", GRPO, f"{by_function('slow')} trainer.trace_iterations=2", by_function("even")),
     **pair("mixed", MIXED),
@@ -223,6 +227,7 @@ def write_shared(folder: Path) -> Path:
     file = write_run(folder, trainer__iterations=2, **more)
     (folder / "functions.py").write_text(FUNCTIONS)
     write_tokenizer(folder / "tokenizer", model_max_length=77)
+    write_json(folder / "pace.json", paced({"actor": 2, "critic": 1}).to_dict())
     truth = {"data_source": "x", "reward_model": {"ground_truth": 0.1}}
     for name, count, wanted in (("prompts", 6, 2), ("held_out", 5, 3)):
         rows = [

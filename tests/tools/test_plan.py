@@ -11,6 +11,7 @@ from testkit.tiny import write_tokenizer
 
 from rlhfuse.config.load import load_config
 from rlhfuse.planning.price import CAPTURE, OFFLOAD
+from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.schedule.ir.problem import load_problem
 from tools.try_plans import by_phase, read_search
 
@@ -113,6 +114,23 @@ def test_the_problem_of_the_schedule_is_written_for_the_search(run_yaml, tmp_pat
     assert [pipeline.name for pipeline in problem.pipelines] == ["actor", "critic.0", "critic.1"]
     assert problem.pipeline("critic.1").placement == (3, 2)
     assert problem.pipeline("actor").split and len(problem.pipeline("actor").weight_activation or ()) == 4
+
+
+def test_what_its_work_costs_is_written_for_a_paced_run(run_yaml, tmp_path):
+    """The same prices, where lines hold them: a plan of the run that is paced by itself."""
+    whole = ("fusion.split_backward=false", "rollout.draft_rows=0", "fusion.actor_microbatches=2", "trainer.device=cpu")
+    plans = []
+    for words in (("--pace", tmp_path / "pace.json"), (f"trainer.pace={tmp_path / 'pace.json'}",)):
+        shown = call_tool("plan", "--config", run_yaml, *whole, *words, "--json")
+        assert shown.returncode == 0, shown.stderr
+        plans.append(PlanReport.from_dict(json.loads(shown.stdout)))
+    own, paced = plans
+    assert paced.ranks.paced.endswith(" on 4 cpu, x1") and not own.ranks.paced
+    assert [move.seconds for move in paced.weight_moves] == [move.seconds for move in own.weight_moves]
+    assert paced.schedule.lower_bound_seconds == pytest.approx(own.schedule.lower_bound_seconds, rel=0.05)
+    assert paced.seconds.gen_infer_serial == pytest.approx(own.seconds.gen_infer_serial, rel=0.15)
+    refused = call_tool("plan", "--config", run_yaml, "--search", "--pace", "x")
+    assert refused.returncode == 2 and "--pace is of one plan, --search of many" in refused.stderr
 
 
 def test_kernels_are_compiled_before_the_search_begins(programs, run_yaml, tmp_path):

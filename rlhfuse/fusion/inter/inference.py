@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rlhfuse.base.clock import Hold
 from rlhfuse.fusion.inter.iteration_store import IterationStore
 from rlhfuse.models.stage import PackedTokens, PipelineStage
 from rlhfuse.parallel.offload import OffloadedWeights
@@ -74,11 +75,13 @@ class Scorer:
     vocab: int
     temperature: float
     device: torch.device
+    hold: Hold | None = None  # of a model's pack, with tokens and samples, and of its load
 
     def __post_init__(self) -> None:
         self._models = [model for model in (self.reference, self.critic, self.reward) if model is not None]
         self._loaders: list[WeightLoader] = []  # of the first models, and of those after them
         self._waited = 0.0  # seconds of the running pack for weights
+        self._begun = 0.0  # when the running model had its own
 
     @property
     def load_seconds(self) -> float:
@@ -93,7 +96,7 @@ class Scorer:
         begun = sum(loader.count for loader in self._loaders)
         if missing := [model.offloaded for model in self._models[begun:most]]:
             before = self._loaders[-1] if self._loaders else None
-            self._loaders.append(WeightLoader(missing, self.device, before))
+            self._loaders.append(WeightLoader(missing, self.device, before, self.hold))
 
     def wait_for_first(self) -> None:
         """Until scoring can begin: the first model is there."""
@@ -129,16 +132,23 @@ class Scorer:
             output = self._outputs(self.reference, packed)
             logprobs, _ = output.logprobs(predictions, targets, self.vocab, self.temperature)
             ref = logprobs.cpu().split(drawn)
+            self._hold(packed, len(ordered))
         if self.critic is not None:
             values = self._outputs(self.critic, packed)[predictions].float().cpu().split(drawn)
+            self._hold(packed, len(ordered))
         if self.reward is not None:
             scores = self._outputs(self.reward, packed)[last].float().cpu().tolist()
+            self._hold(packed, len(ordered))
         scored = [r.with_scores(*given) for r, given in zip(ordered, zip(ref, values, scores))]
         return scored, time.perf_counter() - start - self._waited
 
     def _outputs(self, model: FrozenModel, packed: PackedTokens) -> Any:
         self._wait(model)
         return model.stage.forward(packed, None)
+
+    def _hold(self, packed: PackedTokens, samples: int) -> None:
+        if self.hold:
+            self.hold("score", self._begun, len(packed), samples)
 
     def _wait(self, model: FrozenModel) -> None:
         start = time.perf_counter()
@@ -148,7 +158,8 @@ class Scorer:
             if 0 <= index < loader.count:
                 loader.wait(index)
             index -= loader.count
-        self._waited += time.perf_counter() - start
+        self._begun = time.perf_counter()
+        self._waited += self._begun - start
 
 
 class WeightLoader:
@@ -159,10 +170,14 @@ class WeightLoader:
     """
 
     def __init__(
-        self, models: Sequence[OffloadedWeights], device: torch.device, before: WeightLoader | None = None
+        self,
+        models: Sequence[OffloadedWeights],
+        device: torch.device,
+        before: WeightLoader | None = None,
+        hold: Hold | None = None,
     ) -> None:
         """Begins once all models of the loader `before` are there."""
-        self._models, self._device, self._before = models, device, before
+        self._models, self._device, self._before, self._hold = models, device, before, hold
         self.count = len(models)
         for model in models:
             model.allocate()
@@ -198,6 +213,8 @@ class WeightLoader:
                 for model, loaded in zip(self._models, self._loaded):
                     start = time.perf_counter()
                     model.copy_in()
+                    if self._hold:
+                        self._hold("load", start)
                     self.seconds += time.perf_counter() - start
                     loaded.set()
         except BaseException as failure:  # raised by the thread that waits

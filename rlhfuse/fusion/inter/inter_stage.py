@@ -168,7 +168,7 @@ class GenInferIteration:
         tools = stage.tools if self._decoders.is_leader else None
         if tools and (leaving := [move.sample_id for move in plan.moves_from(self._instance)]):
             tools.hand_over(leaving, self._store)
-        pairs = execute_migration(plan, self._place, engine, stage.bucket_bytes)
+        pairs = execute_migration(plan, self._place, engine, stage.bucket_bytes, stage.scorer.hold)
         if tools and (come := [move.sample_id for move in plan.moves if move.destination == self._instance]):
             tools.adopt(come, self._store)
         block_tokens = engine.options.block_tokens

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhfuse.base.clock import Hold
 from rlhfuse.decisions.migration import MigrationPlan, UnfinishedSample, transfer_order
 from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.inter.report import PairMigration
@@ -49,11 +50,14 @@ def gather_states(
     return samples, MigrationBarrier(unfinished, free_blocks, begun)
 
 
-def execute_migration(plan: MigrationPlan, place: RankPlace, engine: Engine, bucket_bytes: int) -> list[PairMigration]:
+def execute_migration(
+    plan: MigrationPlan, place: RankPlace, engine: Engine, bucket_bytes: int, hold: Hold | None = None
+) -> list[PairMigration]:
     """This rank's part of the moves; afterwards every sample is in the engine that the plan names.
 
-    `bucket_bytes`: most memory that moving keys and values takes here beside the caches. Waits for the partner's
-    ranks only, in the one order of `transfer_order`. Raises RuntimeError where a destination refuses samples.
+    `bucket_bytes`: most memory that moving keys and values takes here beside the caches. `hold`: of a pair, with the
+    tokens whose keys and values move. Waits for the partner's ranks only, in the one order of `transfer_order`. Raises
+    RuntimeError where a destination refuses samples.
     """
     instance, pairs = place.instance, []
     for source, destination in transfer_order(plan):
@@ -62,13 +66,15 @@ def execute_migration(plan: MigrationPlan, place: RankPlace, engine: Engine, buc
         start, kv_bytes = time.perf_counter(), 0
         sources, destinations = (place.placement.instances[end] for end in (source, destination))
         heads = HeadPlan.between(sources, destinations, engine.spec.kv_heads)
+        moves = [move for move in plan.moves_from(source) if move.destination == destination]
         if instance == destination:
             receive_sequences(engine, heads, place.rank, bucket_bytes=bucket_bytes)
         else:
-            moves = [move for move in plan.moves_from(source) if move.destination == destination]
             ids = [move.sample_id for move in moves]
             with engine.export_sequences(ids, {move.sample_id: move.mode for move in moves}) as transfer:
                 sent = send_sequences(transfer, heads, place.rank, bucket_bytes=bucket_bytes)
             kv_bytes = sent * len(sources)  # each rank of an instance holds an equal share of the heads
+        if hold:
+            hold("migration", start, sum(move.kv_tokens for move in moves if move.mode == "kv"))
         pairs.append(PairMigration(source, destination, kv_bytes, time.perf_counter() - start))
     return pairs

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from rlhfuse.base.clock import Hold
 from rlhfuse.base.errors import InputError
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.step_report import ActionSpan, KindTimes, StepReport, Stopwatch
@@ -39,6 +40,7 @@ class PipelineParts:
     stages: Mapping[int, TrainingStage]
     optimizer: ModelOptimizer
     dtype: torch.dtype
+    hold: Hold | None = None  # of actions: with the action, and tokens of its micro-batch
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,9 @@ class ProgramRun:
         self._checks.append((step.action, torch.isfinite(value.detach().sum())))
 
     def _computed(self, step: PreparedInstruction, start: float, mark: Any) -> None:
+        if hold := step.parts.hold:
+            rows = self._work[step.action.pipeline].rows
+            hold(start, step.action, 0 if step.microbatch < 0 else rows[step.microbatch])
         self._marks.append((step.action, mark, self._stopwatch.mark()))
         self._times[step.action.kind].stage_seconds += clock() - start
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhfuse.base.clock import Hold
 from rlhfuse.base.errors import InputError, NotFiniteError
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.spec import ModelSpec
@@ -88,7 +89,9 @@ class TrainingStep:
         channels: Channels,
         temperature: float,
         progress: Callable[[str], None],
+        hold: Hold | None = None,
     ) -> None:
+        """`hold`: of actions, with their model's role, the action, and tokens of its micro-batch."""
         needed = [share.model for share in ranks.shape.shares]
         if missing := [name for name in needed if name not in models]:
             raise InputError(f"the program trains {', '.join(needed)}, but {', '.join(missing)} is not built; build it")
@@ -101,7 +104,9 @@ class TrainingStep:
         self._device = channels.device
         self._roles = {ranks.pipeline_of(role, rank): role for role in needed}
         parts = {
-            pipeline: PipelineParts(models[role].stages, models[role].optimizer, models[role].dtype)
+            pipeline: PipelineParts(
+                models[role].stages, models[role].optimizer, models[role].dtype, hold and _of_role(hold, role)
+            )
             for pipeline, role in self._roles.items()
         }
         self._executors = {rung: ProgramExecutor(programs[rung][rank], parts, channels, progress) for rung in cut.rungs}
@@ -223,6 +228,10 @@ class Losses:
         assert samples.values is not None and samples.returns is not None, "returns come before training"
         losses, sums = value_loss(values, samples.values, samples.returns, self._algorithm.value_clip_eps)
         return {"value": losses}, sums
+
+
+def _of_role(hold: Hold, role: str) -> Hold:
+    return lambda start, action, tokens: hold("action", start, role, action, tokens)
 
 
 def _origin_first(action: Action) -> tuple:

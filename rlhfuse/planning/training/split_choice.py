@@ -95,7 +95,8 @@ def obstacle(layers: str, profile: str = "", training: Collection[TrainingCost] 
     if layers == "transformer_engine":
         return "Transformer Engine's layers make both gradients at once; set trainer.transformer_impl=local"
     if not all(cost.splits for cost in training):
-        return f"{profile} has no times of split backwards; run tools/profile_costs.py again"
+        fix = "; run tools/profile_costs.py again" if profile else ""
+        return f"{profile or 'trainer.pace'} has no times of split backwards{fix}"
     return ""
 
 
