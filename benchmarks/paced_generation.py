@@ -19,7 +19,7 @@ from rlhfuse.simulator.instance_limits import fusion_limits
 from rlhfuse.simulator.threshold import sweep_threshold
 
 INSTANCES, SEQUENCES = 16, 16  # sequences of an instance
-PAIR, STRETCH = ("13B", "33B"), 12.0
+PAIR, STRETCH = ("33B", "65B"), 8.0
 MAX_PROMPT, MAX_OUTPUT = 512, 512
 TRACES = {
     "arxiv": DATA / "traces" / "arxiv_llama2tok.csv",

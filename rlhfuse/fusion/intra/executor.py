@@ -281,7 +281,9 @@ class ProgramRun:
     def _computed(self, step: PreparedInstruction, start: float, mark: Any) -> None:
         if hold := step.parts.hold:
             rows = self._work[step.action.pipeline].rows
-            hold(start, step.action, 0 if step.microbatch < 0 else rows[step.microbatch])
+            # a step begins when all ranks of the model have come to it, which its norm has waited for
+            begun = clock() if step.action.kind is Kind.ST else start
+            hold(begun, step.action, 0 if step.microbatch < 0 else rows[step.microbatch])
         self._marks.append((step.action, mark, self._stopwatch.mark()))
         self._times[step.action.kind].stage_seconds += clock() - start
 
