@@ -12,17 +12,20 @@ here="$(cd "$(dirname "$0")/.." && pwd)"
 if [ "$(id -u)" = 0 ]; then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
-stopped=0
+stopped=0 given=0
 set -m # mpirun in a process group of its own, out of the reach of the terminal's Ctrl-C
 mpirun --oversubscribe -n "$ranks" python "$here/tools/search_schedule.py" "$@" </dev/null &
 search=$!
-trap 'stopped=130; kill -USR1 $search' INT
-trap 'stopped=143; kill -USR1 $search' TERM
-trap 'kill -USR1 $search' USR1
-code=0
-wait "$search" || code=$?
-while kill -0 "$search" 2>/dev/null; do # a signal ends the wait, not the search
-    code=0
+hand_on() {
+    given=$((given + 1))
+    kill -USR1 "$search" 2>/dev/null || true
+}
+trap 'stopped=130; hand_on' INT
+trap 'stopped=143; hand_on' TERM
+trap hand_on USR1
+heard=none
+while [ "$heard" != "$given" ]; do # a signal ends the wait, not the search
+    heard=$given code=0
     wait "$search" || code=$?
 done
 if [ "$stopped" != 0 ] && [ "$code" = 138 ]; then code=$stopped; fi

@@ -90,6 +90,65 @@ def test_a_second_notice_and_scancel_end_the_ranks_at_once(slurm, submit, tmp_pa
     assert not (run / "preempted").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_what_ends_it_at_random_moments_changes_nothing(slurm, submit, pools, tmp_path):
+    """One notice or two, SLURM's own requeue, a rank that is killed: queued or submitted again, it goes on."""
+    dice, run, settings, number = (
+        random.Random(1),
+        tmp_path / "run",
+        ("trainer.iterations=30", "trainer.save_every=1"),
+        "",
+    )
+    ended: dict[str, int] = {}
+    for count in range(12):
+        how = ("notice", "two notices", "requeue", "kill")[count % 4]
+        if not number or slurm.job(number)["JobState"] != "RUNNING":
+            number = submit(run, *settings)
+        eventually(lambda: slurm.job(number)["JobState"] == "RUNNING", slurm.logs)
+        before, until = len(iterations(run)), dice.choice((0, 0, 1))
+        eventually(lambda: len(iterations(run)) >= before + until, lambda: told(slurm, tmp_path, number))
+        time.sleep(dice.uniform(0, 8) if not until else dice.uniform(0, 1))
+        job = slurm.job(number)
+        if job["JobState"] == "COMPLETED":
+            break
+        end(slurm, number, how, dice)
+        ended[how] = ended.get(how, 0) + 1
+
+        def over(number: str = number, job: dict[str, str] = job) -> bool:
+            now = slurm.job(number)
+            return now["JobState"] not in ("RUNNING", "COMPLETING") or now["Restarts"] != job["Restarts"]
+
+        eventually(over, lambda: told(slurm, tmp_path, number))
+        eventually(lambda: not any("train_ppo" in words for words in slurm.processes()))
+        if how != "kill" and slurm.job(number)["Restarts"] != job["Restarts"]:
+            eventually(lambda: slurm.job(number)["JobState"] == "RUNNING", slurm.logs)
+    if slurm.job(number)["JobState"] not in ("RUNNING", "COMPLETED"):
+        number = submit(run, *settings)
+    assert slurm.ended(number)["ExitCode"] == "0:0", told(slurm, tmp_path, number)
+    print(f"ended: {ended}")
+    Runs(pools, tmp_path).start("alone", *SETTINGS, *settings, config=QUICKSTART, ranks=4)
+    assert sum(ended.values()) >= 8 and not (run / "preempted").exists()
+    assert_same_bits(tmp_path / "alone", run)
+
+
+def end(slurm, number: str, how: str, dice: random.Random) -> None:
+    if how == "requeue":
+        slurm.told("scontrol", "requeue", number)
+    elif how == "kill":
+        node = dice.choice((0, 1))
+        pids = [pid for pid in slurm.nodes.pids(node) if "train_ppo" in Path(f"/proc/{pid}/cmdline").read_text()]
+        if not pids:  # it has not begun yet
+            return slurm.told("scancel", number)
+        os.kill(dice.choice(pids), signal.SIGKILL)
+    else:
+        notice(slurm, number)
+        if how == "two notices":
+            time.sleep(dice.uniform(0.1, 3))
+            slurm.run("scancel", "--batch", "--signal=USR1", number)  # it may have ended
+    return None
+
+
 def test_ranks_are_asked_for_where_slurm_gives_no_gpus(slurm, submit, tmp_path):
     number = submit(tmp_path / "run", RANKS_PER_NODE="")
     assert slurm.ended(number)["ExitCode"] == "2:0"
