@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 from harness import result_text
+from testkit.machines import INTERFACE, machines
 from testkit.paths import ROOT, shared_data
 from testkit.programs import call_main
 
@@ -104,6 +105,18 @@ def test_quick_run_of_training_without_zero_gradients(measured):
     shared_data("stories260K-hf")
     figures = measured("zero_gradients.py")["figures"]
     assert {"d2t1p1.saved", "d1t1p2.planned"} <= set(figures) and figures["d2t1p1.left_out.samples"]["value"] > 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_ends_of_a_run_on_two_machines_cost_nothing(measured, programs, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", INTERFACE)
+    with machines(programs, tmp_path) as two:
+        there = ((address, *map(str, two.words(node))) for node, address in enumerate(two.addresses))
+        words = [word for one in there for word in ("--machine", shlex.join(one))]
+        figures = measured("kills.py", *words, "--how", "preempt,kill")["figures"]
+        assert not two.pids(0) and not two.pids(1)
+    assert [figures[name]["value"] for name in ("lost", "processes_left", "untold")] == [0, 0, 0]
 
 
 @pytest.mark.slow
