@@ -1,8 +1,12 @@
 """train.sbatch on two nodes of a real SLURM: the run of one machine, also after a notice, and how a job ends."""
 
 import json
+import os
+import random
 import re
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
