@@ -66,6 +66,7 @@ WAYS = {
     r"torchrun .*profile_costs ": "measures for minutes: tests/tools/cost_profiles",
     r"rehearse ": "compiles C++ and runs whole iterations: tests/tools/rehearsal",
     r"train_reward ": "fits a model: tests/tools/test_train_reward.py",
+    r"GLOO_SOCKET_IFNAME=\S+ torchrun --nnodes ": "on several machines: tests/run/test_two_machines.py",
     r"mpirun ": "on several ranks: tests/tools/test_plan.py",
     r"calibrate_threshold .*--trial": "generates for a while: tests/tools/test_calibrate_threshold.py",
     r"((torchrun .*)?train_ppo|bash scripts/train_torchrun\.sh) ": DRY,
