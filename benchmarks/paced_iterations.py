@@ -164,7 +164,7 @@ def iterate(arguments: argparse.Namespace) -> None:
     columns += ("Gen+Inf", "Train", "end to end", "Train, barrier", "CPU", "late", "Python at x1", "evidence")
     ranges = ", ".join(f"{name} {low}-{high}" for name, (low, high) in RANGES.items())
     measurement.table("iterations", f"Seconds of a cluster, and over base; paper: {ranges}", columns, rows)
-    measurement.facts(runs=journal.runs, ranges=RANGES)
+    measurement.facts(runs=journal.runs, ranges={name: list(limits) for name, limits in RANGES.items()})
     measurement.finish()
 
 
