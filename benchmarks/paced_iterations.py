@@ -133,7 +133,7 @@ def draw_lengths(samples: int, longest_prompt: int, longest: int) -> SampleLengt
 
 def of_stages(cost: PacedCost, stages: tuple[int, int]) -> PacedCost:
     """With the first so many stages of each model: all have as many layers, or nearly."""
-    counts = dict(zip(("actor", "critic"), stages))
+    counts: dict[str, int] = dict(zip(("actor", "critic"), stages))
     kept = {role: replace(price, stages=price.stages[: counts[role]]) for role, price in cost.training.items()}
     return replace(cost, training=kept)
 
