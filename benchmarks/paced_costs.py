@@ -64,5 +64,5 @@ def price_of(name: str, scalar_head: bool, tokens: float) -> TrainingPrice:
 
 def _padded(price: TrainingPrice, tokens: float) -> TrainingPrice:
     """Every micro-batch lasts as if it had so many tokens."""
-    stages = tuple(tuple(Line(line(tokens), (0.0,)) for line in stage) for stage in price.stages)
+    stages = tuple((Line(one(tokens), (0.0,)), Line(other(tokens), (0.0,))) for one, other in price.stages)
     return TrainingPrice(stages, price.step, price.move)

@@ -108,7 +108,7 @@ class Case:
             rows.append([f"{r} ({r / samples:.0%}){mark}", *shown, f"{predicted / measured - 1:+.1%}"])
         head = ("R_t", "measured", "predicted", "error")
         self.measurement.table(f"{self.name}.sweep", f"{self.name}: every R_t, seconds of a cluster", head, rows)
-        curve = [(r / samples, s / self.stretch, self.predicted[r] / self.stretch) for r, s in seconds.items()]
+        curve = [[r / samples, s / self.stretch, self.predicted[r] / self.stretch] for r, s in seconds.items()]
         self.measurement.facts(**{f"curve_{self.name}": curve})
         marks = self.lengths.percentiles()
         evidence = sum(run.is_evidence for run in every)

@@ -133,7 +133,7 @@ def draw_lengths(samples: int, longest_prompt: int, longest: int) -> SampleLengt
 
 def of_stages(cost: PacedCost, stages: tuple[int, int]) -> PacedCost:
     """With the first so many stages of each model: all have as many layers, or nearly."""
-    counts = dict(zip(("actor", "critic"), stages))
+    counts: dict[str, int] = dict(zip(("actor", "critic"), stages))
     kept = {role: replace(price, stages=price.stages[: counts[role]]) for role, price in cost.training.items()}
     return replace(cost, training=kept)
 
@@ -164,7 +164,7 @@ def iterate(arguments: argparse.Namespace) -> None:
     columns += ("Gen+Inf", "Train", "end to end", "Train, barrier", "CPU", "late", "Python at x1", "evidence")
     ranges = ", ".join(f"{name} {low}-{high}" for name, (low, high) in RANGES.items())
     measurement.table("iterations", f"Seconds of a cluster, and over base; paper: {ranges}", columns, rows)
-    measurement.facts(runs=journal.runs, ranges=RANGES)
+    measurement.facts(runs=journal.runs, ranges={name: list(limits) for name, limits in RANGES.items()})
     measurement.finish()
 
 
