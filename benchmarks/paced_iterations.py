@@ -1,7 +1,8 @@
 """Whole iterations of the paper's model pairs on paced ranks: what either fusion and both gain (Figures 7 and 8).
 
 One fused group of the paper's 256 GPUs, with its share of the batch: 8 or 16 ranks of 8 GPUs. Samples end at random, so
-that lengths are geometric: p99.9 is ten medians, as Figure 2 has it. Each run is written down as it ends.
+that lengths are geometric: p99.9 is six medians here, where Figure 2 has ten and more. Each run is written down as it
+ends.
 """
 
 from __future__ import annotations
