@@ -102,7 +102,8 @@ class Told:
         return [os.path.relpath(Path(self.config.invocation_params.dir, word), ROOT) for word in words]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.took[file_of(report.nodeid), dict(report.user_properties)["tier"]] += report.duration
+        if tier := dict(report.user_properties).get("tier"):  # none where the test's process has died
+            self.took[file_of(report.nodeid), tier] += report.duration
         if report.when == "call" or report.outcome != "passed":
             self.outcomes[report.outcome] += 1
         if report.skipped and not hasattr(report, "wasxfail"):
