@@ -75,7 +75,7 @@ class RehearsedTrainer(Trainer):
         return super()._train(self.config.held_iterations + iteration, full, algorithm)
 
 
-def _read_results(done: IterationResult) -> IterationRecord:
+def _read_results(done: IterationResult, pace: None) -> IterationRecord:
     """In the place of IterationRecorder.finish: what it reads, of which metrics of all ranks would be made."""
     IterationStats.of(done.minibatches, done.timer, done.peak_bytes)
     return IterationRecord({}, [], [])
