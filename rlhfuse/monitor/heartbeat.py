@@ -20,10 +20,7 @@ STUCK_AT_MOST = 4  # ranks in the line about a hang
 PLACES_AT_MOST = 64  # ranks in the list of places
 EXIT_DEAD_PEER = 1
 EXIT_STOPPED = {INTERRUPTED: 130, TERMINATED: 143}
-STATES = {
-    EXIT_DEAD_PEER: LEFT,
-    **{code: state for state, code in EXIT_STOPPED.items()},
-}  # told on leaving
+STATES = {EXIT_DEAD_PEER: LEFT} | {code: state for state, code in EXIT_STOPPED.items()}  # told on leaving
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,7 @@ class GenerationResult:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     entropies: tuple[float, ...] = ()  # of the distributions that `logprobs` are of, where the engine measures them
-    observed: tuple[
-        TokenSpan, ...
-    ] = ()  # of `tokens`, that were not drawn: their log-probabilities and entropies are 0.0
+    observed: tuple[TokenSpan, ...] = ()  # of `tokens`, that were not drawn: logprobs and entropies are 0.0
 
     @property
     def turn_start(self) -> int:
