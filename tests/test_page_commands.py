@@ -52,6 +52,8 @@ MEANT = {  # what stands for something of the reader's, or is large -> what it i
     "--time-limit 20": "--time-limit 2",
     "--nodes 0-7": "--nodes 0-1",
     "actor=d1t1p8,critic=d2t1p4": "actor=d1t1p2,critic=d2t1p1",
+    "--config large.yaml": "--config run.yaml",
+    "--config tiny.yaml": "--config run.yaml rollout.draft_rows=0",
 }
 # The first that matches says how a command is treated: run, dry-run, or why it is not.
 RUN, DRY = "run", "dry run"

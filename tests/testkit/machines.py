@@ -50,8 +50,8 @@ class Machines:
         self.addresses = [f"10.77.0.{node + 1}" for node in range(count)]
         self.hosts = folder / "hosts"
         self._programs = programs
-        own = f"rlhfuse-{os.getpid()}-{next(_numbers)}"  # of this process: others make networks at the same time
-        self._switch, self._spaces = f"{own}-switch", [f"{own}-{name}" for name in self.names]
+        self.prefix = f"rlhfuse-{os.getpid()}-{next(_numbers)}-"  # of its networks: others make some at the same time
+        self._switch, self._spaces = f"{self.prefix}switch", [f"{self.prefix}{name}" for name in self.names]
         self._ports = [f"port{node}" for node in range(count)]
         self._jobs = itertools.count(29500)
 
