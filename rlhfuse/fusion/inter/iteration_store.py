@@ -1,6 +1,6 @@
 """What the ranks of one iteration share through the job's store while they generate and score.
 
-Counters only grow, but for `scoring` and `waiting`, which are hints. Whoever takes something does so in one atomic
+Counters only grow, but for `ready`, which is a hint. Whoever takes something does so in one atomic
 operation, so no lock is needed and no rank waits for one that decodes.
 """
 
@@ -24,7 +24,7 @@ class IterationStore:
     published     samples that ended after the trigger; sample/J is the J-th of them with its tokens
     tickets       drawn for the packs known at the barrier: whoever draws ticket k scores pack k
     taken         published samples that have been taken to be scored, and by whom last
-    scoring       workers that load or score; waiting: workers for which there is no work yet
+    workers       workers that load, score or wait for work; ready: those that wait and have their models
     mail/I        letters to the leader of instance I about samples that began there; mail/I/J is the J-th of them
     mail/scores   letters to all leaders about groups that are filtered; places: groups begun beside the first ones
     put/NAME      what was left under a name; put/J is the J-th name, puts how many there are
@@ -84,13 +84,13 @@ class IterationStore:
         wanted = f"{first + count} {worker}"
         return self._store.compare_set(self._prefix + "taken", before, wanted).decode() == wanted
 
-    def add_scoring(self, change: int) -> int:
-        """So many workers more, or fewer, that load or score; returns how many do."""
-        return self._add("scoring", change)
+    def add_workers(self, count: int) -> int:
+        """So many workers more that want work; returns how many do."""
+        return self._add("workers", count)
 
-    def add_waiting(self, change: int) -> int:
-        """So many workers more, or fewer, that wait for work; returns how many do."""
-        return self._add("waiting", change)
+    def add_ready(self, change: int) -> int:
+        """So many workers more, or fewer, that wait for work with their models loaded; returns how many do."""
+        return self._add("ready", change)
 
     def begin_places(self, count: int) -> int:
         """Begin so many groups more; returns how many were begun beside the first ones."""
@@ -125,7 +125,7 @@ class IterationStore:
         for index in range(self._add("puts", 0)):
             named = self.find(str(index))
             samples += [f"put/{index}", *([f"put/{named.decode()}"] if named else [])]
-        for key in ("finished", "published", "tickets", "taken", "scoring", "waiting", "places", "puts", *samples):
+        for key in ("finished", "published", "tickets", "taken", "workers", "ready", "places", "puts", *samples):
             self._store.delete_key(self._prefix + key)
 
     def _add(self, key: str, amount: int) -> int:

@@ -2,7 +2,8 @@
 
 Serial work is dealt beforehand. After the trigger it is pulled: first the packs of the samples finished at the
 barrier, longest first and smaller towards the end, by ticket; then the long tail's, as they are published, several
-together where several wait. Only a worker's leader looks at the store, and no rank waits long in a collective.
+together where several wait, by who has its models if anybody free has. Only a worker's leader looks at the store, and
+no rank waits long in a collective.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ScoringQueue:
         self._fetched: dict[int, Rollout] = {}
         self._asked = 0.0  # when the leader last looked for work and found some
         self._packs_left = True
-        self._registered = False
+        self._joined = False
 
     def score_share(self, finished: Sequence[Rollout]) -> list[Rollout]:
         """Serial: this worker's share of all samples, balanced by tokens."""
@@ -58,10 +59,8 @@ class ScoringQueue:
         return self._finish()
 
     def register(self) -> None:
-        """Count as a worker that scores and begin to load the models, work or not: there will be some."""
-        if self._group.is_leader and not self._registered:
-            self.store.add_scoring(1)
-        self._registered = True
+        """Count as a worker and begin to load the models, work or not: there will be some."""
+        self._join()
         self.scorer.begin_load()
 
     def pull(self, finished: Sequence[Rollout], streamed: int, total: int) -> list[Rollout]:
@@ -90,15 +89,16 @@ class ScoringQueue:
 
     def _next(self, packs: Sequence[Sequence[Rollout]], streamed: int) -> Work:
         self._asked = time.perf_counter()
+        self._join()
         if self._packs_left:
             ticket = self.store.next_ticket()
             if ticket < len(packs):
                 return PACK, ticket, ticket + 1
             self._packs_left = False
-        start = wall_seconds()
-        self._wait(1)
+        start, ready = wall_seconds(), bool(self._scored)
+        self.store.add_ready(ready)
         work = self._take_streamed(streamed)
-        self._wait(-1)
+        self.store.add_ready(-ready)
         self.events.span("wait", start, wall_seconds())
         return work
 
@@ -109,10 +109,11 @@ class ScoringQueue:
             taken, published = self.store.taken(), self.store.published()
             if taken == streamed:
                 return DONE, 0, 0
-            if published > taken:
+            # who would load first leaves it to those that need not: often a destination, with the last of its samples
+            if published > taken and (self._scored or not self.store.add_ready(0)):
                 lengths = [tokens_of(self._fetch(index)) for index in range(taken, published)]
-                workers = self.store.add_waiting(0) + self.store.add_scoring(0)  # who is busy wants work soon
-                count = streamed_pack(lengths, sum(lengths), max(1, workers), self.score_tokens)
+                workers = self.store.add_workers(0)  # who is busy wants work soon
+                count = streamed_pack(lengths, sum(lengths), workers, self.score_tokens)
                 if self.store.try_take(taken, count, self._worker):
                     return STREAMED, taken, taken + count
                 continue  # another worker was quicker
@@ -120,11 +121,10 @@ class ScoringQueue:
             pause = min(2 * pause, LAST_PAUSE_SECONDS)
         return WAIT, 0, 0
 
-    def _wait(self, change: int) -> None:
-        """1: from now on this worker waits; -1: it waits no more."""
-        if self._registered:
-            self.store.add_scoring(-change)
-        self.store.add_waiting(change)
+    def _join(self) -> None:
+        if self._group.is_leader and not self._joined:
+            self.store.add_workers(1)
+        self._joined = True
 
     def _fetch(self, index: int) -> Rollout:
         if index not in self._fetched:
