@@ -98,13 +98,8 @@ def test_a_second_notice_and_scancel_end_the_ranks_at_once(slurm, submit, tmp_pa
 @pytest.mark.timeout(7200)
 def test_what_ends_it_at_random_moments_changes_nothing(slurm, submit, pools, tmp_path):
     """One notice or two, SLURM's own requeue, a rank that is killed: queued or submitted again, it goes on."""
-    dice, run, settings, number = (
-        random.Random(1),
-        tmp_path / "run",
-        ("trainer.iterations=30", "trainer.save_every=1"),
-        "",
-    )
-    ended: dict[str, int] = {}
+    dice, run, number = random.Random(1), tmp_path / "run", ""
+    settings, ended = ("trainer.iterations=30", "trainer.save_every=1"), dict[str, int]()
     for count in range(12):
         how = ("notice", "two notices", "requeue", "kill")[count % 4]
         if not number or slurm.job(number)["JobState"] != "RUNNING":

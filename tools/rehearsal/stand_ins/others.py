@@ -188,11 +188,11 @@ class OtherRanks:
     def publish(self, samples: Sequence[bytes]) -> None:
         pass
 
-    def add_scoring(self, change: int) -> int:
+    def add_workers(self, count: int) -> int:
         return 1
 
-    def add_waiting(self, change: int) -> int:
-        return 1
+    def add_ready(self, change: int) -> int:
+        return 0
 
     def clear(self, instances: int) -> None:
         pass
