@@ -22,7 +22,7 @@ from rlhfuse.gen.engine import Engine, GenerationResult, SamplingParams
 from rlhfuse.gen.speculation.ngrams import ORDER
 
 POOL_RANKS = 2
-ORDINARY, LONG = 600, 2000  # a fifth of the first every day
+ORDINARY, LONG = 250, 2000  # a fifth of the first every day
 WIDE = 24
 EVENTS = (
     "turns",

@@ -102,16 +102,16 @@ SLOW = pytest.mark.slow
         ("tied qwen2", "d1t2p2", True, False),
         pytest.param("tied qwen2", "d2t2p1", True, False, marks=SLOW),
         ("qwen3", "d1t2p2", False, False),  # norms over queries and keys see half of the heads on each rank
-        ("qwen3", "d1t2p2", True, False),
+        pytest.param("qwen3", "d1t2p2", True, False, marks=SLOW),
         ("biased", "d1t2p2", False, False),
-        ("phi3", "d1t2p2", False, False),
+        pytest.param("phi3", "d1t2p2", False, False, marks=SLOW),
         ("biased", "d1t2p2v2", True, False),  # each rank sees the tokens of its own part only
-        ("critic", "d1t2p2", True, False),
+        pytest.param("critic", "d1t2p2", True, False, marks=SLOW),
         pytest.param("critic", "d2t2p1", True, False, marks=SLOW),
         pytest.param("llama", "d2t1p2v2", False, False, marks=SLOW),
         ("tied qwen2", "d1t2p2v2", True, False),
         ("critic", "d1t1p4", False, False),
-        ("llama", "d1t4p1", False, True),
+        pytest.param("llama", "d1t4p1", False, True, marks=SLOW),
         ("tied qwen2", "d1t2p2", True, True),
         ("tied qwen2", "d2t2p1", False, True),  # one weight with two gradients: the embedding's, and the output's
     ],

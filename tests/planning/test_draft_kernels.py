@@ -1,5 +1,7 @@
 """What `compile_for_drafts` has compiled leaves the ranks nothing to compile."""
 
+import pytest
+
 CODE = """
 from numba.core import event
 from rlhfuse.config.load import load_config
@@ -15,6 +17,7 @@ print(*(data.data["dispatcher"].py_func.__name__ for _, data in compiled.buffer)
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_to_compile(programs, tmp_path):
     """In a process of its own, with a cache that is empty at first."""
     done = programs.python("-c", CODE, NUMBA_CACHE_DIR=str(tmp_path))

@@ -19,7 +19,11 @@ from rlhfuse.monitor.samples import read_samples
 from rlhfuse.monitor.trace import load_trace
 from rlhfuse.schedule.io import load_schedule
 
-slow = [pytest.param(name, marks=pytest.mark.slow) for name in ("rloo serial", "reinforce serial", "steered resumed")]
+
+def marked_slow(*names):
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 EQUAL = [
     "ppo serial",
     "grpo serial",
@@ -27,19 +31,20 @@ EQUAL = [
     "stopped serial",
     "by sample serial",
     "warm resumed",
-    "another order",
     "spared resumed",
+    "cut, backwards whole",
+    *marked_slow("rloo serial", "reinforce serial", "steered resumed", "another order"),
 ]
 
 
-@pytest.mark.parametrize("name", [*EQUAL, "cut, backwards whole", *slow])
+@pytest.mark.parametrize("name", EQUAL)
 def test_it_is_the_other_run_bit_for_bit(runs, name):
     """Fused and serial, uninterrupted and resumed, in another order or with backwards in parts."""
     assert all(row["rollout/train_logprob_abs_diff"] < 1e-5 for row in metrics_of(runs[name]))
 
 
-FILTERED = ["filtered serial", "filtered in rounds", "filtered resumed", "filtered one by one, serial"]
-FILTERED += ["filtered beside a model, serial", "filtered on tensor ranks, in rounds"]
+FILTERED = ["filtered serial", "filtered in rounds", "filtered resumed", "filtered beside a model, serial"]
+FILTERED += marked_slow("filtered one by one, serial", "filtered on tensor ranks, in rounds")
 
 
 @pytest.mark.parametrize("name", FILTERED)
@@ -239,16 +244,16 @@ def test_the_critic_warms_up_alone(runs):
     assert {row["actor/kl_coef"] for row in metrics[:3]} == {0.05}, "what steers the actor waits for it"
 
 
-@pytest.mark.parametrize("name", ["searched", "searched in chunks"])
+@pytest.mark.parametrize("name", ["searched", *marked_slow("searched in chunks")])
 def test_a_searched_order_splits_backwards(runs, name):
     assert {"actor W", "critic W"} < {span.kind for span in Forecaster(RunFiles.read(runs[name])).spans(1)}
     assert all(pipeline.split for pipeline in load_schedule(runs[name] / "schedule.json").problem.pipelines)
 
 
-RULES = {"time sharing": "time_sharing", "one model after the other": "serial", "interleaved": "interleaved"}
+RULES = [("time sharing", "time_sharing"), ("one model after the other", "serial")]
 
 
-@pytest.mark.parametrize("name, rule", RULES.items())
+@pytest.mark.parametrize("name, rule", [*RULES, pytest.param("interleaved", "interleaved", marks=pytest.mark.slow)])
 def test_an_order_by_rule_lies_beside_its_plan(runs, name, rule):
     plan, schedule = plan_of(runs[name])["schedule"], load_schedule(runs[name] / "schedule.json")
     assert plan["source"].endswith(f"fusion.intra_stage={rule}")

@@ -124,8 +124,13 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("models") / "actor", seed=3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tokens", [0, 80])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "tokens, dtype",
+    [(0, "float32"), (80, "bfloat16"), *(pytest.param(*one, marks=SLOW) for one in ((80, "float32"), (0, "bfloat16")))],
+)
 @pytest.mark.parametrize("layout", ["d2t1p1", "d1t1p2"])
 def test_what_has_no_gradient_may_be_left_out(workers, folder, layout, tokens, dtype):
     case = Case(layout, tokens, dtype, folder)

@@ -263,7 +263,7 @@ def assert_close(leaves: list[torch.Tensor], wanted: list[list[float]], case: Ca
             assert float(leaves[i].grad[t]) == pytest.approx(slope, rel=2e-6, abs=2e-9 * size), (i, t, case)
 
 
-@examples(2000)
+@examples(800)
 @given(seed=st.integers(0, 2**40))
 def test_loss_and_gradient_are_those_of_the_formulas_over_every_cut(seed):
     case = Case.random(seed)

@@ -71,7 +71,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
 @pytest.mark.parametrize(
     ("limited", "cases"),
     [
-        (False, [(60, 301), (6, 5000), (2, 32_000)]),
+        (False, [(20, 301), (4, 5000)]),
         pytest.param(False, [(1200, 301), (790, 64), (6, 32_000), (4, 5000)], marks=SLOW),
         pytest.param(True, [(490, 301), (10, 32_000)], marks=SLOW),
     ],

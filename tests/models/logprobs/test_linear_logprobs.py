@@ -69,7 +69,7 @@ def ours(rank: int, world: int, vocab: int, temperature: float, dtype, entropy_g
     return [logprobs.detach(), entropy.detach(), x.grad, dweight]
 
 
-@pytest.mark.parametrize("limits", [None, SMALL, SMALLER])
+@pytest.mark.parametrize("limits", [None, SMALL, pytest.param(SMALLER, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "vocab, temperature, dtype, entropy_graph, main",
     [

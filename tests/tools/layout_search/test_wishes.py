@@ -25,14 +25,14 @@ SETTINGS = {
     "gpus that are nearly full": dict(world_size=4, large=True, trainer__memory_limit_gb=25, **GPUS),
     "rows that are given": dict(world_size=4, parallel__generation="d2t2p1", parallel__sequence_parallel=False),
 }
-LONG = ("gpus", "gpus that are nearly full")
+LONG = {"gpus": pytest.mark.slow, "gpus that are nearly full": pytest.mark.ci}
 
 
 def value(name: str, row: Row):
     return row.table.cut.value if name == "microbatch_tokens" else getattr(row.table, name)
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.ci] * (one in LONG)) for one in SETTINGS])
+@pytest.mark.parametrize("name", [pytest.param(one, marks=LONG.get(one, ())) for one in SETTINGS])
 def test_another_value_of_each_decision_is_the_first_of_all_tables_that_has_one(name):
     made, rows = known(**SETTINGS[name])
     ranking = Ranking(made)
