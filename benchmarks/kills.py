@@ -270,11 +270,13 @@ def main() -> None:
             left += attempt(broken, runs, end)
             gone += (now := lost(whole, broken, max(before, saved(broken), end.completes)))
             noted = (broken / "preempted").exists()
-            untold += end.is_noted is not None and noted != end.is_noted
+            wrongly = end.is_noted is not None and noted != end.is_noted
+            untold += wrongly
             metrics = read_metrics(broken / "metrics.jsonl") if (broken / "metrics.jsonl").exists() else []
             repeated += (done := metrics[-1]["iteration"] + 1 if metrics else 0) - saved(broken)
             by = f"{end.how}{', torchrun too' * (end.how == 'kill') or ', twice' if end.more else ''}"
-            counts = f"{end.took:.1f}", str(done), str(saved(broken)), "yes" if noted else "no"
+            told = ("no", "yes")[noted] + ", wrongly" * wrongly
+            counts = f"{end.took:.1f}", str(done), str(saved(broken)), told
             rows.append([*end.found[1:], by, *counts, "; ".join(now) or "nothing"])
             measurement.say(" | ".join(rows[-1]))
         attempt(broken, runs)

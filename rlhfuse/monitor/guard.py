@@ -131,6 +131,7 @@ class Guard:
 
     def _asked_to_end(self, received: bytes, now: float) -> Verdict | None:
         """The verdict where this rank is to leave; notes signals for which something is finished first."""
+        self.notice = self.notice or signal.SIGUSR1 in received  # also where SIGTERM came before this thread looked
         if signal.SIGTERM in received:
             return Verdict("terminated by SIGTERM", EXIT_STOPPED[TERMINATED])
         why = "SIGUSR1" if signal.SIGUSR1 in received else "trainer.stop_after" if now > self._deadline else ""

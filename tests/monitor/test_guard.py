@@ -167,8 +167,9 @@ def asks(watchdog):
 
 def test_a_store_that_does_not_answer_ends_the_rank_by_name(stuck, capfd):
     limits = Limits(watchdog_seconds=0.3, interval_seconds=0.01)
-    with Alone(stuck, limits, world=2) as watchdog:
-        watchdog.progress("generation step 12")
+    watchdog = Alone(stuck, limits, world=2)
+    watchdog.guard.doing = "generation step 12"
+    with watchdog:
         assert watchdog.await_end() == [1]
     said = capfd.readouterr().err
     assert said.startswith("watchdog: the job's store has not answered for 0 s: this machine (" + socket.gethostname())
@@ -254,6 +255,15 @@ def test_a_notice_with_nothing_to_finish_ends_the_rank_and_says_so(tmp_path, qui
         assert watchdog.await_end() == [130]
     said = watchdog.guard.file.read_text()
     assert said.startswith("stopped by SIGUSR1 in: start;") and said.endswith("; go on with: program --again\n")
+
+
+def test_a_notice_that_is_heard_together_with_sigterm_is_told(tmp_path, quick):
+    """torchrun that is given notice twice ends its ranks by SIGTERM a moment after the first."""
+    with noted(tmp_path) as watchdog:
+        watchdog.guard.finishing = "iteration 3 of 9"
+        watchdog.guard._wake_write.send(bytes([signal.SIGUSR1, signal.SIGTERM]))
+        assert watchdog.await_end() == [143]
+    assert watchdog.guard.file.read_text().startswith("terminated by SIGTERM; ")
 
 
 def test_a_notice_before_there_is_a_store_is_heard(tmp_path, quick):
