@@ -85,13 +85,14 @@ class PacedStages(ModelRank):
         """`sides[name][phase][rank]`: the text of a program; phases are parted by a barrier. `prices`: by side."""
         names = {self.stages.ranks.pipeline_of(model, self.rank): model for model in self.parts}
         self.prices, self.side = prices, ""
-        self.pace = Pace({"action": lambda model, action: self.prices[self.side][model, str(action.kind)]})
+        self.pace = Pace({"action": lambda model, action, _: self.prices[self.side][model, str(action.kind)]})
         parts = {
             name: PipelineParts(
+                model,
                 {self.parts[model].number: self.parts[model].stage},
                 self.parts[model].optimizer,
                 torch.float32,
-                lambda start, action, _, model=model: self.pace.hold("action", start, model, action),
+                self.pace.hold,
             )
             for name, model in names.items()
         }

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 from torch.nn import Module
 
-from rlhfuse.base.clock import wall_seconds
+from rlhfuse.base.clock import unpaced, wall_seconds
 from rlhfuse.base.sample_ids import prompt_groups
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.role import SCORING_ORDER, Role
@@ -74,7 +74,7 @@ class Trainer:
         if isinstance(plan.costs, PacedCost):
             prices = plan.costs.prices(max(1, len(config.scorers())))
             self.pace = Pace(prices, config.trainer.pace_stretch, inputs.draft.paced)
-        hold = self.pace.hold if self.pace else None
+        self._hold = self.pace.hold if self.pace else unpaced
         self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
         self.engine = self._build_engine()
         self.scorer = Scorer(
@@ -82,9 +82,9 @@ class Trainer:
             vocab=inputs.models.in_use(Role.ACTOR).vocab,
             temperature=config.rollout.temperature,
             device=device.torch_device,
-            hold=hold,
+            hold=self._hold,
         )
-        self.engine.loop.hold = hold
+        self.engine.loop.hold = self._hold
         self.training = TrainingStep(
             rank,
             plan.ranks,
@@ -95,7 +95,7 @@ class Trainer:
             self.models.channels,
             config.rollout.temperature,
             progress,
-            hold,
+            self._hold,
         )
         self.threshold = ThresholdController(config, plan, device)
         self.peak_flops = None  # of sleep
@@ -269,8 +269,7 @@ class Trainer:
     def _move(self, role: Role, destination: Module) -> None:
         start = time.perf_counter()
         self.resharder.reshard(self.models.trained[role].optimizer.modules.values(), destination)
-        if self.pace:
-            self.pace.hold("move", start, role)
+        self._hold("move", start, role)
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         self.memory.switch("training")

@@ -195,7 +195,7 @@ def one_step(rank: int, maker, ranks: FusedRanks, models: Mapping[str, Built], r
         name, kept = ranks.pipeline_of(model, rank), losses.setdefault(model, {})
         pipeline, _, _ = built.grid.position(rank)
         batches = packed_for(built, rows[model][pipeline])
-        parts[name] = PipelineParts(built.stages, built.optimizer, torch.float32)
+        parts[name] = PipelineParts(model, built.stages, built.optimizer, torch.float32)
         work[name] = PipelineWork(tuple(map(len, batches)), batches.__getitem__, loss_of(batches, kept), 0.0)
     ProgramExecutor(program, parts, channels, lambda _: None).run(work)
     return losses
