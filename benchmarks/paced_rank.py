@@ -28,8 +28,7 @@ from rlhfuse.monitor.pace import Pace
 from rlhfuse.parallel.groups import trained_grid
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.planning.paced_cost import VERSION, PacedCost
-from rlhfuse.run.rank_models import neighbour_pairs
-from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
+from rlhfuse.schedule.ir.ranks import FusedRanks, neighbour_pairs, rank_map
 from rlhfuse.schedule.program.program import Program
 
 HIDDEN, VOCAB, TOKENS = 64, 64, 64  # tokens of a micro-batch
@@ -63,7 +62,7 @@ class PacedStages(ModelRank):
         self.stages = Stages(*stages)
         super().__init__(rank, self.stages.ranks.size)
         self.parts = {model: self._part(model) for model in self.stages.layouts}
-        pairs = [pair for part in self.parts.values() for pair in neighbour_pairs(part.grid)]
+        pairs = [pair for part in self.parts.values() for pair in neighbour_pairs(part.grid.cells, part.grid.layout)]
         self.channels = Channels(rank, self.maker.channels("pipeline", pairs), self.device.torch_device)
         self.channels.connect()
         generator = torch.Generator().manual_seed(1)
