@@ -16,7 +16,6 @@ from inter_stage_rank import FusionRank
 from intra_stage_rank import Part, gradient_digest, policy_loss, value_loss
 from random_models import ModelRank, barrier, together
 
-from rlhfuse.base.json_values import from_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
@@ -27,7 +26,7 @@ from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
 from rlhfuse.monitor.pace import Pace
 from rlhfuse.parallel.groups import trained_grid
 from rlhfuse.parallel.optimizer import ModelOptimizer
-from rlhfuse.planning.paced_cost import VERSION, PacedCost
+from rlhfuse.planning.paced_cost import PacedCost
 from rlhfuse.schedule.ir.ranks import FusedRanks, neighbour_pairs, rank_map
 from rlhfuse.schedule.program.program import Program
 
@@ -134,7 +133,7 @@ class PacedInstance(FusionRank):
 
     def __init__(self, rank: int, sizes: dict[str, Any], seed: int, cost: dict[str, Any]) -> None:
         super().__init__(rank, sizes, seed)
-        self.pace = Pace(from_json(PacedCost, cost, "costs", VERSION).prices(len(ROLES) - 1))
+        self.pace = Pace(PacedCost.from_dict(cost, "costs").prices(len(ROLES) - 1))
         self.engine.loop.hold = self.inter_stage.scorer.hold = self.pace.hold
 
     def run(self, threshold: int, limits: FusionLimits) -> dict[str, Any]:
