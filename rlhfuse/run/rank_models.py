@@ -74,10 +74,6 @@ class RankModels:
     groups: GroupMaker  # owns every process group of the above
     layers: ChosenLayers  # of what trains and scores
 
-    @property
-    def actor(self) -> TrainedModel:
-        return self.trained[Role.ACTOR]
-
     def offload_optimizers(self, free: bool) -> None:
         """Main weights and moments leave for the host; with `free` they are there and their device memory is free."""
         for model in self.trained.values():
