@@ -96,7 +96,7 @@ class TrainingRank(ModelRank):
 
     def _phase(self, program: Program) -> Phase:
         parts = {
-            model: PipelineParts({part.number: part.stage}, part.optimizer, torch.float32)
+            model: PipelineParts(model, {part.number: part.stage}, part.optimizer, torch.float32)
             for model, part in self.parts.items()
         }
         executor = ProgramExecutor(program, parts, self.channels, lambda _: None)

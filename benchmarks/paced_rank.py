@@ -16,7 +16,6 @@ from inter_stage_rank import FusionRank
 from intra_stage_rank import Part, gradient_digest, policy_loss, value_loss
 from random_models import ModelRank, barrier, together
 
-from rlhfuse.base.json_values import from_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
@@ -27,9 +26,8 @@ from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
 from rlhfuse.monitor.pace import Pace
 from rlhfuse.parallel.groups import trained_grid
 from rlhfuse.parallel.optimizer import ModelOptimizer
-from rlhfuse.planning.paced_cost import VERSION, PacedCost
-from rlhfuse.run.rank_models import neighbour_pairs
-from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
+from rlhfuse.planning.paced_cost import PacedCost
+from rlhfuse.schedule.ir.ranks import FusedRanks, neighbour_pairs, rank_map
 from rlhfuse.schedule.program.program import Program
 
 HIDDEN, VOCAB, TOKENS = 64, 64, 64  # tokens of a micro-batch
@@ -63,7 +61,7 @@ class PacedStages(ModelRank):
         self.stages = Stages(*stages)
         super().__init__(rank, self.stages.ranks.size)
         self.parts = {model: self._part(model) for model in self.stages.layouts}
-        pairs = [pair for part in self.parts.values() for pair in neighbour_pairs(part.grid)]
+        pairs = [pair for part in self.parts.values() for pair in neighbour_pairs(part.grid.cells, part.grid.layout)]
         self.channels = Channels(rank, self.maker.channels("pipeline", pairs), self.device.torch_device)
         self.channels.connect()
         generator = torch.Generator().manual_seed(1)
@@ -85,13 +83,14 @@ class PacedStages(ModelRank):
         """`sides[name][phase][rank]`: the text of a program; phases are parted by a barrier. `prices`: by side."""
         names = {self.stages.ranks.pipeline_of(model, self.rank): model for model in self.parts}
         self.prices, self.side = prices, ""
-        self.pace = Pace({"action": lambda model, action: self.prices[self.side][model, str(action.kind)]})
+        self.pace = Pace({"action": lambda model, action, _: self.prices[self.side][model, str(action.kind)]})
         parts = {
             name: PipelineParts(
+                model,
                 {self.parts[model].number: self.parts[model].stage},
                 self.parts[model].optimizer,
                 torch.float32,
-                lambda start, action, _, model=model: self.pace.hold("action", start, model, action),
+                self.pace.hold,
             )
             for name, model in names.items()
         }
@@ -134,7 +133,7 @@ class PacedInstance(FusionRank):
 
     def __init__(self, rank: int, sizes: dict[str, Any], seed: int, cost: dict[str, Any]) -> None:
         super().__init__(rank, sizes, seed)
-        self.pace = Pace(from_json(PacedCost, cost, "costs", VERSION).prices(len(ROLES) - 1))
+        self.pace = Pace(PacedCost.from_dict(cost, "costs").prices(len(ROLES) - 1))
         self.engine.loop.hold = self.inter_stage.scorer.hold = self.pace.hold
 
     def run(self, threshold: int, limits: FusionLimits) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def generation_lines(
         "prefill": _line(costs.prefill_seconds, prefills),
         "score": _line(costs.score_seconds, packs),
         "migration": _line(costs.migration_seconds, moved),
-        "swap_in": costs.swap_in_seconds(),
+        "swap_in": costs.swap_in,
         "meeting": 0.0,
         "release": 0.0,
     }

@@ -20,6 +20,7 @@ class TrialCost(CostModel):
     prefill: Line  # of tokens, sequences
     speculation: Speculation | None  # None: no step had guesses
     rest: CostModel
+    reward: RewardCost | None = None
 
     @staticmethod
     def fit(steps: Sequence[StepObservation], rest: CostModel) -> TrialCost:
@@ -28,7 +29,7 @@ class TrialCost(CostModel):
         if not 0 < prefills < len(steps):
             made = f"{prefills} prefill and {len(steps) - prefills} decode steps"
             raise InputError(f"the trial made {made}; raise --trial")
-        return TrialCost(*fit_steps(steps), rest)
+        return TrialCost(*fit_steps(steps), rest, rest.reward)
 
     @property
     def decode_form(self) -> Form:
@@ -49,17 +50,18 @@ class TrialCost(CostModel):
     def transfer_form(self) -> Form:
         return self.rest.transfer_form
 
-    def swap_in_seconds(self) -> float:
-        return self.rest.swap_in_seconds()
+    @property
+    def swap_in(self) -> float:
+        return self.rest.swap_in
 
-    def barrier_seconds(self) -> float:
-        return self.rest.barrier_seconds()
+    @property
+    def meeting(self) -> float:
+        return self.rest.meeting
 
-    def release_seconds(self) -> float:
-        return self.rest.release_seconds()
+    @property
+    def release(self) -> float:
+        return self.rest.release
 
-    def capture_seconds(self) -> float:
-        return self.rest.capture_seconds()
-
-    def reward_call(self) -> RewardCost | None:
-        return self.rest.reward_call()
+    @property
+    def capture(self) -> float:
+        return self.rest.capture

@@ -71,8 +71,9 @@ class Cell:
 class JobCostWithTasks(JobCost):
     """Getting ready to score takes longer."""
 
-    def swap_in_seconds(self) -> float:
-        return super().swap_in_seconds() + TASK_SECONDS * len(self.scorers)
+    @property
+    def swap_in(self) -> float:
+        return super().swap_in + TASK_SECONDS * len(self.scorers)
 
 
 def cost_of(name: str, scalar_head: bool, layout: ParallelLayout) -> AnalyticCost:

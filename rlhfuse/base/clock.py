@@ -7,8 +7,12 @@ from collections.abc import Callable
 from functools import cache
 
 # Called when a piece of work is done, with its kind, when it began by `time.perf_counter`, and what was worked on;
-# returns when the piece has lasted as long as it is to (monitor/pace.py). None in its place: as long as it takes.
+# returns when the piece has lasted as long as it is to (monitor/pace.py).
 Hold = Callable[..., None]
+
+
+def unpaced(*_: object) -> None:
+    """A `Hold` under which work lasts as long as it takes."""
 
 
 def wall_seconds() -> float:

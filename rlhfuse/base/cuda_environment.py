@@ -1,10 +1,12 @@
 """What CUDA, NCCL and torch's allocator read from the environment at their start: set before anything imports torch.
 
-And, without torch, whether this machine has an NVIDIA driver.
+And what this machine has: an NVIDIA driver, found without torch; packages that a run can do without, of which it is
+known whether one can be used once it is imported, not once it is found.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
@@ -49,3 +51,16 @@ def recording_obstacle(environ: Mapping[str, str]) -> str:
     given = environ.get(REGISTER)
     said = f"{REGISTER} is not set" if given is None else f"{REGISTER}={given}"
     return f"{said}, and NCCL registers buffers in expandable segments when a graph records it; export {REGISTER}=0"
+
+
+def import_obstacle(module: str, title: str) -> str:
+    """Import `module` of an optional package, called `title`; why that is not possible, in one line, '' if it is."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == module.partition(".")[0]:
+            return f"{title} is not installed"
+        return f"{title} cannot be imported: {error}"
+    except Exception as error:  # whatever a broken installation raises: one for another torch lacks symbols
+        return f"{title} cannot be imported: {' '.join(str(error).split()) or type(error).__name__}"
+    return ""

@@ -9,12 +9,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.files import CHECK, read_text
+from rlhfuse.base.files import CHECK, read_lines, read_text
 
 LARGEST = 2**31 - 1  # of whole numbers without a limit of their own: torch and Megatron count in int32 in places
 DEEPEST = 100  # lists and objects within each other
@@ -41,6 +41,7 @@ JsonNumber = Annotated[Any, AfterValidator(_check_number)]  # what is an int sta
 JsonNumbers = Annotated[Any, AfterValidator(_check_numbers)]  # a number or a list of them
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
+Form = TypeVar("Form", bound="Versioned")
 
 
 def _whole(text: str) -> int:
@@ -126,6 +127,32 @@ def from_json(kind: type[Value], raw: Any, where: str, version: int | None = Non
         raise InputError(f"{where}: {_fault(error.errors(include_url=False)[0])}") from None
     except ValueError:  # of json.dumps
         raise InputError(f"{where}: a number in it is not finite; write it anew") from None
+
+
+class Versioned:
+    """A frozen dataclass that a file holds; `version` of its form is told first, and `kind` where files are alike."""
+
+    version: ClassVar[int]
+    kind: ClassVar[str] = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        kind = {"kind": self.kind} if self.kind else {}
+        return {"version": self.version, **kind, **to_json(self)}
+
+    @classmethod
+    def from_dict(cls: type[Form], raw: Any, where: str = "a file") -> Form:
+        """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
+        return from_json(cls, raw, where, cls.version)
+
+
+def read_json_lines(kind: type[Value], path: str | Path) -> list[Value]:
+    """All lines of a file as values of `kind`, without the unfinished last one of a killed run.
+
+    Raises InputError naming file and line.
+    """
+    lines = ((f"{path}:{number}", line) for number, line in read_lines(path, finished=True))
+    return [from_json(kind, json_value(line, where, own=False, fix="remove the line"), where) for where, line in lines]
 
 
 def _path(location: Sequence[str | int]) -> str:

@@ -31,11 +31,6 @@ class Role(str, Enum):
         return self in (Role.ACTOR, Role.CRITIC)
 
     @property
-    def scores(self) -> bool:
-        """It reads finished samples during inference."""
-        return self is not Role.ACTOR
-
-    @property
     def path_defaults(self) -> tuple[Role, ...]:
         """Roles whose checkpoint it takes when it is given none: the first that has one."""
         return {Role.CRITIC: (Role.REWARD, Role.ACTOR), Role.REFERENCE: (Role.ACTOR,)}.get(self, ())

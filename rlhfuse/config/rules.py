@@ -101,10 +101,8 @@ def _learning_rates(config: RunConfig) -> Iterator[str]:
         if optim.warmup_iterations and optim.lr_warmup_ratio:
             both = f"{where}.warmup_iterations={optim.warmup_iterations} and {where}.lr_warmup_ratio"
             yield f"{both}={optim.lr_warmup_ratio} both say how long the warm-up is; drop one"
-        warmup, end = (
-            max(optim.warmup_iterations, optim.lr_warmup_ratio * optim.lr_decay_iterations),
-            optim.lr_decay_iterations,
-        )
+        end = optim.lr_decay_iterations
+        warmup = max(optim.warmup_iterations, optim.lr_warmup_ratio * end)
         if optim.lr_scheduler_type != "constant" and warmup >= end:
             told = (
                 f"{where}.lr_scheduler_type={optim.lr_scheduler_type} has no iteration after the warm-up of {warmup:g}"

@@ -73,7 +73,7 @@ class AnalyticCost:
             weight_bytes=spec.layer_parameters * self.element_bytes,
             kv_bytes=2 * spec.kv_heads * spec.head_dim * self.element_bytes,
             byte_rate=tp * hardware.memory_bandwidth,
-            in_turns=self.in_turns,
+            in_turns=self.hardware.device.in_turns,
             floor=hardware.launch_seconds,
             decode_floor=hardware.decode_layer_seconds,
             moved_per_token=moved,
@@ -96,7 +96,7 @@ class AnalyticCost:
     def prefill_roofline(self) -> Roofline:
         """The same of a prefill, whose layers are launched on a CPU as those of a decode step are."""
         hardware = self.hardware
-        starts = hardware.decode_layer_seconds if self.in_turns else hardware.launch_seconds
+        starts = hardware.decode_layer_seconds if hardware.device.in_turns else hardware.launch_seconds
         return self.roofline._replace(floor=starts, passed=0.0)
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
@@ -156,11 +156,6 @@ class AnalyticCost:
     def moving_bandwidth(self) -> float:
         """Bytes/s that kernels between the products reach."""
         return self.hardware.memory_bandwidth * self.hardware.moved_share
-
-    @property
-    def in_turns(self) -> bool:
-        """Whether a device launches, reads and multiplies in turns, as a CPU's core does; on a GPU one hides others."""
-        return self.hardware.device.in_turns
 
     def _message_bytes(self, tokens: float) -> float:
         return tokens * self.spec.hidden * self.element_bytes
@@ -225,7 +220,7 @@ class AnalyticCost:
     def _products_backward(self, tokens: float, sequences: float) -> float:
         """A layer's products backwards; it launches as much as a forward does on a CPU, and twice that on a GPU where
         that was not measured."""
-        launches = self.hardware.launch_seconds * (1 if self.in_turns else BACKWARD_OVER_FORWARD)
+        launches = self.hardware.launch_seconds * (1 if self.hardware.device.in_turns else BACKWARD_OVER_FORWARD)
         floor = (self.hardware.backward_launch_seconds or launches) / BACKWARD_OVER_FORWARD
         return BACKWARD_OVER_FORWARD * roofline.layer_seconds(self.roofline._replace(floor=floor), tokens, sequences)
 

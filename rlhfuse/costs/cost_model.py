@@ -120,6 +120,13 @@ class CostModel(Protocol):
         """What a decode step of `batch` sequences has beside its form."""
         return DecodeRow()
 
+    # seconds beside the forms
+    swap_in: float  # of loading the weights of all models that score from host memory
+    capture: float  # of recording one shape of a decode step as a CUDA graph; 0: that is not done, or was not measured
+    meeting: float  # of agreeing who holds what, from the last to come until all go on; 0: only a job could measure it
+    release: float  # of giving back cache and weights where nothing more decodes, before others are loaded; likewise
+    reward: RewardCost | None = None  # a sample's call of the function; None: there is none, or it was not measured
+
     convex: ClassVar[bool] = False  # whether seconds of steps and forwards are known to be, in each count
     measures_training: ClassVar[bool] = False
 
@@ -172,23 +179,3 @@ class CostModel(Protocol):
         size = 1 << 24
         seconds = self.migration_seconds(2 * size) - self.migration_seconds(size)
         return size / seconds if seconds > 0 else math.inf
-
-    def swap_in_seconds(self) -> float:
-        """Loading the weights of the three models from host memory."""
-        ...
-
-    def capture_seconds(self) -> float:
-        """Recording one shape of a decode step as a CUDA graph; 0 where that is not done, or was not measured."""
-        return 0.0
-
-    def barrier_seconds(self) -> float:
-        """Agreeing who holds what, from the last to come until all go on; 0 where only a job could measure it."""
-        return 0.0
-
-    def release_seconds(self) -> float:
-        """Giving back the cache and the weights of an instance that decodes no more, before others are loaded."""
-        return 0.0
-
-    def reward_call(self) -> RewardCost | None:
-        """A sample's call of the reward function; None where there is no such function or it was not measured."""
-        return None

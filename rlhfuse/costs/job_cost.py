@@ -19,6 +19,7 @@ class JobCost(CostModel):
     """
 
     convex = True
+    meeting = release = 0.0
 
     actor: AnalyticCost
     scorers: tuple[AnalyticCost, ...]
@@ -56,14 +57,13 @@ class JobCost(CostModel):
     def decode_row(self, batch: float) -> DecodeRow:
         return self.actor.decode_row(batch)
 
-    def swap_in_seconds(self) -> float:
+    @cached_property
+    def swap_in(self) -> float:
         return sum(scorer.memory.weights_bytes() / scorer.hardware.host_bandwidth for scorer in self.scorers)
 
-    def capture_seconds(self) -> float:
+    @cached_property
+    def capture(self) -> float:
         return self.actor.capture_seconds()
-
-    def reward_call(self) -> RewardCost | None:
-        return self.reward
 
 
 def largest_flat_batch(costs: CostModel, median_context_tokens: float, limit: int, tolerance: float = 0.1) -> int:

@@ -11,17 +11,17 @@ import os
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.base.readable_bytes import readable_bytes
+from rlhfuse.base.remembered import remembered
 from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.hardware import at_speed, slowed
 from rlhfuse.costs.measured import MeasuredRatios, Work
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
-from rlhfuse.schedule.ir.ranks import FusedRanks, FusedShape
+from rlhfuse.schedule.ir.ranks import FusedRanks, FusedShape, neighbour_pairs
 from rlhfuse.schedule.rules.builders import pipeline_work
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -97,19 +97,17 @@ def rank_groups(
     optimizer takes norms `by_pipeline`; for the ends of the pipeline of a model that is `tied`; and a channel for each
     direction between neighbouring stages, of all models together.
     """
-    groups, channels = Counter[int](), Counter[int]()
+    groups = Counter[int]()
     every = len({layout.tp for layout in layouts.values()} - {1}) + (ranks.size > 1)
     pairs: set[tuple[int, int]] = set()
     for model, layout in ranks.shape.layouts.items():
         every += layout.dp > 1
         every += model in by_pipeline and layout.dp > 1 and layout.tp * layout.pp > 1
-        for name in ranks.shape.share(model).names:
-            stages = ranks.stages(0, name)
-            if model in tied and layout.pp > 1:
-                groups.update({*stages[0], *stages[-1]})
-            for here, there in itertools.pairwise(stages):
-                pairs |= {pair for a, b in zip(here, there) if a != b for pair in ((a, b), (b, a))}
-    channels.update(rank for pair in pairs for rank in pair)
+        cells = ranks.pipelines(model)[: ranks.shape.share(model).pipelines]
+        for places in cells if model in tied and layout.pp > 1 else ():
+            groups.update({*places[0], *places[-1]})
+        pairs.update(neighbour_pairs(cells, layout))
+    channels = Counter(rank for pair in pairs for rank in pair)
     return {rank: (every + groups[rank], channels[rank]) for rank in range(ranks.size // ranks.shape.replicas)}
 
 
@@ -153,9 +151,11 @@ class SharedCores:
     def _alone(self) -> float:
         return min(self.threads, self.count)
 
+    @remembered  # every table of layouts asks for the same
     def rates(self, core: HardwareSpec, work: Work) -> HardwareSpec:
         """Rates of a rank in this work, of those of a core or a GPU."""
-        return _rates(self, core, work)
+        alone = self.in_turns(core) if work == "training" else self.together(core)
+        return slowed(alone, self.ratios.of(work))
 
     def together(self, core: HardwareSpec) -> HardwareSpec:
         """Rates of a rank while all compute, of those of a core."""
@@ -183,9 +183,3 @@ class SharedCores:
             f"{self.ranks} ranks{threads} share this machine's {self.count:g} cores{others}: work of all at once takes "
             f"x{self.waiting:.3g}, and a mini-batch at least all ranks' work over the cores",
         )
-
-
-@lru_cache(maxsize=64)  # every table of layouts asks for the same
-def _rates(cores: SharedCores, core: HardwareSpec, work: Work) -> HardwareSpec:
-    alone = cores.in_turns(core) if work == "training" else cores.together(core)
-    return slowed(alone, cores.ratios.of(work))

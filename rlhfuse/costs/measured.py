@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.json_values import from_json, read_json, to_json
+from rlhfuse.base.json_values import Versioned, read_json
 from rlhfuse.costs.cost_model import CostModel, RewardCost
 from rlhfuse.costs.fits import Line, check_seconds
 from rlhfuse.costs.forms.form import DecodeRow, Form
@@ -22,7 +22,6 @@ from rlhfuse.costs.speculation import Speculation, StepObservation, fit_steps
 
 COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}
 MEDIANS = ("swap_in", "meeting", "release")
-VERSION = 4
 Work = Literal["generation", "inference", "training", "moves"]
 Row = Sequence[float]  # counts, then seconds
 
@@ -44,16 +43,17 @@ class MeasuredRatios:
         return getattr(self, work)
 
     def __str__(self) -> str:
-        works = "generation", "inference", "training", "moves"
-        return ", ".join(f"{work} x{getattr(self, work):.2g}" for work in works)
+        return ", ".join(f"{work} x{self.of(work):.2g}" for work in get_args(Work))
 
 
 @dataclass(frozen=True)
-class MeasuredCost(CostModel):
-    """Fitted to observations of one instance; swap-in, barrier (`meeting` in costs.json) and release are medians.
+class MeasuredCost(Versioned, CostModel):
+    """Fitted to observations of one instance; swap-in, meeting (at the barrier) and release are medians.
 
     Means: a call of the reward function, None where there is none; `capture`, 0 where no CUDA graph was recorded.
     """
+
+    version = 4
 
     decode: Line  # of batch, context tokens; without guesses
     prefill: Line  # of tokens, sequences
@@ -132,21 +132,6 @@ class MeasuredCost(CostModel):
     def transfer_form(self) -> Form:
         return Form.of_line(self.migration)
 
-    def swap_in_seconds(self) -> float:
-        return self.swap_in
-
-    def barrier_seconds(self) -> float:
-        return self.meeting
-
-    def release_seconds(self) -> float:
-        return self.release
-
-    def capture_seconds(self) -> float:
-        return self.capture
-
-    def reward_call(self) -> RewardCost | None:
-        return self.reward
-
     def __str__(self) -> str:
         lines = (f"{kind:10s} {getattr(self, kind).describe(*names)}" for kind, names in COLUMNS.items())
         move = f"{self.migration.constant * 1e6:.1f} us + {self.migration.slopes[0] * 1e6:.6f} us x bytes"
@@ -155,14 +140,6 @@ class MeasuredCost(CostModel):
         capture = [f"capture    {self.capture * 1e3:.1f} ms a shape"] if self.capture else []
         guesses = [f"guesses    {self.speculation}"] if self.speculation else []
         return "\n".join((*lines, f"migration  {move}", *medians, *reward, *capture, *guesses))
-
-    def to_dict(self) -> dict:
-        return to_json(self, VERSION)
-
-    @staticmethod
-    def from_dict(raw: Any, where: str = "measured costs") -> MeasuredCost:
-        """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
-        return from_json(MeasuredCost, raw, where, VERSION)
 
 
 def load_measured_cost(path: str | Path) -> MeasuredCost:

@@ -9,24 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.json_values import from_json, read_json, to_json
+from rlhfuse.base.json_values import Versioned, read_json
 from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.cost_model import CostModel, TrainingCost
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.costs.profiled import VERSION, ProfiledCost, made_for
+from rlhfuse.costs.profiled import ProfiledCost, made_for
 from rlhfuse.decisions.layouts import Task
-
-KIND = "profiles"
 
 
 @dataclass(frozen=True)
-class TensorProfiles:
+class TensorProfiles(Versioned):
     """`profiles`: in each every task has the same degree."""
+
+    version, kind = ProfiledCost.version, "profiles"
 
     profiles: tuple[ProfiledCost, ...]
 
@@ -79,22 +78,14 @@ class TensorProfiles:
     def __str__(self) -> str:
         return "\n".join(f"tensor degree {tp}\n{profile}" for tp, profile in zip(self.degrees, self.profiles))
 
-    def to_dict(self) -> dict:
-        return {"version": VERSION, "kind": KIND, **to_json(self)}
-
-    @staticmethod
-    def from_dict(raw: Any, where: str = "profile") -> TensorProfiles:
-        """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
-        return from_json(TensorProfiles, raw, where, VERSION)
-
 
 def load_costs(path: str | Path) -> CostModel | TensorProfiles:
     """profile.json of tools/profile_costs.py or the costs.json of a run. Raises InputError naming the file."""
     raw = read_json(path)
     kind = raw.get("kind") if isinstance(raw, dict) else None
-    if kind == KIND:
+    if kind == TensorProfiles.kind:
         return TensorProfiles.from_dict(raw, str(path))
-    return (ProfiledCost if kind == "profile" else MeasuredCost).from_dict(raw, str(path))
+    return (ProfiledCost if kind == ProfiledCost.kind else MeasuredCost).from_dict(raw, str(path))
 
 
 def run_costs(

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.json_values import from_json, to_json
+from rlhfuse.base.json_values import Versioned
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import TrainerConfig
@@ -21,8 +21,6 @@ from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, RewardCost, St
 from rlhfuse.costs.fits import Grid, check_seconds
 from rlhfuse.costs.forms.form import Form
 from rlhfuse.decisions.layouts import Task
-
-VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -53,18 +51,18 @@ class ProfiledTraining:
         grids, inner = self.grids, ((0.0, 0.0),) * (self.layout.stages - 1)
         layer = grids.layer_forward(micro.tokens), grids.layer_backward(micro.tokens)
         ends = grids.ends_forward(micro.outputs), grids.ends_backward(micro.outputs)
-        return StageSeconds(layer, (*inner, ends), self._split(micro.tokens))
-
-    def _split(self, tokens: float) -> tuple[float, float] | None:
-        backward, weights = self.grids.layer_backward_input, self.grids.layer_weight_gradient
-        return None if backward is None or weights is None else (backward(tokens), weights(tokens))
+        backward, weights = grids.layer_backward_input, grids.layer_weight_gradient
+        split = None if backward is None or weights is None else (backward(micro.tokens), weights(micro.tokens))
+        return StageSeconds(layer, (*inner, ends), split)
 
 
 @dataclass(frozen=True)
-class ProfiledCost(CostModel):
+class ProfiledCost(Versioned, CostModel):
     """A CostModel of one generation instance; saves as JSON."""
 
+    version, kind = 2, "profile"
     measures_training = True
+    meeting = release = capture = 0.0
 
     made_for: Mapping[str, Any]  # device, dtype, tensor degrees, and each model's shape as text
     decode: Grid  # of batch, context of one sequence
@@ -98,12 +96,6 @@ class ProfiledCost(CostModel):
     def _part(self, role: str) -> float:
         """Part of an instance that a replica of a model that scores has."""
         return int(self.made_for[f"{role}_inference_tp"]) / int(self.made_for["generation_tp"])
-
-    def swap_in_seconds(self) -> float:
-        return self.swap_in
-
-    def reward_call(self) -> RewardCost | None:
-        return self.reward
 
     def training_cost(self, role: str, analytic: TrainingCost) -> TrainingCost:
         known, layout = self.training.get(role), analytic.layout
@@ -146,14 +138,6 @@ class ProfiledCost(CostModel):
         grids |= {f"training {role}": grids.layer_forward for role, grids in sorted(self.training.items())}
         rows = [f"{name:18s} {grid.describe()}" for name, grid in grids.items()]
         return "\n".join((*rows, f"swap-in            {self.swap_in * 1e3:.3f} ms"))
-
-    def to_dict(self) -> dict:
-        return {"version": VERSION, "kind": "profile", **to_json(self)}
-
-    @staticmethod
-    def from_dict(raw: Any, where: str = "profile") -> ProfiledCost:
-        """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
-        return from_json(ProfiledCost, raw, where, VERSION)
 
 
 def shape_text(spec: ModelSpec) -> str:

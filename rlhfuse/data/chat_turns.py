@@ -81,7 +81,7 @@ class ChatTurns:
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self._end_ids = {number: tokenizer.decode([number], skip_special_tokens=False) for number in end_ids}
         self._assistant = {}, "dict"  # further keys of an assistant's turn, and how it holds arguments
-        self._head = self._generation_head()
+        self._head = self._render([_USER], head=True)[len(self._render([_USER])) :]
         self._assistant = self._find_assistant(most)
         ends = [number for number in self._end_ids if self._is_end(number, most)]
         if not ends:
@@ -141,10 +141,6 @@ class ChatTurns:
             return self._tokenizer.apply_chat_template(list(messages), **made)
         except Exception as error:  # a template may refuse in any way
             raise InputError(f"the chat template refuses {len(messages)} turns with tools ({error})") from None
-
-    def _generation_head(self) -> str:
-        before = self._render([_USER])
-        return self._render([_USER], head=True)[len(before) :]
 
     def _turns(self, tools: Sequence[str], answers: Sequence[str]) -> list[dict[str, Any]]:
         """A user's turn, an assistant's with calls of these tools, and their answers."""

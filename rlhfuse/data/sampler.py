@@ -21,8 +21,6 @@ class PromptSampler:
         drawn: list[int] = []
         while len(drawn) < count:
             epoch, offset = divmod(first + len(drawn), self.prompts)
-            drawn += self._epoch(epoch)[offset : offset + count - len(drawn)]
+            order = np.random.default_rng([self.seed % 2**64, _SHUFFLE, epoch]).permutation(self.prompts)
+            drawn += order[offset : offset + count - len(drawn)].tolist()
         return drawn
-
-    def _epoch(self, epoch: int) -> list[int]:
-        return np.random.default_rng([self.seed % 2**64, _SHUFFLE, epoch]).permutation(self.prompts).tolist()

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.files import AppendFile, read_lines
-from rlhfuse.base.json_values import from_json, json_value
+from rlhfuse.base.files import AppendFile
+from rlhfuse.base.json_values import read_json_lines
 from rlhfuse.data.tool_set import ToolCall
 
 FILES = "tool_calls.*.jsonl"
@@ -59,9 +59,9 @@ class ToolJournal:
     def __init__(self, folder: Path, rank: int, first: int | None, replay: str = "") -> None:
         """`first`: the iteration with which the folder's run goes on, and may repeat the evaluation before; None: it
         begins, and this rank's file anew. Raises InputError."""
-        known = [entry for file in journal_files(Path(replay)) for entry in read_journal(file)] if replay else []
-        for file in journal_files(folder) if first is not None else ():
-            known += [entry for entry in read_journal(file) if int(entry.iteration.split("/")[0]) + 1 >= (first or 0)]
+        known = _entries(Path(replay)) if replay else []
+        if first is not None:
+            known += [entry for entry in _entries(folder) if int(entry.iteration.split("/")[0]) + 1 >= first]
         self._known = {entry.key: entry for entry in known}
         self._file = AppendFile(folder / FILES.replace("*", str(rank)), keep_bytes=0 if first is None else None)
 
@@ -81,16 +81,11 @@ def journal_files(folder: Path) -> Sequence[Path]:
     return sorted(folder.glob(FILES))
 
 
+def _entries(folder: Path) -> list[JournalEntry]:
+    return [entry for file in journal_files(folder) for entry in read_json_lines(JournalEntry, file)]
+
+
 def check_replay(folder: str) -> None:
     """Raise InputError unless the folder holds journals."""
     if folder and not journal_files(Path(folder)):
         raise InputError(f"{REPLAY}={folder} has no {FILES}; give the folder of a run that called tools")
-
-
-def read_journal(file: Path) -> list[JournalEntry]:
-    """All entries in order, without the unfinished last one of a killed run. Raises InputError naming file and line."""
-    entries = []
-    for number, line in read_lines(file, finished=True):
-        where = f"{file}:{number}"
-        entries.append(from_json(JournalEntry, json_value(line, where, own=False, fix="remove the line"), where))
-    return entries

@@ -55,7 +55,9 @@ class BatchArithmetic:
         if fusion.actor_microbatches != AUTO:
             cut = MicrobatchCut.by_samples(fusion.actor_microbatches, *sizes)
         else:
-            how = multiple_of(actor, critic, fusion.by_rule), _least(actor, critic)
+            # as many as fill every model's pipelines once
+            least = max(-(-layout.dp * layout.pp // actor.dp) for layout in (actor, critic) if layout)
+            how = multiple_of(actor, critic, fusion.by_rule), least
             cut = MicrobatchCut.by_tokens(int(fusion.microbatch_tokens), *sizes, *how)
         return BatchArithmetic(
             prompts=rollout.prompts_per_iteration,
@@ -101,16 +103,13 @@ class BatchArithmetic:
             counts = [str(self.microbatches_of(rung)[model]) for rung in self.cut.rungs]
             parts = f"{self.samples_per_minibatch} samples / ({pipelines[model]} {model} pipelines x"
             if self.by_tokens:
-                lines.append(f"{parts} {' or '.join(counts)} micro-batches), the first with {self._most} each")
+                most = f"at most {self.cut.tokens:,.0f} tokens"
+                lines.append(f"{parts} {' or '.join(counts)} micro-batches), the first with {most} each")
             else:
                 each = self.samples_per_minibatch / self.most_microbatches
                 lines.append(f"{parts} {counts[0]} micro-batches) = {each:.4g} samples per micro-batch")
         steps = f"{self.minibatches} mini-batches x {self.epochs} epochs = {self.optimizer_steps} optimizer steps"
         return [*lines, steps] if self.epochs > 1 else lines
-
-    @property
-    def _most(self) -> str:
-        return f"at most {self.cut.tokens:,.0f} tokens"
 
 
 def multiple_of(actor: ParallelLayout, critic: ParallelLayout | None, by_rule: bool) -> int:
@@ -122,23 +121,15 @@ def multiple_of(actor: ParallelLayout, critic: ParallelLayout | None, by_rule: b
     return math.lcm(*(part // math.gcd(actor.dp, part) for part in parts))
 
 
-def _least(actor: ParallelLayout, critic: ParallelLayout | None) -> int:
-    """As many as fill every model's pipelines once."""
-    return max(-(-layout.dp * layout.pp // actor.dp) for layout in (actor, critic) if layout)
-
-
 def resolve_batch(config: RunConfig) -> RunConfig:
     """`config` with its number of mini-batches. A given one stays; what cannot be is for `LayoutRules` to refuse."""
     samples = config.samples_per_iteration
     minibatches, microbatches = config.algorithm.minibatches, config.fusion.actor_microbatches
     if minibatches != AUTO:
         return config
-    actor, critic = (_pipelines(getattr(config.parallel, f"{role}_train")) for role in ("actor", "critic"))
+    layouts = config.parallel.actor_train, config.parallel.critic_train
+    actor, critic = (1 if layout == AUTO else ParallelLayout.parse(layout).dp for layout in layouts)
     step = critic // math.gcd(actor, critic) if config.algorithm.has_critic else 1  # of M1, for K1*M1 = K2*M2
     least = max(LEAST_SAMPLES, actor * step) if microbatches == AUTO else actor * microbatches
     counts = (count for count in range(MOST, 1, -1) if samples % count == 0 and samples // count >= least)
     return config.with_(algorithm={"minibatches": next(counts, 1)})
-
-
-def _pipelines(layout: str) -> int:
-    return 1 if layout == AUTO else ParallelLayout.parse(layout).dp

@@ -31,11 +31,6 @@ def rounded_width(blocks: int, most: int, block_tokens: int) -> int:
     return max(blocks, min(width, most))
 
 
-def rounded_queries(queries: int) -> int:
-    """Rows of each sequence in a step in which one has so many: its token and guesses of the next."""
-    return power_of_two(queries)
-
-
 def queries_within(rows: int, sequences: int, most: int) -> int:
     """Queries that each of so many sequences may have in a step of at most `rows` rows: a power of two, or none."""
     each = min(rows // rounded_rows(sequences, most), MOST_QUERIES)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rlhfuse.base.clock import Hold
+from rlhfuse.base.clock import Hold, unpaced
 from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.gen.core.draws import Draws, Launched
 from rlhfuse.gen.core.forward_batch import ForwardBatch, ScheduledSequence
@@ -66,7 +66,7 @@ class StepLoop:
         self._runs_ahead = options.run_ahead and forward.runs_ahead
         self._leave_batch, self._detokenize = leave, detokenize
         self.in_flight: LaunchedStep | None = None  # launched, its draws are not read
-        self.hold: Hold | None = None  # of steps, with sequences, tokens of context and tokens of prompts
+        self.hold: Hold = unpaced  # of steps, with sequences, tokens of context and tokens of prompts
         self._certain_end = False  # one of its sequences ends with it, whatever is drawn
         self._clock = self._seconds = 0.0  # when the running call began; spent in earlier ones since draws were read
         self.last_step = StepStats()
@@ -177,14 +177,13 @@ class StepLoop:
                     self._leave_batch(seq)
                     finished.append(seq.result())
             row += 1 + len(guesses)
-        if self.hold:
-            stats = step.stats
-            self.hold("step", self._clock - self._seconds, stats.batch, stats.context_tokens, stats.prefill_tokens)
+        stats = step.stats
+        self.hold("step", self._clock - self._seconds, stats.batch, stats.context_tokens, stats.prefill_tokens)
         now = self._now()
-        self.last_step = step.stats._replace(seconds=self._seconds + now - self._clock, accepted_tokens=accepted)
+        self.last_step = stats._replace(seconds=self._seconds + now - self._clock, accepted_tokens=accepted)
         self._clock, self._seconds = now, 0.0
-        if self.guesser and self.guesser.measured and not step.stats.prefill_tokens:
-            self.guesser.measured.observe(self.last_step.observation(), step.stats.searched)
+        if self.guesser and self.guesser.measured and not stats.prefill_tokens:
+            self.guesser.measured.observe(self.last_step.observation(), stats.searched)
         return finished
 
     def _now(self) -> float:

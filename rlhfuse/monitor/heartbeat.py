@@ -28,7 +28,7 @@ class ProcessName:
     """A process, unique over hosts, boots and reuse of pids."""
 
     host: str
-    machine: str  # boot and process namespace: only within one can a pid be looked up
+    machine: str  # host, boot and process namespace: only within one can a pid be looked up
     pid: int
     started: str  # the kernel's start time
 
@@ -36,7 +36,8 @@ class ProcessName:
     def own() -> ProcessName:
         status = process_status(os.getpid())
         assert status is not None, "this process runs"
-        return ProcessName(socket.gethostname(), _machine(), os.getpid(), status[1])
+        host, boot = socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return ProcessName(host, f"{host} {boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), status[1])
 
     def is_gone(self, machine: str) -> bool:
         """Whether the process is known to have ended; never true of a process on another machine."""
@@ -208,12 +209,6 @@ class PeerTable:
             lines.append(f"  {beat} {seen}: {beat.doing}")
         more = len(self._latest) - len(lines)
         return "\n".join(lines + ([f"  and {more} more ranks"] if more else []))
-
-
-def _machine() -> str:
-    """Host, boot and process namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def process_seconds() -> float:

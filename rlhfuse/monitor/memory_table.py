@@ -53,7 +53,10 @@ class MemoryTable:
                 continue  # the start is in no iteration
             peak = _peak_of(phase["phase"])
             fullest = max(kept, key=peak)
-            planned, expected = (_needed(memory, phase, share) for share in (1.0, _share(memory, phase, fullest)))
+            share = 1.0
+            if phase["phase"] == "training":  # activations are in proportion to the tokens of a micro-batch
+                share = fullest["perf/microbatch_tokens"] / memory["microbatch_tokens"]
+            planned, expected = (_needed(memory, phase, part) for part in (1.0, share))
             rows.append(MemoryRow(phase["phase"], planned, expected, peak(fullest)))
         return MemoryTable(tuple(rows))
 
@@ -87,8 +90,3 @@ def _needed(memory: Mapping[str, Any], phase: Mapping[str, Any], activations: fl
 def _process(memory: Mapping[str, Any]) -> float:
     """Bytes of a process without models; on a GPU torch's allocator, whose peaks were measured, knows nothing of it."""
     return 0 if memory["own_memory"] else memory["process_bytes"]
-
-
-def _share(memory: Mapping[str, Any], phase: Mapping[str, Any], row: Mapping[str, Any]) -> float:
-    """Activations are in proportion to the tokens of a micro-batch."""
-    return row["perf/microbatch_tokens"] / memory["microbatch_tokens"] if phase["phase"] == "training" else 1.0

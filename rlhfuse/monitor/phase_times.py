@@ -83,11 +83,6 @@ def samples_per_second(rows: Sequence[Mapping[str, Any]]) -> float:
     return sum(row["perf/samples_per_second"] * row["timing_s/step"] for row in kept) / seconds if seconds else 0.0
 
 
-def _mean(rows: Sequence[Mapping[str, Any]], metric: str) -> float:
-    """Over all rows: what a row lacks (no evaluation followed it) took no time."""
-    return sum(row.get(metric) or 0.0 for row in rows) / len(rows)
-
-
 def render_phase_times(rows: Sequence[Mapping[str, Any]]) -> str:
     """The table as text, printed at the end of a run."""
     times = phase_times(rows)
@@ -95,5 +90,6 @@ def render_phase_times(rows: Sequence[Mapping[str, Any]]) -> str:
     width = max(len(phase.name) for phase in times)
     lines = [f"mean of {len(kept)} iterations, {samples_per_second(rows):.4g} samples per second"]
     lines += [f"  {phase.name:{width}s} {phase.seconds:9.3f} s {phase.share:6.1%}" for phase in times]
-    used = [f"{name} {_mean(kept, metric):.1%}" for metric, name in UTILISATION.items() if metric in kept[-1]]
+    known = {name: metric for metric, name in UTILISATION.items() if metric in kept[-1]}  # 0 where a row lacks it
+    used = [f"{name} {statistics.fmean(row.get(of) or 0.0 for row in kept):.1%}" for name, of in known.items()]
     return "\n".join([*lines, f"share of the ranks' peak FLOP/s: {', '.join(used)}"] if used else lines)

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhfuse.base.files import AppendFile, read_lines
-from rlhfuse.base.json_values import from_json, json_value
+from rlhfuse.base.files import AppendFile
+from rlhfuse.base.json_values import read_json_lines
 from rlhfuse.monitor.metrics import finite_or_none
 
 
@@ -57,8 +57,4 @@ def _line(sample: SampleText) -> str:
 
 def read_samples(path: str | Path) -> list[SampleText]:
     """All lines in order, without the unfinished last one of a killed run. Raises InputError naming file and line."""
-    samples = []
-    for number, line in read_lines(path, finished=True):
-        where = f"{path}:{number}"
-        samples.append(from_json(SampleText, json_value(line, where, own=False, fix="remove the line"), where))
-    return samples
+    return read_json_lines(SampleText, path)

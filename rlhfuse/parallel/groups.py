@@ -115,18 +115,15 @@ class GroupMaker:
 
         `purpose` keeps what two models that train at the same time must not share apart.
         """
-
-        def mine(kind: str, every: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
-            groups = {ranks: self.group(f"{purpose}.{kind}", ranks) for ranks in every}
-            return next((group for ranks, group in groups.items() if rank in ranks), None)
-
         cells, layout = grid.cells, grid.layout
-        tp = self.tensor_ranks([cell for stages in cells for cell in stages], rank)
+        tp = self.own("tp", [cell for stages in cells for cell in stages], rank)  # the same for all models
         pipelines = [tuple(sorted(r for cell in stages for r in cell)) for stages in cells]
-        mp = mine("mp", pipelines) if len(pipelines) > 1 else self.everyone(f"{purpose}.mp", pipelines[0])
-        dp = mine("dp", [tuple(s[p][t] for s in cells) for p in range(layout.pp) for t in range(layout.tp)])
+        name = f"{purpose}.mp"
+        mp = self.own(name, pipelines, rank) if len(pipelines) > 1 else self.everyone(name, pipelines[0])
+        replicas = [tuple(s[p][t] for s in cells) for p in range(layout.pp) for t in range(layout.tp)]
+        dp = self.own(f"{purpose}.dp", replicas, rank)
         ends = [tuple(sorted((s[0][t], s[-1][t]))) for s in cells for t in range(layout.tp)] if layout.pp > 1 else []
-        embd = mine("embd", ends)
+        embd = self.own(f"{purpose}.embd", ends, rank)
         everyone = self.everyone(f"{purpose}.all", grid.ranks)
         # of these Megatron asks the rank and the size alone
         pp = tp_dp = alone = None
@@ -140,9 +137,9 @@ class GroupMaker:
         same |= dict.fromkeys(("mp", "tp_ep_pp"), mp) | dict.fromkeys(("cp", "ep"), alone)
         return ProcessGroupCollection(pp=pp, embd=embd, pos_embd=None, tp_dp_cp=tp_dp, intra_dist_opt=everyone, **same)
 
-    def tensor_ranks(self, cells: Sequence[tuple[int, ...]], rank: int) -> Any:
-        """The group of `rank` among `cells` of tensor ranks, the same for all models; None if it is in none."""
-        groups = {ranks: self.group("tp", ranks) for ranks in cells}
+    def own(self, purpose: str, every: Sequence[tuple[int, ...]], rank: int) -> Any:
+        """The group of `rank` among `every` one; None if it is in none."""
+        groups = {ranks: self.group(purpose, ranks) for ranks in every}
         return next((group for ranks, group in groups.items() if rank in ranks), None)
 
     def everyone(self, purpose: str, ranks: tuple[int, ...]) -> Any:

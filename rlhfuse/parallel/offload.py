@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -82,30 +83,25 @@ class WeightMemory:
 class OffloadedWeights(WeightMemory):
     """The weights of one module in host memory; the module is usable between load and release."""
 
-    def __init__(self, module: torch.nn.Module, device: Device) -> None:
-        super().__init__(module, device)
-        self._host: HostBlock | None = None
+    @cached_property
+    def _host(self) -> HostBlock:
+        return HostBlock(self._kinds, self._device)
 
     @property
     def host_bytes(self) -> int:
-        return self._host.nbytes if self._host else 0
-
-    @property
-    def _copies(self) -> Mapping[str, Tensor]:
-        if self._host is None:
-            self._host = HostBlock(self._kinds, self._device)
-        return self._host.tensors
+        """0 before anything was copied."""
+        return self._host.nbytes if "_host" in vars(self) else 0
 
     def expose(self) -> None:
         """Make the copies in host memory the module's weights, for who fills them there; `release` ends that."""
         for name, weight in self.module.named_parameters():
-            weight.data = self._copies[name]
+            weight.data = self._host.tensors[name]
 
     @torch.no_grad()
     def offload(self) -> None:
         """Copy the module's weights to the host and release the device memory."""
         for name, weight in self.module.named_parameters():
-            self._copies[name].copy_(weight.data, non_blocking=True)
+            self._host.tensors[name].copy_(weight.data, non_blocking=True)
         self._finish_copies()
         self.release()
 
@@ -119,7 +115,7 @@ class OffloadedWeights(WeightMemory):
     def copy_in(self) -> None:
         """Fill the memory that was allocated, in the current stream, and wait until the weights are there."""
         for name, weight in self.module.named_parameters():
-            weight.data.copy_(self._copies[name], non_blocking=True)
+            weight.data.copy_(self._host.tensors[name], non_blocking=True)
         self._finish_copies()
 
     def _finish_copies(self) -> None:

@@ -39,5 +39,5 @@ def graph_capture(draft: PlanDraft, kept: bool) -> GraphCapture | None:
     tokens = range(limits.max_prompt_tokens + 1, limits.longest)
     sizes = estimated.spec.context, limits.block_tokens, limits.max_sequences
     shapes = shapes_of_generation(draft.batch.samples_per_instance, tokens, *sizes)
-    measured = draft.costs.capture_seconds() if config.fusion.profile else 0.0
+    measured = draft.costs.capture if config.fusion.profile else 0.0
     return GraphCapture(shapes, measured or estimated.capture_seconds(), bool(measured), not kept)

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.json_values import from_json, read_json, to_json
+from rlhfuse.base.json_values import read_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.cost_model import MicrobatchTokens, StageSeconds, TrainingCost
 from rlhfuse.costs.fits import Line, check_seconds
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.schedule.ir.action import Action, Kind
-
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,7 @@ class PacedCost(MeasuredCost):
     """`migration` is of keys and values of which a token has `token_bytes`; `models`: whose costs these are."""
 
     measures_training = True
+    version = 1
 
     models: str
     token_bytes: int
@@ -113,13 +111,10 @@ class PacedCost(MeasuredCost):
     def move_seconds(self, role: str, analytic: float = 0.0) -> float:
         return self.training[role].move
 
-    def to_dict(self) -> dict[str, Any]:
-        return to_json(self, VERSION)
-
 
 def load_paced_cost(path: str | Path) -> PacedCost:
     """Inverse of `PacedCost.to_dict`. Raises InputError naming the file and the field."""
-    return from_json(PacedCost, read_json(path, fix="tools/plan.py --pace writes one"), str(path), VERSION)
+    return PacedCost.from_dict(read_json(path, fix="tools/plan.py --pace writes one"), str(path))
 
 
 def _times(line: Line, factor: float) -> Line:

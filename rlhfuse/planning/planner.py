@@ -57,7 +57,7 @@ def parse_plan(draft: PlanDraft, text: str) -> RunPlan:
     raw = json.loads(text)
     texts = {int(rung): lines for rung, lines in raw["schedules"].items()}
     schedules = {rung: Schedule.parse(problem, texts[rung]) for rung, problem in draft.problems.items()}
-    return _run_plan(draft, schedules, PlanReport.from_dict(raw["report"]))
+    return _run_plan(draft, schedules, PlanReport.from_dict(raw["report"], "plan"))
 
 
 def _run_plan(draft: PlanDraft, schedules: Mapping[int, Schedule], report: PlanReport) -> RunPlan:

@@ -96,7 +96,7 @@ class Reasons:
         """What a call of the reward function counts, where there is one."""
         if not self.config.reward.function:
             return ()
-        if call := costs.reward_call():
+        if call := costs.reward:
             at_once = self.config.reward.workers * call.at_once
             return (f"a call of reward.function counts {call.seconds:.3g} s, {at_once} at once",)
         return ("what a call of reward.function takes is unknown: it counts nothing until the run has measured it",)
@@ -188,7 +188,7 @@ class Reasons:
         scorers = self.config.scorers()
         if not memory.hardware.device.own_memory or not scorers:
             return
-        early, seconds = scorers[: len(memory.early)], costs.swap_in_seconds()
+        early, seconds = scorers[: len(memory.early)], costs.swap_in
         loading = f"loading {', '.join(scorers)} takes {seconds:.2g} s of an instance"
         if not early:
             most = f"{KEEPING_PART:.0%} of the limit"

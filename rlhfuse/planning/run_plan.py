@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from rlhfuse.base.json_values import from_json, to_json
+from rlhfuse.base.json_values import Versioned
 from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.layout_moves import LayoutMove, move_lines
@@ -31,7 +30,6 @@ from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 from rlhfuse.simulator.threshold import Threshold
 
-VERSION = 4
 WORTH_SEARCHING = 0.01  # gap of a schedule above which people should know how to search on
 
 
@@ -99,10 +97,8 @@ class ScheduleSummary:
     def _other_line(self, other: OrderPromise) -> str:
         if other.makespan_seconds is None or other.peak_activation_bytes is None:
             return f"{other.setting}: not here: {other.why_not}"
-        times, held = (
-            other.makespan_seconds / self.likeliest.makespan_seconds,
-            readable_bytes(other.peak_activation_bytes),
-        )
+        times = other.makespan_seconds / self.likeliest.makespan_seconds
+        held = readable_bytes(other.peak_activation_bytes)
         most = "at most " if other.searched else ""
         return f"{other.setting}: {most}{other.makespan_seconds:.4g} s (x{times:.3g}), activations up to {held}"
 
@@ -142,8 +138,10 @@ class GenerationPlan:
 
 
 @dataclass(frozen=True)
-class PlanReport:
+class PlanReport(Versioned):
     """A run's decisions and its predicted cost. `files` are what the run will write: names, and what each is."""
+
+    version = 4
 
     ranks: PlannedRanks
     tasks: tuple[Task, ...]
@@ -158,14 +156,6 @@ class PlanReport:
     files: tuple[tuple[str, str], ...]
     reasons: tuple[str, ...]
     traffic: tuple[TrafficRow, ...] = ()  # plans of before do not say
-
-    def to_dict(self) -> dict[str, Any]:
-        return to_json(self, VERSION)
-
-    @staticmethod
-    def from_dict(raw: Mapping[str, Any], where: str = "plan") -> PlanReport:
-        """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
-        return from_json(PlanReport, raw, where, VERSION)
 
     @property
     def title(self) -> str:

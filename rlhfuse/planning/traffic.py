@@ -15,7 +15,7 @@ from rlhfuse.costs.layout_moves import LayoutMove
 from rlhfuse.decisions.layouts import Task
 from rlhfuse.decisions.shards import Cells
 from rlhfuse.planning.draft import PlanDraft
-from rlhfuse.schedule.ir.ranks import plain_cells
+from rlhfuse.schedule.ir.ranks import neighbour_pairs, plain_cells
 from rlhfuse.simulator.simulation import Simulation
 
 Sent = Iterator[tuple[int, int, float]]  # sender, receiver, bytes
@@ -85,19 +85,12 @@ def _training(draft: PlanDraft, task: Task, cells: Cells) -> Iterator[tuple[str,
             for pair in zip(pipeline[0], pipeline[-1]):
                 yield from ring(pair, 2 * whole)
 
-    def states() -> Sent:
-        size = memory.hidden_bytes(_trained_tokens(draft) / layout.dp)
-        for pipeline in cells:
-            for stage in range(layout.stages - 1):
-                for one, other in zip(pipeline[stage % layout.pp], pipeline[(stage + 1) % layout.pp]):
-                    yield one, other, size
-                    yield other, one, size
-
     yield "gradients summed over replicas", round_replicas(lambda place: passes * memory.gradient_bytes(place))
     if zero:
         yield "weights gathered from replicas", round_replicas(memory.weights_bytes)
     yield "gradients of tied embeddings", ends()
-    yield "hidden states and their gradients", states()
+    size = memory.hidden_bytes(_trained_tokens(draft) / layout.dp)
+    yield "hidden states and their gradients", ((*pair, size) for pair in neighbour_pairs(cells, layout))
 
 
 def _tensor_sums(draft: PlanDraft, task: Task, cells: Cells) -> Sent:

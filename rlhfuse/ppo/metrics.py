@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.ppo.rollout import RolloutBatch
@@ -32,7 +31,9 @@ def batch_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str, 
         ("prompt_length", batch.prompt_lengths),
     ):
         if array is not None and len(array):
-            metrics |= _spread(name, array)
+            wide = array.double()
+            spread = {"mean": wide.mean(), "max": wide.max(), "min": wide.min()}
+            metrics |= {f"{name}/{which}": float(value) for which, value in spread.items()}
     if intact.scores is not None and len(intact):
         metrics["critic/score/std"] = float(intact.scores.double().std(correction=0))
     if intact.ref_logprobs is not None and len(intact):
@@ -54,8 +55,3 @@ def balance_metrics(lengths: Sequence[int], parts: Sequence[int]) -> dict[str, f
         "global_seqlen/balanced_min": min(parts),
         "global_seqlen/balanced_max": max(parts),
     }
-
-
-def _spread(name: str, array: Tensor) -> dict[str, float]:
-    wide = array.double()
-    return {f"{name}/mean": float(wide.mean()), f"{name}/max": float(wide.max()), f"{name}/min": float(wide.min())}

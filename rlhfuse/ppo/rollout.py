@@ -287,10 +287,6 @@ class RolloutBatch:
             **{name: array[flat] for name, array in present.items()},
         )
 
-    def to(self, device: torch.device | str) -> RolloutBatch:
-        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: array.to(device) for name, array in arrays.items() if array is not None})
-
     def check_finite(self) -> None:
         """Raise NotFiniteError naming the first sample that was given a number which is none; a score is float32."""
         owners = self.owners

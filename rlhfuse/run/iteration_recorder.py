@@ -66,10 +66,6 @@ class IterationRecord(NamedTuple):
     spans: list[Span]  # of every rank
     samples: list[SampleText]
 
-    def beside(self, metrics: dict[str, Any], samples: list[SampleText]) -> IterationRecord:
-        """With what an evaluation after it found."""
-        return IterationRecord(self.metrics | metrics, self.spans, self.samples + samples)
-
 
 class IterationRecorder:
     """Records the iterations of one rank; all ranks finish an iteration together."""

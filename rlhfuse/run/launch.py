@@ -212,18 +212,14 @@ def agree_on_plan(inputs: RunInputs, run_dir: Path, rank: int, device: Device) -
             print(sharing_line(inputs.config), end="")
             print("".join(f"{note}\n" for note in inputs.notes), end="")
             whole = f"{plan.report.render()}\n{plan.likeliest.text()}"
-            print(resumed_plan(plan, run_dir) if inputs.resume else whole, flush=True)
+            if inputs.resume:  # the whole was printed when it began
+                plan_file, seconds = run_dir / "plan.json", plan.report.seconds.fused
+                whole = f"{plan.report.title}; {seconds:.4g} s an iteration: {plan_file} holds the rest"
+            print(whole, flush=True)
             text = plan.to_text()
     text = from_rank_0(text)
     with raise_on_all_ranks():
         return plan or parse_plan(inputs.draft, text)
-
-
-def resumed_plan(plan: RunPlan, run_dir: Path) -> str:
-    """The plan of a run that goes on, in a line: the whole was printed when it began."""
-    return (
-        f"{plan.report.title}; {plan.report.seconds.fused:.4g} s an iteration: {run_dir / 'plan.json'} holds the rest"
-    )
 
 
 def write_start(run_dir: Path, config: RunConfig, plan: RunPlan) -> None:

@@ -94,7 +94,10 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False, host: Ho
         facts = replace(facts, signature=check_reward_function(config, every))
     resume = find_checkpoint(config)
     compile_for_drafts()
-    run = settle(config, replace(facts, stored=_stored(resume)))
+    if resume:
+        saved = resume.manifest.facts
+        facts = replace(facts, stored=StoredLayouts(str(resume.folder), saved.world_size, saved.layouts))
+    run = settle(config, facts)
     draft = draft_plan(run, _left_out_before(resume, run.config))
     for role in config.roles():
         check_checkpoint(models.paths[role], specs[role], role.scalar_head, role.fresh_head)
@@ -122,13 +125,6 @@ def device_of(trainer: TrainerConfig, planned: bool = False) -> str:
     if trainer.device != AUTO:
         return trainer.device
     return "cuda" if planned and is_for_gpus(trainer) else device_kind("auto")
-
-
-def _stored(checkpoint: Checkpoint | None) -> StoredLayouts | None:
-    if checkpoint is None:
-        return None
-    facts = checkpoint.manifest.facts
-    return StoredLayouts(str(checkpoint.folder), facts.world_size, facts.layouts)
 
 
 def _left_out_before(resume: Checkpoint | None, config: RunConfig) -> SampleLengths | None:

@@ -42,7 +42,7 @@ from rlhfuse.parallel.groups import GroupMaker, ModelGrid, plain_grid, trained_g
 from rlhfuse.parallel.offload import OffloadedWeights, WeightMemory
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.planning.memory.instance_cache import InstanceCache
-from rlhfuse.schedule.ir.ranks import FusedRanks
+from rlhfuse.schedule.ir.ranks import FusedRanks, neighbour_pairs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -73,10 +73,6 @@ class RankModels:
     channels: Channels
     groups: GroupMaker  # owns every process group of the above
     layers: ChosenLayers  # of what trains and scores
-
-    @property
-    def actor(self) -> TrainedModel:
-        return self.trained[Role.ACTOR]
 
     def offload_optimizers(self, free: bool) -> None:
         """Main weights and moments leave for the host; with `free` they are there and their device memory is free."""
@@ -167,10 +163,10 @@ def build_models(
     generation.release()
     scorers: dict[str, FrozenModel] = {role: frozen(role) for role in config.scorers()}
     inference_grid = plain_grid(inference_layout(config))
-    worker_group = maker.tensor_ranks([cell for (cell,) in inference_grid.cells], rank)
+    worker_group = maker.own("tp", [cell for (cell,) in inference_grid.cells], rank)
     instances, workers = (tuple(stages[0] for stages in grid.cells) for grid in (generation_grid, inference_grid))
     place = RankPlace(rank, Placement(instances, workers), instance_group, worker_group)
-    pairs = [pair for model in models.values() for pair in neighbour_pairs(model.grid)]
+    pairs = [pair for model in models.values() for pair in neighbour_pairs(model.grid.cells, model.grid.layout)]
     channels = Channels(rank, maker.channels("pipeline", pairs, device), device.torch_device)
     uses = [use for model in models.values() for use in model.optimizer.group_uses()]
     by_role = [(role, model.tp_group) for held in (models, scorers) for role, model in held.items()]
@@ -264,13 +260,3 @@ def load_part(
         progress=progress,
     )
     fill(model, weights)
-
-
-def neighbour_pairs(grid: ModelGrid) -> list[tuple[int, int]]:
-    """(sender, receiver) of every transfer between neighbouring stages, both directions."""
-    pairs = []
-    for cells in grid.cells:
-        for stage in range(grid.layout.stages - 1):
-            for a, b in zip(cells[stage % grid.layout.pp], cells[(stage + 1) % grid.layout.pp]):
-                pairs += [(a, b), (b, a)]
-    return pairs

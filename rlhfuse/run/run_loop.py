@@ -98,7 +98,11 @@ class RunLoop:
         while done < total and not stopped:
             took = f", those before took {self._mean_seconds:.0f} s each" if self._mean_seconds else ""
             guard.finishing = f"iteration {done} of {total} is finished and saved first{took}"
-            record, done = self._checked_iteration(done), done + 1
+            try:
+                record = self.trainer.iterate(done)
+            except FloatingPointError as error:
+                raise type(error)(f"iteration {done}: {error}") from error
+            done += 1
             self._mean_seconds = (time.monotonic() - begin) / (done - first)
             stopped = self._conclude(done, record)
         self._finish_first("the checkpoint is written first" if stopped else "the export is written first")
@@ -133,12 +137,6 @@ class RunLoop:
         if done < self.config.trainer.iterations and guard.seconds_left() < self._mean_seconds:
             guard.notice = True
         return any_rank(guard.stop_asked or guard.notice)
-
-    def _checked_iteration(self, iteration: int) -> IterationRecord:
-        try:
-            return self.trainer.iterate(iteration)
-        except FloatingPointError as error:
-            raise type(error)(f"iteration {iteration}: {error}") from error
 
     def _conclude(self, done: int, record: IterationRecord, saved: bool = False) -> bool:
         """Write an iteration down, save and evaluate where it is their turn; whether the run is to stop. A collective.
@@ -293,11 +291,8 @@ class RunLoop:
         """Write the trained models in Hugging Face layout, each in a folder of its own; a collective."""
         self.watchdog.progress("exporting models")
         for role in self.config.trained():
-            path, spec, trained = (
-                self.inputs.models.paths[role],
-                self.inputs.models.specs[role],
-                self.models.trained[role],
-            )
+            path, spec = self.inputs.models.paths[role], self.inputs.models.specs[role]
+            trained = self.models.trained[role]
             weights, head = WholeWeights(trained.optimizer.modules.values()), trained.scalar_head
             tensors = hf_tensors(weights, spec, head)  # all ranks make them, rank 0 alone with values
             with self.checkpoints.joint_failure():

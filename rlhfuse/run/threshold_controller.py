@@ -58,9 +58,9 @@ def changes(before: CostModel, after: CostModel, limits: InstanceLimits, context
         "decode step": lambda costs: costs.decode_step_seconds(batch, batch * context_tokens),
         "prefill": lambda costs: costs.prefill_seconds(limits.max_prompt_tokens, 1),
         "scoring": lambda costs: costs.score_seconds(tokens, max(1, tokens // limits.longest)),
-        "loading": lambda costs: costs.swap_in_seconds(),
-        "a barrier": lambda costs: costs.barrier_seconds() + costs.release_seconds(),
-        "a reward": lambda costs: call.seconds if (call := costs.reward_call()) else 0.0,
+        "loading": lambda costs: costs.swap_in,
+        "a barrier": lambda costs: costs.meeting + costs.release,
+        "a reward": lambda costs: costs.reward.seconds if costs.reward else 0.0,
         "moving a sample": lambda costs: costs.migration_seconds(limits.sample_kv_bytes),
     }
     moved = {name: seconds(after) / was - 1 for name, seconds in work.items() if (was := seconds(before)) > 0}
@@ -173,8 +173,7 @@ class ThresholdController:
         """Output lengths of the recent iterations; '' before the first."""
         if not self._lengths:
             return ""
-        outputs = sum((lengths.output for lengths in self._lengths), ())
-        marks = SampleLengths((0,) * len(outputs), outputs).percentiles()
+        marks = SampleLengths.joined(self._lengths).percentiles()
         return f"p50 {marks['p50']}, p99.9 {marks['p999']}"
 
     def plain_decode(self) -> Line | None:
@@ -238,14 +237,14 @@ class ThresholdController:
         if not any(step.prefill_tokens for step in steps):
             steps += [StepObservation(n, t, t, s) for t, n, s in kept(TOKENS_POINTS, former.prefill_seconds)]
         captured = rows("capture")
-        capture = sum(s for _, s in captured) / sum(n for n, _ in captured) if captured else former.capture_seconds()
+        capture = sum(s for _, s in captured) / sum(n for n, _ in captured) if captured else former.capture
         scores = bool(self._config.scorers())  # without models to score with, scoring and loading take no time
         score = rows("score") or kept(TOKENS_POINTS, former.score_seconds) if scores else [NO_SCORING]
         return MeasuredCost.fit(
             steps=steps,
             score=score,
             migration=moved or [(0, 0.0)],
-            swap_in=[row[0] for row in rows("load")] or [former.swap_in_seconds()] if scores else [0.0],
+            swap_in=[row[0] for row in rows("load")] or [former.swap_in] if scores else [0.0],
             meeting=[row[0] for row in rows("meeting")] or [0.0],
             release=[row[0] for row in rows("release")] or [0.0],
             reward=rows("reward"),

@@ -8,7 +8,7 @@ section 4) -> rewards and advantages over the whole batch -> mini-batches throug
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,15 +17,13 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 from torch.nn import Module
 
-from rlhfuse.base.clock import wall_seconds
+from rlhfuse.base.clock import unpaced, wall_seconds
 from rlhfuse.base.sample_ids import prompt_groups
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.role import SCORING_ORDER, Role
-from rlhfuse.data.prompts import Prompt
 from rlhfuse.decisions.balance import split_minibatches
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
-from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.intra.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine
 from rlhfuse.monitor.pace import Pace
@@ -43,7 +41,7 @@ from rlhfuse.run.evaluation import Evaluation, Evaluator
 from rlhfuse.run.iteration_recorder import IterationRecord, IterationRecorder, IterationResult
 from rlhfuse.run.peak_rate import peak_flops
 from rlhfuse.run.preflight import RunInputs
-from rlhfuse.run.rank_models import DTYPES, build_models, engine_options, requests_of, sampling_params
+from rlhfuse.run.rank_models import DTYPES, build_models, engine_options
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.group_sampler import GroupSampler
 from rlhfuse.run.sampling.tool_caller import ToolCaller
@@ -74,7 +72,7 @@ class Trainer:
         if isinstance(plan.costs, PacedCost):
             prices = plan.costs.prices(max(1, len(config.scorers())))
             self.pace = Pace(prices, config.trainer.pace_stretch, inputs.draft.paced)
-        hold = self.pace.hold if self.pace else None
+        self._hold = self.pace.hold if self.pace else unpaced
         self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
         self.engine = self._build_engine()
         self.scorer = Scorer(
@@ -82,9 +80,9 @@ class Trainer:
             vocab=inputs.models.in_use(Role.ACTOR).vocab,
             temperature=config.rollout.temperature,
             device=device.torch_device,
-            hold=hold,
+            hold=self._hold,
         )
-        self.engine.loop.hold = hold
+        self.engine.loop.hold = self._hold
         self.training = TrainingStep(
             rank,
             plan.ranks,
@@ -95,7 +93,7 @@ class Trainer:
             self.models.channels,
             config.rollout.temperature,
             progress,
-            hold,
+            self._hold,
         )
         self.threshold = ThresholdController(config, plan, device)
         self.peak_flops = None  # of sleep
@@ -119,9 +117,7 @@ class Trainer:
             early_models=plan.report.generation.limits.early_models,
             generation_done=self._release_generation,
         )
-        self.sampler = GroupSampler(
-            inputs, self.inter_stage, self.rewarder, self.caller, self._requests, self._prepare_round
-        )
+        self.sampler = GroupSampler(inputs, self.inter_stage, self.rewarder, self.caller, self._prepare_round)
         self.evaluator = Evaluator(inputs, self.inter_stage, self.models, self.rewarder, self.caller)
 
     def _build_engine(self) -> Engine:
@@ -202,12 +198,6 @@ class Trainer:
         self.recorder.skip(seconds)
         return replace(evaluation, metrics=evaluation.metrics | {"timing_s/eval": seconds})
 
-    def _requests(self, iteration: int, prompts: Sequence[Prompt], first: int) -> list[Request]:
-        """Samples of prompts at the places from `first` on, the same on every rank."""
-        return requests_of(
-            iteration, prompts, self.config.rollout.samples_per_prompt, sampling_params(self.config), first
-        )
-
     def _effective_config(self, batch: RolloutBatch) -> AlgorithmConfig:
         """The algorithm's settings of this iteration: the KL's weight and the scale of scores follow the run."""
         algorithm = self.config.algorithm.model_copy(update={"kl_coef": self.kl.coef})
@@ -269,8 +259,7 @@ class Trainer:
     def _move(self, role: Role, destination: Module) -> None:
         start = time.perf_counter()
         self.resharder.reshard(self.models.trained[role].optimizer.modules.values(), destination)
-        if self.pace:
-            self.pace.hold("move", start, role)
+        self._hold("move", start, role)
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         self.memory.switch("training")

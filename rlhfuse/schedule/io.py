@@ -34,6 +34,8 @@ def schedule_dict(
     bound = latency_bound(problem)
     memory = memory_bound(problem, timeline.makespan)
     fits = over_cap(problem, timeline.node_peak_memory) is None
+    of = ((one, one.problem.pipelines[0].microbatches) for one in family)
+    others = [{"microbatches": count, "orders": one.text().splitlines()} for one, count in of]
     return {
         "version": 1,
         "problem": problem.to_dict(),
@@ -49,7 +51,7 @@ def schedule_dict(
         "memory_optimal": reaches(timeline.peak_memory, memory),
         "serial_peak_memory": serial_peak_memory(problem),
         "search": dict(search or {}),
-        **({"others": [_other(one) for one in family]} if family else {}),
+        **({"others": others} if others else {}),
         "tasks": [
             [
                 {
@@ -65,10 +67,6 @@ def schedule_dict(
             for order, starts, ends in zip(schedule.orders, timeline.starts, timeline.ends)
         ],
     }
-
-
-def _other(schedule: Schedule) -> dict[str, Any]:
-    return {"microbatches": schedule.problem.pipelines[0].microbatches, "orders": schedule.text().splitlines()}
 
 
 def _gap(value: Number, bound: Number) -> Number:

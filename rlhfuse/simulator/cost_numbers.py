@@ -41,16 +41,16 @@ def cost_numbers(costs: CostModel, most: int) -> CostNumbers:
         moved = (p._replace(start=p.start + len(points)) if isinstance(p, GridPart) else p for p in own.parts)
         parts += moved
         points += own.points
-    call, alone = costs.reward_call(), costs.decode_row(1)
+    call, alone = costs.reward, costs.decode_row(1)
     return CostNumbers(
         records(PART, parts),
         np.array(points, np.float64),
         records(DECODE_ROW, [costs.decode_row(batch) for batch in range(most + 1)]),
         *accumulate(len(own.parts) for own in asked[:3]),
         least_step=float(costs.decode_step_seconds(1, 0.0) * alone.tokens - alone.guessing),
-        swap_in=float(costs.swap_in_seconds()),
-        barrier=float(costs.barrier_seconds()),
-        release=float(costs.release_seconds()),
+        swap_in=float(costs.swap_in),
+        barrier=float(costs.meeting),
+        release=float(costs.release),
         reward_seconds=float(call.seconds) if call else 0.0,
         reward_at_once=call.at_once if call else 0,
     )

@@ -36,7 +36,7 @@ def observe(costs: MeasuredCost, noise: float, seed: int = 0):
         score.append((tokens, sequences, jitter(costs.score_seconds(tokens, sequences))))
         volume = int(generator.integers(1, 10**8))
         migration.append((volume, jitter(costs.migration_seconds(volume))))
-    return steps, score, migration, [jitter(costs.swap_in_seconds()) for _ in range(9)]
+    return steps, score, migration, [jitter(costs.swap_in) for _ in range(9)]
 
 
 def test_fit_recovers_the_costs_and_a_file_keeps_them(tmp_path):
@@ -93,7 +93,7 @@ def test_graphs_and_the_reward_function_are_optional_in_a_file():
     assert MeasuredCost.from_dict(reward.to_dict()) == reward and "50000.0 us a call" in str(reward)
     raw = plain.to_dict()
     assert raw.pop("reward") is None and raw.pop("capture") == 0
-    assert MeasuredCost.from_dict(raw) == plain and plain.capture_seconds() == 0
+    assert MeasuredCost.from_dict(raw) == plain and plain.capture == 0
 
 
 NAN, INF = float("nan"), float("inf")

@@ -52,7 +52,7 @@ def test_each_task_is_priced_by_the_profile_of_its_degree(tmp_path):
     costs = run_costs(load_costs(file), config.trainer, tasks_of(config), read_specs(config), str(file))
     assert isinstance(costs, ProfiledCost)
     assert costs.decode_step_seconds(1, 1) == 2 and costs.migration_seconds(1) == 2
-    assert costs.score_seconds(2, 2) == 3.0 and costs.swap_in_seconds() == 1.0  # three scorers of degree 1
+    assert costs.score_seconds(2, 2) == 3.0 and costs.swap_in == 1.0  # three scorers of degree 1
     assert {role: grids.tp for role, grids in costs.training.items()} == {"actor": 1, "critic": 2}
     assert costs.made_for["generation_tp"] == 2 and costs.made_for["reward_inference_tp"] == 1
 

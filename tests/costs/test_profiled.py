@@ -100,7 +100,7 @@ def test_every_kind_of_work_is_looked_up():
     assert costs.decode_step_seconds(2, 40) == 6 and costs.prefill_seconds(4, 20) == 12  # 20 tokens of context each
     assert costs.decode_step_seconds(0, 0) == 0 and costs.prefill_seconds(0, 0) == 0 and costs.score_seconds(0, 1) == 0
     assert costs.score_seconds(4, 20) == TABLE(4, 20) + TABLE(2, 10)  # two reward replicas share the batch
-    assert costs.swap_in_seconds() == 0.25 and costs.migration_seconds(1500) == 0.625
+    assert costs.swap_in == 0.25 and costs.migration_seconds(1500) == 0.625
     assert costs.migration_seconds(0) == 0
 
 
@@ -122,8 +122,8 @@ def test_what_is_larger_than_anything_measured_is_named_and_nothing_else():
 
 def test_a_file_may_say_what_the_reward_function_takes():
     raw = profile().to_dict()
-    assert raw.pop("reward") is None and ProfiledCost.from_dict(raw, "p").reward_call() is None
-    assert ProfiledCost.from_dict({**raw, "reward": {"seconds": 0.05}}, "p").reward_call() == RewardCost(0.05, 1)
+    assert raw.pop("reward") is None and ProfiledCost.from_dict(raw, "p").reward is None
+    assert ProfiledCost.from_dict({**raw, "reward": {"seconds": 0.05}}, "p").reward == RewardCost(0.05, 1)
 
 
 def test_a_stage_costs_its_layers_and_the_last_one_the_ends():

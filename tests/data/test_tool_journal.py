@@ -5,7 +5,8 @@ import math
 import pytest
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.data.tool_journal import JournalEntry, ToolJournal, check_replay, read_journal
+from rlhfuse.base.json_values import read_json_lines
+from rlhfuse.data.tool_journal import JournalEntry, ToolJournal, check_replay
 from rlhfuse.data.tool_set import ToolCall
 
 
@@ -40,7 +41,8 @@ def test_what_was_written_is_found_by_place_and_contents(tmp_path):
     assert other.find("4", call(a=1)) is None
     again = ToolJournal(tmp_path, 2, first=0)
     again.append(entry("4", call(a=1)))
-    assert [one.iteration for one in read_journal(tmp_path / "tool_calls.2.jsonl")] == ["3", "3", "3/val", "4"]
+    kept = read_json_lines(JournalEntry, tmp_path / "tool_calls.2.jsonl")
+    assert [one.iteration for one in kept] == ["3", "3", "3/val", "4"]
     later = ToolJournal(tmp_path, 5, first=5)
     assert later.find("3", call(a=1)) is None and later.find("4", call(a=1)).answer == "5"
     for journal in (other, again, later):

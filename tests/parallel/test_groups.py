@@ -11,8 +11,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid, channel_options, new_group, plain_grid
-from rlhfuse.run.rank_models import neighbour_pairs
-from rlhfuse.schedule.ir.ranks import rank_map
+from rlhfuse.schedule.ir.ranks import neighbour_pairs, rank_map
 
 L = ParallelLayout.parse
 PAIRS = [
@@ -55,7 +54,7 @@ def test_a_run_needs_no_order_but_the_sorted_one(old_torch, actor, critic):
         for model, layout in (("actor", L(actor)), ("critic", L(critic))):
             grid = ModelGrid(ranks.pipelines(model), layout)
             maker.for_model(model, grid, rank)
-            pairs += neighbour_pairs(grid)
+            pairs += neighbour_pairs(grid.cells, layout)
         maker.for_model("generation", plain_grid(L(f"d{ranks.size}t1p1")), rank)
         made = maker.channels("pipeline", pairs)
         assert set(made) == set(pairs)
@@ -113,6 +112,6 @@ def test_channels_over_nccl_take_few_thread_blocks_in_a_stream_that_goes_first(o
 
 def test_groups_of_one_rank_are_the_same_group_whatever_they_are_for(old_torch):
     maker = GroupMaker()
-    assert maker.tensor_ranks([(0,), (1,)], 1) == "group [1]"
+    assert maker.own("tp", [(0,), (1,)], 1) == "group [1]"
     maker.for_model("actor", plain_grid(L("d2t1p1")), 1)
     assert old_torch.count([0]) == old_torch.count([1]) == 1

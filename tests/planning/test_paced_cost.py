@@ -46,8 +46,8 @@ def test_all_seconds_are_stretched_and_bytes_are_the_runs_own():
         priced = [one.action_seconds(role, Action.parse(action), tokens) for one in (whole, there)]
         assert priced[1] == pytest.approx(3 * priced[0]) and priced[0] > 0
     assert there.action_seconds("actor", Action("actor", 0, Kind.RG), 0) == 0, "reductions are part of the step"
-    for seconds in ("swap_in_seconds", "barrier_seconds"):
-        assert getattr(there, seconds)() == 3 * getattr(whole, seconds)()
+    for seconds in ("swap_in", "meeting"):
+        assert getattr(there, seconds) == 3 * getattr(whole, seconds)
     assert there.move_seconds("critic") == pytest.approx(0.15)
     assert there.step_seconds("critic", 7.0) == pytest.approx(0.3)
 

@@ -63,7 +63,7 @@ def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
     assert priced.limits.move_cost == move_cost(profile, priced._instance_limits())
     before = f"costs of fusion.profile={tmp_path}/costs.json"
     assert f"costs measured over 1 iteration, against {before}: decode step -" in observe(priced, 0)
-    assert (priced._costs.barrier_seconds(), priced._costs.release_seconds()) == (3e-3, 2e-3)
+    assert (priced._costs.meeting, priced._costs.release) == (3e-3, 2e-3)
     analytic = control(run())
     assert analytic.limits.move_cost != priced.limits.move_cost
     assert "costs measured over 1 iteration, against analytic costs: " in observe(analytic, 0)
@@ -96,11 +96,11 @@ def test_it_learns_what_the_reward_function_takes(alone):
     learning = control(run())
     for number, row in enumerate(([9, 64, 9.0], [4, 64, 0.2], [0, 64, 0.0], [4, 64, 0.4])):  # the first compiles
         observe(learning, number, reward=[row])
-    assert astuple(learning._costs.reward_call()) == pytest.approx((0.075, 64))
+    assert astuple(learning._costs.reward) == pytest.approx((0.075, 64))
     later = restored(learning, "reward", "reward")
-    assert later._costs.reward_call() is None
+    assert later._costs.reward is None
     observe(later, 4)
-    assert later._costs.reward_call() == RewardCost(0.05, 1)
+    assert later._costs.reward == RewardCost(0.05, 1)
 
 
 def test_it_remembers_what_recording_a_graph_took(alone):
@@ -108,8 +108,8 @@ def test_it_remembers_what_recording_a_graph_took(alone):
     learning = control(run())
     for number, rows in enumerate(([[9, 9.0]], [], [], [[4, 0.2], [1, 0.3]], [])):
         observe(learning, number, capture=rows)
-        assert learning._costs.capture_seconds() == pytest.approx(1.0 if number < 3 else 0.1)
-    assert restored(learning, "capture")._costs.capture_seconds() == pytest.approx(0.1)
+        assert learning._costs.capture == pytest.approx(1.0 if number < 3 else 0.1)
+    assert restored(learning, "capture")._costs.capture == pytest.approx(0.1)
 
 
 def test_pauses_of_its_samples_are_simulated_and_kept(alone):
@@ -141,7 +141,7 @@ def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypa
     for number in range(8):
         said.append(observe(followed, number, long_tail(64, longest=256, seed=number), meeting=[[1e-3 * number]]))
         recent = range(max(number - 3, min(number, 1)), number + 1)  # four, without the first once there is another
-        assert followed._costs.barrier_seconds() == pytest.approx(1e-3 * statistics.median(recent))
+        assert followed._costs.meeting == pytest.approx(1e-3 * statistics.median(recent))
         clock.seconds += 48.0
     assert looked == [0, 1, 4, 7] and said[0].startswith("R_t ")
     assert not any(said[number] for number in (2, 3, 5, 6))
@@ -180,7 +180,7 @@ def test_nothing_that_was_ever_seen_keeps_the_costs_of_the_plan(alone):
     assert "warning" not in observe(followed, 0, step=[PREFILL], score=[], load=[])
     assert followed._costs.decode_step_seconds(1, 64) == pytest.approx(before.decode_step_seconds(1, 64), rel=0.5)
     assert followed._costs.score_seconds(512, 8) == pytest.approx(before.score_seconds(512, 8), rel=0.5)
-    assert followed._costs.swap_in_seconds() == before.swap_in_seconds()
+    assert followed._costs.swap_in == before.swap_in
 
 
 @pytest.mark.parametrize("part", ["_fit", "_choose", "_instance_limits"])

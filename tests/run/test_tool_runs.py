@@ -6,7 +6,8 @@ import pytest
 from testkit.runs_table import FUSED, SERIAL, assert_same_bits, begin_again, metrics_of
 from testkit.tool_run import write_tool_run
 
-from rlhfuse.data.tool_journal import read_journal
+from rlhfuse.base.json_values import read_json_lines
+from rlhfuse.data.tool_journal import JournalEntry
 from rlhfuse.monitor.samples import read_samples
 
 HELD_OUT = "data.val_files=[{tools}/held_out.jsonl] trainer.eval_every=1 eval.temperature=0.9"
@@ -42,7 +43,7 @@ def made(tool_runs):
 
 
 def journal_of(run):
-    return [entry for file in sorted(run.glob("tool_calls.*.jsonl")) for entry in read_journal(file)]
+    return [entry for file in sorted(run.glob("tool_calls.*.jsonl")) for entry in read_json_lines(JournalEntry, file)]
 
 
 def test_fused_is_serial_and_a_replay_calls_nothing(tool_runs):

@@ -16,7 +16,7 @@ import torch
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
+from rlhfuse.schedule.ir.ranks import FusedRanks, neighbour_pairs, rank_map
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.rules.builders import serial_1f1b
 from testkit.training_pair import unit_problem
@@ -180,13 +180,12 @@ def one_step(rank: int, maker, ranks: FusedRanks, models: Mapping[str, Built], r
     """
     from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
     from rlhfuse.fusion.intra.p2p import Channels
-    from rlhfuse.run.rank_models import neighbour_pairs
 
     first = next(iter(rows.values()))
     schedule = builder(unit_problem(ranks.shape.layouts, len(first[0])))
     tied = frozenset(name for name, built in models.items() if built.spec.tied_embeddings and not built.head)
     program = lower(schedule, ranks, tied=tied)[rank]
-    pairs = [pair for built in models.values() for pair in neighbour_pairs(built.grid)]
+    pairs = [pair for built in models.values() for pair in neighbour_pairs(built.grid.cells, built.grid.layout)]
     channels = Channels(rank, maker.channels("pipeline", pairs), torch.device("cpu"))
     channels.connect()
     parts, work, losses = {}, {}, {}
@@ -195,7 +194,7 @@ def one_step(rank: int, maker, ranks: FusedRanks, models: Mapping[str, Built], r
         name, kept = ranks.pipeline_of(model, rank), losses.setdefault(model, {})
         pipeline, _, _ = built.grid.position(rank)
         batches = packed_for(built, rows[model][pipeline])
-        parts[name] = PipelineParts(built.stages, built.optimizer, torch.float32)
+        parts[name] = PipelineParts(model, built.stages, built.optimizer, torch.float32)
         work[name] = PipelineWork(tuple(map(len, batches)), batches.__getitem__, loss_of(batches, kept), 0.0)
     ProgramExecutor(program, parts, channels, lambda _: None).run(work)
     return losses

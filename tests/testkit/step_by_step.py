@@ -151,7 +151,7 @@ class StepByStep:
 
     def rewarded(self) -> dict[int, float]:
         """When the reward function is done with what an instance began: a sample goes to the worker free first."""
-        if not (cost := self.costs.reward_call()):
+        if not (cost := self.costs.reward):
             return {}
         free = [[0.0] * self.limits.reward_workers * cost.at_once for _ in self.places]
         ends = {}
@@ -241,7 +241,7 @@ class StepByStep:
             decoding = place.role in ("decodes", "stopping")
             if decoding and place.empty and place.busy_until <= now:
                 self.spans.append((i, "generate", place.early_from, place.busy_until))
-                self.join(place, now + self.costs.release_seconds())
+                self.join(place, now + self.costs.release)
 
     def join(self, place: Place, seconds: float) -> None:
         place.role, place.busy_until, place.new = "joins", seconds, True
@@ -273,8 +273,8 @@ class StepByStep:
         self.plan = plan = plan_at_threshold(threshold, states, free, fusion_limits(self.costs, lim))
         for i, place in enumerate(self.places):
             self.spans.append((i, "generate", 0.0, place.busy_until))
-            self.spans.append((i, "meet", now, now + self.costs.barrier_seconds()))
-        now += self.costs.barrier_seconds()
+            self.spans.append((i, "meet", now, now + self.costs.meeting))
+        now += self.costs.meeting
         until = dict.fromkeys(range(len(self.places)), now)
         for source, target in transfer_order(plan):
             tokens = sum(one.kv_tokens for one in plan.moves if (one.source, one.destination) == (source, target))
@@ -297,7 +297,7 @@ class StepByStep:
             self.spans.append((i, "migrate", now, until[i]))
             place.busy_until = place.early_from = until[i]
             if place.empty:
-                self.join(place, until[i] + self.costs.release_seconds())
+                self.join(place, until[i] + self.costs.release)
                 place.early_from = None
                 if i in plan.freed:
                     place.loads_from = place.busy_until
@@ -320,7 +320,7 @@ class StepByStep:
     def score(self, i: int, now: float, pack: list[int]) -> float:
         """Model after model; on a worker that still loads, each as soon as it is there."""
         place, costs, models = self.places[i], self.costs, self.limits.scoring_models
-        there, clock, load = [now] * models, now, costs.swap_in_seconds() / models
+        there, clock, load = [now] * models, now, costs.swap_in / models
         if place.new:
             begun = now if place.loads_from is None else place.loads_from
             there, early = [], self.limits.early_models
@@ -341,9 +341,9 @@ class StepByStep:
         if self.met or self.scored or self.remaining(now):
             return False
         for i, share in enumerate(deal(self.tokens, len(self.places))):
-            place, agreed = self.places[i], now + self.costs.barrier_seconds()
+            place, agreed = self.places[i], now + self.costs.meeting
             self.spans += [(i, "generate", 0.0, place.busy_until), (i, "meet", now, agreed)]
-            clock = place.loads_from = agreed + self.costs.release_seconds()
+            clock = place.loads_from = agreed + self.costs.release
             place.new, place.early_from = True, place.all_admitted or 0.0
             own = [self.tokens[n] for n in share]
             for pack in scoring_packs(own, 1, self.limits.score_tokens):

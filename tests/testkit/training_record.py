@@ -81,7 +81,7 @@ def build_models(rank: int, case: Case, device: Any) -> tuple[dict[str, Any], An
     from rlhfuse.fusion.intra.training_step import TrainedModel
     from rlhfuse.models.build import Activations
     from rlhfuse.parallel.groups import GroupMaker, trained_grid
-    from rlhfuse.run.rank_models import neighbour_pairs
+    from rlhfuse.schedule.ir.ranks import neighbour_pairs
 
     maker, models, pairs, recipe = GroupMaker(600), {}, [], case.recipe
     config = OptimizerConfig(
@@ -101,7 +101,7 @@ def build_models(rank: int, case: Case, device: Any) -> tuple[dict[str, Any], An
         models[name] = TrainedModel(
             name, built.spec, grid, built.head, built.stages, built.optimizer, groups.tp, torch.float32
         )
-        pairs += neighbour_pairs(grid)
+        pairs += neighbour_pairs(grid.cells, grid.layout)
     channels = Channels(rank, maker.channels("pipeline", pairs), device.torch_device)
     channels.connect()
     return models, channels, maker

@@ -69,7 +69,7 @@ def scoring_options(
         simulated = Simulation(batches, layout.dp, costs, limits).seconds([0])[0]
         seconds, fetch = simulated.total - simulated.generation, 0.0
         if task == f"{Role.CRITIC}_inference":  # rests on the host until then
-            loading = costs.swap_in_seconds()
+            loading = costs.swap_in
             seconds, fetch = seconds - loading, 2 * loading + _fetch_seconds(cost, world_size)
         yield Option(layout, seconds, 0.0, need, fetch)
 

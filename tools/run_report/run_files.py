@@ -19,7 +19,7 @@ from rlhfuse.base.json_values import read_json
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.monitor.samples import SampleText, read_samples
 from rlhfuse.monitor.trace import Span, load_trace
-from rlhfuse.planning.run_plan import VERSION
+from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.schedule.io import load_family, load_schedule
 from rlhfuse.schedule.ir.schedule import Schedule
 
@@ -93,4 +93,4 @@ class RunFiles:
 
 def _plan(file: Path) -> dict[str, Any] | None:
     raw = read_json(file) if file.exists() else {}
-    return raw if raw.get("version") == VERSION else None
+    return raw if raw.get("version") == PlanReport.version else None

@@ -8,6 +8,7 @@ the same groups are taken in the end (`GroupSelection`).
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -88,8 +89,5 @@ class LiveGroups:
 
 def complete_groups(samples: Sequence[int], copies: int) -> set[int]:
     """Places of which all samples are there, of these ids."""
-    counts: dict[int, int] = {}
-    for sample in samples:
-        place = sample_origin(sample)[1]
-        counts[place] = counts.get(place, 0) + 1
+    counts = Counter(sample_origin(sample)[1] for sample in samples)
     return {place for place, count in counts.items() if count == copies}

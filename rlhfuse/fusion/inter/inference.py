@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from rlhfuse.base.clock import Hold
+from rlhfuse.base.clock import Hold, unpaced
 from rlhfuse.fusion.inter.iteration_store import IterationStore
 from rlhfuse.models.stage import PackedTokens, PipelineStage
 from rlhfuse.parallel.offload import OffloadedWeights
@@ -75,7 +75,7 @@ class Scorer:
     vocab: int
     temperature: float
     device: torch.device
-    hold: Hold | None = None  # of a model's pack, with tokens and samples, and of its load
+    hold: Hold = unpaced  # of a model's pack, with tokens and samples, and of its load
 
     def __post_init__(self) -> None:
         self._models = [model for model in (self.reference, self.critic, self.reward) if model is not None]
@@ -132,23 +132,19 @@ class Scorer:
             output = self._outputs(self.reference, packed)
             logprobs, _ = output.logprobs(predictions, targets, self.vocab, self.temperature)
             ref = logprobs.cpu().split(drawn)
-            self._hold(packed, len(ordered))
+            self.hold("score", self._begun, len(packed), len(ordered))
         if self.critic is not None:
             values = self._outputs(self.critic, packed)[predictions].float().cpu().split(drawn)
-            self._hold(packed, len(ordered))
+            self.hold("score", self._begun, len(packed), len(ordered))
         if self.reward is not None:
             scores = self._outputs(self.reward, packed)[last].float().cpu().tolist()
-            self._hold(packed, len(ordered))
+            self.hold("score", self._begun, len(packed), len(ordered))
         scored = [r.with_scores(*given) for r, given in zip(ordered, zip(ref, values, scores))]
         return scored, time.perf_counter() - start - self._waited
 
     def _outputs(self, model: FrozenModel, packed: PackedTokens) -> Any:
         self._wait(model)
         return model.stage.forward(packed, None)
-
-    def _hold(self, packed: PackedTokens, samples: int) -> None:
-        if self.hold:
-            self.hold("score", self._begun, len(packed), samples)
 
     def _wait(self, model: FrozenModel) -> None:
         start = time.perf_counter()
@@ -174,7 +170,7 @@ class WeightLoader:
         models: Sequence[OffloadedWeights],
         device: torch.device,
         before: WeightLoader | None = None,
-        hold: Hold | None = None,
+        hold: Hold = unpaced,
     ) -> None:
         """Begins once all models of the loader `before` are there."""
         self._models, self._device, self._before, self._hold = models, device, before, hold
@@ -213,8 +209,7 @@ class WeightLoader:
                 for model, loaded in zip(self._models, self._loaded):
                     start = time.perf_counter()
                     model.copy_in()
-                    if self._hold:
-                        self._hold("load", start)
+                    self._hold("load", start)
                     self.seconds += time.perf_counter() - start
                     loaded.set()
         except BaseException as failure:  # raised by the thread that waits

@@ -203,10 +203,8 @@ class GenInferIteration:
             self._events.function_scores = rewarder.finish()
             self._events.observe("reward", *rewarder.take_calls())
             self._events.span("reward", scored_at, wall_seconds())
-        self._events.scored_seconds, self._events.rewarded_seconds = (
-            scored_at - self._begin,
-            wall_seconds() - self._begin,
-        )
+        self._events.scored_seconds = scored_at - self._begin
+        self._events.rewarded_seconds = wall_seconds() - self._begin
         self._stage.progress(Waiting("inter-stage: gathering scored samples"))
         known = {rollout.sample_id: rollout for rollout in self._finished}
         own = [(r.sample_id, r.scores_alone()) if r.sample_id in known else r for r in scored]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfuse.base.clock import Hold
+from rlhfuse.base.clock import Hold, unpaced
 from rlhfuse.decisions.migration import MigrationPlan, UnfinishedSample, transfer_order
 from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.inter.report import PairMigration
@@ -51,7 +51,7 @@ def gather_states(
 
 
 def execute_migration(
-    plan: MigrationPlan, place: RankPlace, engine: Engine, bucket_bytes: int, hold: Hold | None = None
+    plan: MigrationPlan, place: RankPlace, engine: Engine, bucket_bytes: int, hold: Hold = unpaced
 ) -> list[PairMigration]:
     """This rank's part of the moves; afterwards every sample is in the engine that the plan names.
 
@@ -74,7 +74,6 @@ def execute_migration(
             with engine.export_sequences(ids, {move.sample_id: move.mode for move in moves}) as transfer:
                 sent = send_sequences(transfer, heads, place.rank, bucket_bytes=bucket_bytes)
             kv_bytes = sent * len(sources)  # each rank of an instance holds an equal share of the heads
-        if hold:
-            hold("migration", start, sum(move.kv_tokens for move in moves if move.mode == "kv"))
+        hold("migration", start, sum(move.kv_tokens for move in moves if move.mode == "kv"))
         pairs.append(PairMigration(source, destination, kv_bytes, time.perf_counter() - start))
     return pairs

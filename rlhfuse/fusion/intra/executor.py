@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from rlhfuse.base.clock import Hold
+from rlhfuse.base.clock import Hold, unpaced
 from rlhfuse.base.errors import InputError
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.step_report import ActionSpan, KindTimes, StepReport, Stopwatch
@@ -37,10 +37,11 @@ Key = tuple[str, Kind, int, int]  # (pipeline, F or B, stage that computes, micr
 class PipelineParts:
     """What a pipeline has on this rank for the whole run: its stages by number, and what steps their weights."""
 
+    model: str
     stages: Mapping[int, TrainingStage]
     optimizer: ModelOptimizer
     dtype: torch.dtype
-    hold: Hold | None = None  # of actions: with the action, and tokens of its micro-batch
+    hold: Hold = unpaced  # of actions: with the model, the action, and tokens of its micro-batch
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,9 @@ class ProgramRun:
             for peer in self._unposted:
                 self._post_ahead(peer)
         else:
-            self._fit_rings()
+            for peer, steps in self._executor.receives.items():
+                most = max(math.prod(self._shape(step)) * step.parts.dtype.itemsize for step in steps)
+                self._channels.rings[peer].fit(most)
         self._loop()
         sends = self._executor.sends
         self._channels.drain(
@@ -279,13 +282,14 @@ class ProgramRun:
         self._checks.append((step.action, torch.isfinite(value.detach().sum())))
 
     def _computed(self, step: PreparedInstruction, start: float, mark: Any) -> None:
-        if hold := step.parts.hold:
-            rows = self._work[step.action.pipeline].rows
-            # a step begins when all ranks of the model have come to it, which its norm has waited for
-            begun = clock() if step.action.kind is Kind.ST else start
-            hold(begun, step.action, 0 if step.microbatch < 0 else rows[step.microbatch])
+        tokens = 0 if step.microbatch < 0 else self._work[step.action.pipeline].rows[step.microbatch]
+        # a step begins when all ranks of the model have come to it, which its norm has waited for
+        begun = clock() if step.action.kind is Kind.ST else start
+        step.parts.hold("action", begun, step.parts.model, step.action, tokens)
         self._marks.append((step.action, mark, self._stopwatch.mark()))
         self._times[step.action.kind].stage_seconds += clock() - start
+        for sender, slot in step.frees:
+            self._channels.rings[sender].free(slot)
 
     def send(self, step: PreparedInstruction) -> None:
         tensor = self._outputs.pop(step.target)
@@ -311,27 +315,11 @@ class ProgramRun:
         """Shape of what a receive brings."""
         return step.stage.stage.hidden_shape(self._work[step.action.pipeline].rows[step.microbatch])
 
-    def _fit_rings(self) -> None:
-        for peer, steps in self._executor.receives.items():
-            self._channels.rings[peer].fit(max(math.prod(self._shape(s)) * s.parts.dtype.itemsize for s in steps))
-
     def receive_in_ring(self, step: PreparedInstruction) -> None:
         start = clock()
         posted = self._channels.post_in_ring(self._shape(step), step.parts.dtype, step.peer, step.slot)
         self._inputs[step.target] = posted
         self._times[step.action.kind].transport_seconds += clock() - start
-
-    def backward_in_ring(self, step: PreparedInstruction) -> None:
-        self.backward(step)
-        self._free(step)
-
-    def add_weight_gradients_in_ring(self, step: PreparedInstruction) -> None:
-        self.add_weight_gradients(step)
-        self._free(step)
-
-    def _free(self, step: PreparedInstruction) -> None:
-        for sender, slot in step.frees:
-            self._channels.rings[sender].free(slot)
 
     def sum_tied(self, step: PreparedInstruction) -> None:
         start, mark = clock(), self._stopwatch.mark()
@@ -388,9 +376,4 @@ _RUN = {
     Kind.RG: ProgramRun.reduce,
     Kind.ST: ProgramRun.optimize,
 }
-_RUN_IN_RINGS = _RUN | {
-    Kind.B: ProgramRun.backward_in_ring,
-    Kind.W: ProgramRun.add_weight_gradients_in_ring,
-    Kind.RF: ProgramRun.receive_in_ring,
-    Kind.RB: ProgramRun.receive_in_ring,
-}
+_RUN_IN_RINGS = _RUN | {Kind.RF: ProgramRun.receive_in_ring, Kind.RB: ProgramRun.receive_in_ring}

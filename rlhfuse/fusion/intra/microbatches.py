@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlhfuse.base.remembered import remembered
 from rlhfuse.models.stage import Outbox, PackedTokens, padded_rows
 from rlhfuse.ppo.rollout import RolloutBatch
 
@@ -53,18 +54,15 @@ class Microbatches:
     ) -> None:
         """Takes from the `outbox` what all of them need: its pieces of the step before have arrived."""
         self._batch, self._parts, self._device, self._shards, self._outbox = batch, parts, device, shards, outbox
-        self._cut: dict[int, Microbatch] = {}
         lengths = batch.lengths.tolist()
         rows = (sum(lengths[sample] for sample in part) for part in parts)
         self.rows = tuple(padded_rows(count, device, shards) for count in rows)  # tokens of each, with padding
         if device.type == "cuda":
             outbox.empty(sum(map(self._bytes, range(len(parts)))))
 
+    @remembered
     def __getitem__(self, number: int) -> Microbatch:
-        if number not in self._cut:
-            samples = self._batch.select(self._parts[number])
-            self._cut[number] = Microbatch.of(samples, self._device, self._shards, self._outbox)
-        return self._cut[number]
+        return Microbatch.of(self._batch.select(self._parts[number]), self._device, self._shards, self._outbox)
 
     def packed(self, number: int) -> PackedTokens:
         return self[number].packed

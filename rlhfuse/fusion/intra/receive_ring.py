@@ -29,10 +29,6 @@ class ReceiveRing:
     def slots(self) -> int:
         return len(self._buffers)
 
-    @property
-    def held_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
-
     def fit(self, nbytes: int) -> None:
         """Let every buffer hold `nbytes`; only between programs."""
         for slot, buffer in enumerate(self._buffers):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhfuse.base.clock import Hold
+from rlhfuse.base.clock import Hold, unpaced
 from rlhfuse.base.errors import InputError, NotFiniteError
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.spec import ModelSpec
@@ -89,7 +89,7 @@ class TrainingStep:
         channels: Channels,
         temperature: float,
         progress: Callable[[str], None],
-        hold: Hold | None = None,
+        hold: Hold = unpaced,
     ) -> None:
         """`hold`: of actions, with their model's role, the action, and tokens of its micro-batch."""
         needed = [share.model for share in ranks.shape.shares]
@@ -104,9 +104,7 @@ class TrainingStep:
         self._device = channels.device
         self._roles = {ranks.pipeline_of(role, rank): role for role in needed}
         parts = {
-            pipeline: PipelineParts(
-                models[role].stages, models[role].optimizer, models[role].dtype, hold and _of_role(hold, role)
-            )
+            pipeline: PipelineParts(role, models[role].stages, models[role].optimizer, models[role].dtype, hold)
             for pipeline, role in self._roles.items()
         }
         self._executors = {rung: ProgramExecutor(programs[rung][rank], parts, channels, progress) for rung in cut.rungs}
@@ -228,10 +226,6 @@ class Losses:
         assert samples.values is not None and samples.returns is not None, "returns come before training"
         losses, sums = value_loss(values, samples.values, samples.returns, self._algorithm.value_clip_eps)
         return {"value": losses}, sums
-
-
-def _of_role(hold: Hold, role: str) -> Hold:
-    return lambda start, action, tokens: hold("action", start, role, action, tokens)
 
 
 def _origin_first(action: Action) -> tuple:

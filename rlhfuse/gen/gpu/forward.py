@@ -17,8 +17,9 @@ from torch import Tensor
 
 from rlhfuse.base.cuda_environment import recording_obstacle
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.power_of_two import power_of_two
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.decode_shapes import queries_within, rounded_queries
+from rlhfuse.decisions.decode_shapes import queries_within
 from rlhfuse.gen.core.draws import DrawBatch, Launched
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
@@ -127,7 +128,7 @@ class DeviceForward:
         """Launch it; returns the rows that draw."""
         most = self.max_sequences, -(-self.spec.context // cache.block_tokens)
         counts = np.diff(batch.query_starts)
-        queries = rounded_queries(int(counts.max()))
+        queries = power_of_two(int(counts.max()))  # rows of each sequence: its token and guesses of the next
         # a sequence with fewer than others is padded, and what pads it must find blocks in its table
         blocks = -(-int((batch.contexts - counts).max() + queries) // cache.block_tokens)
         blocks = max(blocks, batch.tables.shape[1])

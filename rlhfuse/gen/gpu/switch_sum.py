@@ -92,7 +92,9 @@ def choose_parallel(
         return plain, f"sums of tensor ranks: {name}"
     made: SwitchParallel | None = None
     obstacle = _obstacle(group, device, hidden * dtype.itemsize) if memory is None else ""
-    if not obstacle and not (obstacle := _several_nodes(group)):
+    if not obstacle and len(set(all_gather_objects(socket.gethostname(), group))) > 1:
+        obstacle = "the ranks are of several nodes"
+    if not obstacle:
         buffer, memory = None, memory or SwitchMemory(group, device)
         try:
             buffer = memory.buffer(most_rows * hidden, dtype)
@@ -116,10 +118,6 @@ def _obstacle(group: dist.ProcessGroup, device: torch.device, row_bytes: int) ->
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return f"it needs GPUs of compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
     return f"a row of {row_bytes} bytes is no multiple of 16" if row_bytes % 16 else ""
-
-
-def _several_nodes(group: dist.ProcessGroup) -> str:
-    return "the ranks are of several nodes" if len(set(all_gather_objects(socket.gethostname(), group))) > 1 else ""
 
 
 def _first(group: dist.ProcessGroup, obstacle: str) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlhfuse.base.remembered import remembered
 from rlhfuse.costs.speculation import GuessRows
 from rlhfuse.decisions.decode_shapes import DRAFT_ITERATIONS
 from rlhfuse.gen.core.forward_batch import RunningTable
@@ -52,7 +53,6 @@ class Guesser:
         """
         self.most_rows, self._price, self.measured = most_rows, price, measured
         self.searched = False  # for the step that was asked for last, whether in vain or not
-        self._prices: dict[int, np.ndarray] = {}  # by samples; of 0, 1, ... guesses
         self._room = np.zeros(vocab, np.float32), np.empty(vocab, np.int32)
         self._texts = np.zeros((0, 256), np.int32)  # a row for each sample that was guessed for
         self._free_rows: list[int] = []
@@ -144,11 +144,9 @@ class Guesser:
         if any(count(text, start, end, *self._tables, self._used) < end for text, start, end in new):
             self._count_all()
 
+    @remembered  # of 0, 1, ... guesses
     def _prices_of(self, samples: int) -> np.ndarray:
-        if samples not in self._prices:
-            prices = [self._price(samples, guesses) for guesses in range(self.most_rows + 1)]
-            self._prices[samples] = np.array(prices, np.float32)
-        return self._prices[samples]
+        return np.array([self._price(samples, guesses) for guesses in range(self.most_rows + 1)], np.float32)
 
     def _free_row(self) -> int:
         if not self._free_rows:

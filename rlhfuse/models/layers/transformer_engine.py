@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlhfuse.base.cuda_environment import import_obstacle
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.optional_package import import_obstacle
 from rlhfuse.models.layers.rotation import RotaryTables, rotate_packed
 
 WIDEST_HEAD = 256

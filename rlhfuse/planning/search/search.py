@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, product
 from math import inf
@@ -20,6 +20,7 @@ from statistics import fmean
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.readable_bytes import readable_bytes
+from rlhfuse.base.remembered import remembered
 from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.costs.machine import memory_limit
 from rlhfuse.planning.draft import PlanDraft
@@ -122,11 +123,8 @@ class Ranking:
         self._captures = [0.0] * len(self.space.generation)  # seconds of an iteration that records graphs
         self._works: dict[int, float | None] = {}
         self._held: dict[int, float] = {}
-        self._bounded: set[tuple[int, Bound]] = set()  # of whose works bounds of all that a draft may choose are part
         self._drafts: dict[tuple[int, int], PlanDraft | None] = {}
         self._generated: dict[tuple[int, InstanceLimits], GenerationPrice] = {}
-        self._moved: dict[Hashable, float] = {}
-        self._bounds: dict[tuple[int, int], float] = {}  # seconds
         self._rows: dict[tuple[int, int], Row] = {}
         self._lacking: list[tuple[float, str, Table, str, str]] = []
 
@@ -249,13 +247,13 @@ class Ranking:
         self._bound(t, quick_bound)
         return self._by_moves(t, g)
 
+    @remembered
     def _bound(self, t: int, bound: Bound) -> None:
-        if (t, bound) not in self._bounded:
-            row, work = self.space.training[t], self._works[t]
-            assert work is not None, "its work was priced"
-            least = min(self._floors.seconds(row, problems, bound) for problems in self._floors.choices(row))
-            self._works[t] = max(least, work)
-            self._bounded.add((t, bound))
+        """Make bounds of all that a draft may choose a part of the work."""
+        row, work = self.space.training[t], self._works[t]
+        assert work is not None, "its work was priced"
+        least = min(self._floors.seconds(row, problems, bound) for problems in self._floors.choices(row))
+        self._works[t] = max(least, work)
 
     def _by_draft(self, t: int, g: int) -> float | None:
         """With generation as it is priced."""
@@ -293,17 +291,15 @@ class Ranking:
         draft = self._draft(t, g)
         return self._with(t, g, draft, self._generation(g, draft))
 
+    @remembered
     def _by_bound(self, t: int, g: int) -> float | None:
         """With the backwards that the run has; where they are split memory may refuse it yet."""
-        if (t, g) not in self._bounds:
-            draft = self._draft(t, g)
-            if self.setting.split is None:
-                draft = self._drafts[t, g] = self._drafted(self.space.table(t, g))
-            if draft is None:
-                return None
-            bounded = with_schedules(draft, self._generation(g, draft), self._moves(t, g), bound_seconds(draft))
-            self._bounds[t, g] = bounded.seconds
-        return self._bounds[t, g]
+        draft = self._draft(t, g)
+        if self.setting.split is None:
+            draft = self._drafts[t, g] = self._drafted(self.space.table(t, g))
+        if draft is None:
+            return None
+        return with_schedules(draft, self._generation(g, draft), self._moves(t, g), bound_seconds(draft)).seconds
 
     def _by_reach(self, t: int, g: int) -> float:
         """With a schedule that is there, which a bound need not be."""
@@ -312,8 +308,10 @@ class Ranking:
             made = price(draft, self._generation(g, draft), self._moves(t, g))
             fullest = draft.memory.fullest(min_memory(draft.training.problem))
             needed, limit = draft.memory.needed(fullest), draft.memory.limit
-            bound = min(self._bounds[t, g], made.seconds)
-            self._rows[t, g] = Row(self.space.table(t, g), made, bound, fullest, needed, limit)
+            bound = self._by_bound(t, g)
+            assert bound is not None, "it was bounded before"
+            least = min(bound, made.seconds)
+            self._rows[t, g] = Row(self.space.table(t, g), made, least, fullest, needed, limit)
         return self._rows[t, g].seconds * (1 - WORTH_REACHING)
 
     def _with(self, t: int, g: int, draft: PlanDraft, generation: GenerationPrice) -> float:
@@ -339,11 +337,8 @@ class Ranking:
 
     def _moves(self, t: int, g: int) -> float:
         row, decoding = self.space.training[t], self.space.generation[g]
-        layouts = self._floors.cut_layouts(row)
-        key = *map(str, layouts.values()), str(decoding.generation), str(decoding.inference)
-        if key not in self._moved:
-            self._moved[key] = self.setting.move_seconds(layouts, decoding.generation, decoding.inference)
-        return self._moved[key]
+        layouts = tuple(self._floors.cut_layouts(row).items())
+        return self.setting.move_seconds(layouts, decoding.generation, decoding.inference)
 
     def _is_measured(self, row: TrainingRow) -> bool:
         try:

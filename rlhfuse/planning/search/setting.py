@@ -8,6 +8,7 @@ from functools import cached_property
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.base.remembered import remembered
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
@@ -141,11 +142,12 @@ class Setting:
         cut = 0.0 if self.config.rollout.kv_blocks_per_instance else cache / CACHE_PARTS + (1 + SPARE_BLOCKS) * block
         return GenerationBytes(copy, cache, limits.sample_kv_bytes / tp, sum(scorers), cut)
 
+    @remembered
     def move_seconds(
-        self, trained: Mapping[Role, ParallelLayout], generation: ParallelLayout, inference: ParallelLayout
+        self, trained: tuple[tuple[Role, ParallelLayout], ...], generation: ParallelLayout, inference: ParallelLayout
     ) -> float:
         """Seconds that weights move in an iteration; `trained`: with the layers of each stage."""
-        tasks = (*self._forwards(generation, inference), *self._trainings(trained))
+        tasks = (*self._forwards(generation, inference), *self._trainings(dict(trained)))
         ranks = rank_map(training_layouts(tasks), self.config.fusion.alternates)
         machine = self.inputs.cores.rates(self.inputs.hardware, "moves")
         moves = layout_moves(tasks, ranks, self.specs, self.config.trainer.element_bytes, machine)

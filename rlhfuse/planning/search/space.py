@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, get_args
+from typing import get_args
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig, TrainerConfig
-from rlhfuse.config.values import AUTO, Recompute
+from rlhfuse.config.values import AUTO, Recompute, known
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic, multiple_of
 from rlhfuse.decisions.layouts import fits_model, possible_layouts
 from rlhfuse.planning.search.table import NUMBER, TOKENS, CutSetting, Table
@@ -72,12 +72,8 @@ class Given:
         for row in ("generation", "inference", "actor_train", "critic_train"):
             text = getattr(parallel, row)
             values[row] = None if text == AUTO else ParallelLayout.parse(text)
-        recompute, sharded = _known(config.trainer.recompute), _known(parallel.sequence_parallel)
+        recompute, sharded = known(config.trainer.recompute, None), known(parallel.sequence_parallel, None)
         return Given(**values, cut=CutSetting.given(config.fusion), recompute=recompute, sequence_parallel=sharded)
-
-
-def _known(value: Any) -> Any:
-    return None if value == AUTO else value
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,8 @@ class Space:
         """
         refused: Counter[str] = Counter()
         training = sorted(_training_rows(run, devices_per_node, given, drawn, refused), key=_training_text)
-        generation = sorted(_generation_rows(run, devices_per_node, given), key=_generation_text)
+        decoding = _generation_rows(run, devices_per_node, given)
+        generation = sorted(decoding, key=lambda row: f"{row.generation} {row.inference}")
         for rows, names in ((training, ("actor_train", "critic_train")), (generation, ("generation", "inference"))):
             if not rows:
                 if rows is training and not auto_layouts(run.config):
@@ -144,7 +141,8 @@ def _training_rows(
         actor, critic = layouts[0], layouts[1] if len(layouts) > 1 else None
         sharding = [given.sequence_parallel] if given.sequence_parallel is not None else [False, True]
         sharding = [sharded for sharded in sharding if not sharded or shape.node_ranks > 1]
-        cuts = [given.cut] if given.cut else _cuts(sum(config.longest_sample), samples, actor.dp)
+        budgets = token_budgets(sum(config.longest_sample), samples, actor.dp)
+        cuts = [given.cut] if given.cut else [CutSetting(TOKENS, tokens) for tokens in budgets]
         seen: set[Sequence[int]] = set()
         for cut in cuts:
             if (batch := _batch(run, cut, actor, critic, refused)) is None:
@@ -161,10 +159,6 @@ def _training_rows(
 def recomputations(trainer: TrainerConfig) -> tuple[Recompute, ...]:
     """Values of trainer.recompute that are tried, and can be."""
     return ("none", "full") if trainer.transformer_impl == "transformer_engine" else get_args(Recompute)
-
-
-def _cuts(longest: int, samples: int, pipelines: int) -> list[CutSetting]:
-    return [CutSetting(TOKENS, tokens) for tokens in token_budgets(longest, samples, pipelines)]
 
 
 def token_budgets(longest: int, samples: int, pipelines: int) -> list[int]:
@@ -217,7 +211,3 @@ def _generation_rows(run: SettledRun, devices: int, given: Given) -> Iterator[Ge
 
 def _training_text(row: TrainingRow) -> str:
     return f"{row.actor} {row.critic} {row.cut.text} {row.recompute} {row.sequence_parallel}"
-
-
-def _generation_text(row: GenerationRow) -> str:
-    return f"{row.generation} {row.inference}"

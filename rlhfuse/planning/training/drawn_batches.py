@@ -6,14 +6,15 @@ mini-batch costs what equal micro-batches of somewhat more than the mean tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import chain
 from statistics import fmean
 
 import numpy as np
 
+from rlhfuse.base.remembered import remembered
 from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.decisions.balance import deal, split_microbatches, split_minibatches
 from rlhfuse.decisions.microbatch_cut import MicrobatchCut
@@ -53,30 +54,25 @@ class DrawnBatches:
             others = tuple(SampleLengths(batch.prompt[:samples], batch.output[:samples]) for batch in batches)
         return DrawnBatches(batches, minibatches, seed, trained=others)
 
+    @remembered
     def rungs(self, cut: MicrobatchCut) -> Mapping[int, float]:
         """Shares of mini-batches by their micro-batches per actor pipeline (M1), ascending."""
-        if cut not in self._shares:
-            rungs = self.rung_of_each(cut)
-            self._shares[cut] = {rung: rungs.count(rung) / len(rungs) for rung in sorted(set(rungs))}
-        return self._shares[cut]
+        rungs = self.rung_of_each(cut)
+        return {rung: rungs.count(rung) / len(rungs) for rung in sorted(set(rungs))}
 
+    @remembered
     def rung_of_each(self, cut: MicrobatchCut) -> tuple[int, ...]:
         """M1 of each mini-batch of each batch: cuts for which these are alike cut alike."""
-        if cut not in self._rungs:
-            of = enumerate(self._minibatches)
-            parts = (cut.split(*minibatch, into=partial(self._into, number)) for number, minibatch in of)
-            self._rungs[cut] = tuple(map(cut.rung_of, parts))
-        return self._rungs[cut]
+        of = enumerate(self._minibatches)
+        return tuple(cut.rung_of(cut.split(*own, into=partial(self._into, number))) for number, own in of)
 
+    @remembered
     def microbatch(self, cut: MicrobatchCut, rung: int, pipelines: int, depth: int) -> MicrobatchTokens:
         """The micro-batch of which a pipeline of `depth` stages, of so many `pipelines`, takes as long as the real ones
         take the slowest: (their sum + (depth - 1) * heaviest) / (their number + depth - 1). Means over the mini-batches
         that are cut into `rung` for each actor pipeline; where none is, full ones. Raises InputError where samples are
         fewer than micro-batches."""
-        key = cut, rung, pipelines, depth
-        if key not in self._made:
-            self._made[key] = self._proportioned(self._tokens(*key))
-        return self._made[key]
+        return self._proportioned(self._tokens(cut, rung, pipelines, depth))
 
     def _tokens(self, cut: MicrobatchCut, rung: int, pipelines: int, depth: int) -> float:
         of = [number for number, own in enumerate(self.rung_of_each(cut)) if own == rung]
@@ -126,36 +122,16 @@ class DrawnBatches:
             ]
         return tuple(made)
 
-    @cached_property
-    def _into(self) -> Callable[[int, int], list[list[int]]]:
-        """A mini-batch in so many micro-batches, remembered: many budgets of tokens come to the same."""
+    @remembered
+    def _into(self, number: int, parts: int) -> list[list[int]]:
+        """A mini-batch in so many micro-batches: many budgets of tokens come to the same."""
+        tokens, spared = self._minibatches[number]
+        return split_microbatches(tokens, parts, spared)
 
-        def into(number: int, parts: int) -> list[list[int]]:
-            tokens, spared = self._minibatches[number]
-            return split_microbatches(tokens, parts, spared)
-
-        return cache(into)
-
-    @cached_property
-    def _loads(self) -> Callable[[int, int, int], list[tuple[int, int]]]:
+    @remembered
+    def _loads(self, number: int, parts: int, pipelines: int) -> list[tuple[int, int]]:
         """Tokens of each pipeline and of its heaviest micro-batch, of a mini-batch that is dealt in so many parts."""
-
-        def loads(number: int, parts: int, pipelines: int) -> list[tuple[int, int]]:
-            tokens, _ = self._minibatches[number]
-            weights = [sum(tokens[sample] for sample in part) for part in self._into(number, parts)]
-            dealt = (deal(weights, pipelines, pipeline) for pipeline in range(pipelines))
-            return [(sum(own), max(own)) for own in dealt]
-
-        return cache(loads)
-
-    @cached_property
-    def _made(self) -> dict[tuple[MicrobatchCut, int, int, int], MicrobatchTokens]:
-        return {}
-
-    @cached_property
-    def _shares(self) -> dict[MicrobatchCut, Mapping[int, float]]:
-        return {}
-
-    @cached_property
-    def _rungs(self) -> dict[MicrobatchCut, tuple[int, ...]]:
-        return {}
+        tokens, _ = self._minibatches[number]
+        weights = [sum(tokens[sample] for sample in part) for part in self._into(number, parts)]
+        dealt = (deal(weights, pipelines, pipeline) for pipeline in range(pipelines))
+        return [(sum(own), max(own)) for own in dealt]

@@ -124,10 +124,6 @@ def _promise(setting: str, build: Callable[[], Schedule], searched: bool = False
     return OrderPromise(setting, seconds, float(timeline.peak_memory), searched=searched)
 
 
-def _serial(problem: FusionProblem, shape: FusedShape) -> Schedule:
-    return interleaved_1f1b(problem) if _interleaves(shape) else serial_1f1b(problem)
-
-
 def _interleaved(problem: FusionProblem, shape: FusedShape) -> Schedule:
     for share in shape.shares:
         if share.layout.chunks == 1:
@@ -139,9 +135,7 @@ def _time_sharing(problem: FusionProblem, shape: FusedShape) -> Schedule:
     """Raises InputError naming the layouts unless all models' pipelines cover the same nodes once."""
     kinds = {(share.depth, share.pipelines, share.layout.chunks) for share in shape.shares}
     if len(kinds) > 1 or shape.shares[0].layout.chunks > 1:
-        named = " and ".join(
-            f"parallel.{model}_train={replace(layout, cut=None)}" for model, layout in shape.layouts.items()
-        )
+        named = " and ".join(map(_key, shape.shares))
         raise InputError(f"{named} need equal pipelines without virtual stages; give all models one layout")
     return time_sharing(problem)
 
@@ -157,6 +151,6 @@ def _interleaves(shape: FusedShape) -> bool:
 RULES: dict[str, Callable[[FusionProblem, FusedShape], Schedule]] = {
     "interleaved": _interleaved,
     "time_sharing": _time_sharing,
-    "serial": _serial,
+    "serial": lambda problem, shape: interleaved_1f1b(problem) if _interleaves(shape) else serial_1f1b(problem),
 }
 NAMES = {"interleaved": "interleaved 1F1B", "time_sharing": "time-sharing 1F1B", "serial": "serial 1F1B"}

@@ -100,7 +100,8 @@ def build_graph(problem: FusionProblem) -> OperationGraph:
         mine = slice(lane.first, lane.first + lane.microbatches)
         actions += [Action(pipeline.name, lane.stage, lane.kind, m) for m in range(lane.microbatches)]
         node[mine], lane_of[mine] = lane.node, number
-        duration[mine] = _times(pipeline, lane.kind)[lane.stage]
+        times = {Kind.F: pipeline.forward, Kind.B: pipeline.backward, Kind.W: pipeline.weight_gradient}
+        duration[mine] = times[lane.kind][lane.stage]
         memory[mine] = memory_of(pipeline, lane.kind, lane.stage)
         source = _source(pipeline, lane.stage, lane.kind)
         if source is not None:
@@ -119,10 +120,6 @@ def _lanes(problem: FusionProblem) -> tuple[Lane, ...]:
                 lanes.append(Lane(p, stage, kind, node, first, pipeline.microbatches))
                 first += pipeline.microbatches
     return tuple(lanes)
-
-
-def _times(pipeline: Pipeline, kind: Kind) -> tuple:
-    return {Kind.F: pipeline.forward, Kind.B: pipeline.backward, Kind.W: pipeline.weight_gradient}[kind]
 
 
 def _source(pipeline: Pipeline, stage: int, kind: Kind) -> tuple[int, Kind] | None:

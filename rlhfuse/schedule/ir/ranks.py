@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.base.remembered import remembered
 
 Stages = tuple[tuple[tuple[int, ...], ...], ...]  # [merged stage][sub-stage][tp rank] -> global rank
 
@@ -141,9 +141,10 @@ class FusedRanks:
         """Sub-stages per merged stage of `pipeline`."""
         return len(self.replicas[0][pipeline][0])
 
+    @remembered
     def stages(self, replica: int, pipeline: str) -> tuple[tuple[int, ...], ...]:
         """Ranks (tensor order) of each real pipeline stage of one pipeline; interleaved ones name a rank v times."""
-        return self._stages[replica][pipeline]
+        return tuple(ranks for merged in self.replicas[replica][pipeline] for ranks in merged)
 
     def pipelines(self, model: str) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """All pipelines of `model` in data-parallel order: [dp rank][position][tp rank]; stage s is at s % pp."""
@@ -161,10 +162,9 @@ class FusedRanks:
 
     def locate(self, model: str, rank: int) -> tuple[int, int, int]:
         """(dp rank, position, tp rank) of a global rank in `model`. Raises InputError outside the layout."""
-        share = self.shape.share(model)
-        if rank not in self._coordinates[model]:
-            raise InputError(f"rank {rank} is not in {model}'s layout {share.layout}")
-        return self._coordinates[model][rank]
+        if rank not in (places := self._places(model)):
+            raise InputError(f"rank {rank} is not in {model}'s layout {self.shape.share(model).layout}")
+        return places[rank]
 
     def stages_of(self, model: str, rank: int) -> tuple[int, ...]:
         """Real stage numbers of `model` that a global rank holds, lowest first: one, or one per chunk."""
@@ -184,23 +184,13 @@ class FusedRanks:
         names = self.shape.share(model).names
         return names[self.locate(model, rank)[0] % len(names)]
 
-    @cached_property
-    def _stages(self) -> tuple[dict[str, tuple[tuple[int, ...], ...]], ...]:
-        return tuple(
-            {name: tuple(ranks for merged in stages for ranks in merged) for name, stages in pipelines.items()}
-            for pipelines in self.replicas
-        )
-
-    @cached_property
-    def _coordinates(self) -> dict[str, dict[int, tuple[int, int, int]]]:
+    @remembered
+    def _places(self, model: str) -> dict[int, tuple[int, int, int]]:
         return {
-            share.model: {
-                rank: (dp_rank, position, t)
-                for dp_rank, pipe in enumerate(self.pipelines(share.model))
-                for position, ranks in enumerate(pipe)
-                for t, rank in enumerate(ranks)
-            }
-            for share in self.shape.shares
+            rank: (dp_rank, position, t)
+            for dp_rank, pipe in enumerate(self.pipelines(model))
+            for position, ranks in enumerate(pipe)
+            for t, rank in enumerate(ranks)
         }
 
 
@@ -211,6 +201,17 @@ def plain_cells(layout: ParallelLayout) -> Stages:
         tuple(tuple(first + t + layout.tp * (d + layout.dp * p) for t in range(layout.tp)) for p in range(layout.pp))
         for d in range(layout.dp)
     )
+
+
+def neighbour_pairs(cells: Stages, layout: ParallelLayout) -> list[tuple[int, int]]:
+    """(sender, receiver) of every transfer between neighbouring stages of pipelines, which are on `cells`, both
+    directions."""
+    pairs = []
+    for places in cells:
+        for stage in range(layout.stages - 1):
+            for a, b in zip(places[stage % layout.pp], places[(stage + 1) % layout.pp]):
+                pairs += [(a, b), (b, a)]
+    return pairs
 
 
 def rank_map(layouts: Mapping[str, ParallelLayout], alternate: bool = True) -> FusedRanks:

@@ -97,7 +97,9 @@ def _check_ranks(programs: Programs, schedule: Schedule, ranks: FusedRanks, tied
         actions = [instruction.action for instruction in program.instructions]
         _check_expected(programs, rank, actions, expected)
         computed = [(position, action) for position, action in enumerate(actions) if action.kind in COMPUTE]
-        _check_row(programs, rank, computed, rows[rank])
+        for (position, action), wanted in zip(computed, rows[rank]):
+            if action != wanted:
+                raise _error(programs, rank, position, f"stands where the schedule has {wanted}")
         _check_memory(programs, rank, computed, schedule, ranks)
         steps.add(rank, [expected[action] for action in actions])
     return steps
@@ -140,12 +142,6 @@ def _rows(schedule: Schedule, ranks: FusedRanks) -> dict[int, list[Action]]:
                     for rank in cell:
                         rows[rank].append(real)
     return rows
-
-
-def _check_row(programs: Programs, rank: int, computed: Sequence[tuple[int, Action]], row: Sequence[Action]) -> None:
-    for (position, action), wanted in zip(computed, row):
-        if action != wanted:
-            raise _error(programs, rank, position, f"stands where the schedule has {wanted}")
 
 
 def _check_memory(

@@ -136,7 +136,7 @@ def lifetimes(rank: int, folders: dict) -> dict:
     for seed in (0, 0, 0):
         pair.train(seed)
         addresses.append([b.data_ptr() for ring in channels.rings.values() for b in ring._buffers])
-    held = sum(ring.held_bytes for ring in channels.rings.values())
+    held = sum(buffer.nbytes for ring in channels.rings.values() for buffer in ring._buffers)
     pair.close()
     return {"addresses": addresses, "inside": inside, "held": held}
 

@@ -102,9 +102,7 @@ def by_samples(samples: int, pipelines: int, microbatches: int) -> MicrobatchCut
 
 def test_samples_that_do_not_divide_make_some_heavier():
     drawn = DrawnBatches((equal(10, 0, 10),), 1, 0)
-    micro = drawn.microbatch(
-        by_samples(10, 1, 4), 4, 1, depth=2
-    )  # 3 + 3 + 2 + 2 samples, and 3 once more, in five steps
+    micro = drawn.microbatch(by_samples(10, 1, 4), 4, 1, 2)  # 3 + 3 + 2 + 2 samples, and 3 once more, in five steps
     assert micro == pytest.approx((26.0, 2.6, 26.0))
 
 

@@ -8,10 +8,11 @@ from testkit.programs import eventually
 from testkit.tool_run import write_tool_run
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import read_json_lines
 from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.load import load_config
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.tool_journal import read_journal
+from rlhfuse.data.tool_journal import JournalEntry
 from rlhfuse.fusion.inter.iteration_store import IterationStore
 from rlhfuse.run.run_tools import find_tools
 from rlhfuse.run.sampling.tool_caller import ToolCaller
@@ -68,6 +69,10 @@ def world(tmp_path):
         one.close()
 
 
+def journal(world, rank):
+    return read_json_lines(JournalEntry, world.folder / f"tool_calls.{rank}.jsonl")
+
+
 def turn(*words):
     return (*(word + 3 for word in words), 2)
 
@@ -105,16 +110,16 @@ def test_calls_of_a_turn_are_made_one_on_the_other_and_written_down(world):
     assert answer_of(caller, sample).tokens == ()  # w2 w10 w11 w12 w1 has no room
     stats = caller.take_stats()
     assert stats.calls == {sample: 4} and stats.failures == 1 and not caller.take_stats().calls
-    journal = read_journal(world.folder / "tool_calls.0.jsonl")
-    assert [entry.number for entry in journal] == [0, 1, 2, 4] and journal[2].error == "Error: ValueError: w12"
-    assert journal[1].state == journal[2].state != journal[3].state
+    written = journal(world, 0)
+    assert [entry.number for entry in written] == [0, 1, 2, 4] and written[2].error == "Error: ValueError: w12"
+    assert written[1].state == written[2].state != written[3].state
 
 
 def test_a_failure_may_end_the_sample(world):
     caller, sample = world.caller(on_tool_failure="fail"), sample_id(0, 0, 0)
     caller.submit(sample, 0, turn(4, 8, 5, 11), 40)
     ended = answer_of(caller, sample)
-    assert ended.failed and ended.tokens == () and len(read_journal(world.folder / "tool_calls.0.jsonl")) == 1
+    assert ended.failed and ended.tokens == () and len(journal(world, 0)) == 1
 
 
 def test_who_goes_on_is_answered_from_the_journal(world):
@@ -124,7 +129,7 @@ def test_who_goes_on_is_answered_from_the_journal(world):
     other = world.caller(rank=1)
     other.submit(sample, 0, turn(4, 10), 40)
     assert [one.tokens for one in other.answers()] == [known.tokens]  # at once
-    assert not read_journal(world.folder / "tool_calls.1.jsonl") and other.state(sample) == first.state(sample)
+    assert not journal(world, 1) and other.state(sample) == first.state(sample)
 
 
 def test_answers_and_states_follow_samples_that_move(world):

@@ -21,7 +21,7 @@ from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.phase_times import phase_times, render_phase_times, samples_per_second
 from rlhfuse.monitor.samples import SampleText, SampleWriter, TurnText
 from rlhfuse.monitor.trace import Span, save_trace
-from rlhfuse.planning.run_plan import VERSION
+from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import serial_1f1b
@@ -179,7 +179,10 @@ def test_where_the_time_went_leaves_the_first_iteration_out():
 
 def test_plan_stands_beside_the_mean_of_what_was_measured(folder):
     bounds = {"makespan_seconds": 1, "lower_bound_seconds": 1, "serial_makespan_seconds": 2}
-    plan = {"seconds": {"weight_moves": 0.25, "gen_infer_fused": 1.0, "training_fused": 0.6}, "version": VERSION}
+    plan = {
+        "seconds": {"weight_moves": 0.25, "gen_infer_fused": 1.0, "training_fused": 0.6},
+        "version": PlanReport.version,
+    }
     plan |= {"schedule": {"source": "made", **bounds, "peak_activation_bytes": 28277800}}
     plan |= {"ranks": {"count": 2, "hardware": "cpu", "dtype": "float32"}, "reasons": ["because"]}
     plan |= {"threshold": {"reasons": ["as it is"]}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhfuse.base.optional_package import import_obstacle
+from rlhfuse.base.cuda_environment import import_obstacle
 from rlhfuse.models.attention.packed.sequences import PackedShape, SequenceBorders, VarlenKernel
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfuse.base.optional_package import import_obstacle
+from rlhfuse.base.cuda_environment import import_obstacle
 from rlhfuse.models.attention.paged.cache import Attend, CacheShape, PagedQueries, each_query
 
 BLOCKS = (16, 32, 64, 128)  # tokens of a block that XQA was written for
