@@ -15,9 +15,11 @@ def remembered(method: Method) -> Method:
     Arguments are hashable and given by position.
     """
 
+    name = f"remembered {method.__qualname__}"
+
     @wraps(method)
     def once(self: Any, *arguments: Any) -> Any:
-        known = vars(self).setdefault(f"remembered {method.__qualname__}", {})
+        known = vars(self).setdefault(name, {})
         if arguments not in known:
             known[arguments] = method(self, *arguments)
         return known[arguments]
