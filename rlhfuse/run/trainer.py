@@ -8,7 +8,7 @@ section 4) -> rewards and advantages over the whole batch -> mini-batches throug
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,11 @@ from rlhfuse.base.clock import unpaced, wall_seconds
 from rlhfuse.base.sample_ids import prompt_groups
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.role import SCORING_ORDER, Role
+from rlhfuse.data.prompts import Prompt
 from rlhfuse.decisions.balance import split_minibatches
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
+from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.intra.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine
 from rlhfuse.monitor.pace import Pace
@@ -41,7 +43,7 @@ from rlhfuse.run.evaluation import Evaluation, Evaluator
 from rlhfuse.run.iteration_recorder import IterationRecord, IterationRecorder, IterationResult
 from rlhfuse.run.peak_rate import peak_flops
 from rlhfuse.run.preflight import RunInputs
-from rlhfuse.run.rank_models import DTYPES, build_models, engine_options
+from rlhfuse.run.rank_models import DTYPES, build_models, engine_options, requests_of, sampling_params
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.group_sampler import GroupSampler
 from rlhfuse.run.sampling.tool_caller import ToolCaller
@@ -117,7 +119,9 @@ class Trainer:
             early_models=plan.report.generation.limits.early_models,
             generation_done=self._release_generation,
         )
-        self.sampler = GroupSampler(inputs, self.inter_stage, self.rewarder, self.caller, self._prepare_round)
+        self.sampler = GroupSampler(
+            inputs, self.inter_stage, self.rewarder, self.caller, self._requests, self._prepare_round
+        )
         self.evaluator = Evaluator(inputs, self.inter_stage, self.models, self.rewarder, self.caller)
 
     def _build_engine(self) -> Engine:
@@ -197,6 +201,11 @@ class Trainer:
         seconds = wall_seconds() - begin
         self.recorder.skip(seconds)
         return replace(evaluation, metrics=evaluation.metrics | {"timing_s/eval": seconds})
+
+    def _requests(self, iteration: int, prompts: Sequence[Prompt], first: int) -> list[Request]:
+        """Samples of prompts at the places from `first` on, the same on every rank."""
+        copies, params = self.config.rollout.samples_per_prompt, sampling_params(self.config)
+        return requests_of(iteration, prompts, copies, params, first)
 
     def _effective_config(self, batch: RolloutBatch) -> AlgorithmConfig:
         """The algorithm's settings of this iteration: the KL's weight and the scale of scores follow the run."""

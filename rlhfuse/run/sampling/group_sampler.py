@@ -22,7 +22,6 @@ from rlhfuse.fusion.inter.request import Request
 from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import combine_rewards, weighted_scores
 from rlhfuse.run.preflight import RunInputs
-from rlhfuse.run.rank_models import requests_of, sampling_params
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 
@@ -36,11 +35,13 @@ class GroupSampler:
         stage: InterStage,
         rewarder: FunctionRewarder | None,
         caller: ToolCaller | None,
+        requests: Callable[[int, Sequence[Prompt], int], list[Request]],
         prepare: Callable[[], None],
     ) -> None:
-        """`prepare`: makes the engine ready for a further round of an iteration."""
+        """`requests`: samples of prompts at the places from one on, in an iteration; `prepare`: makes the engine ready
+        for a further round of it."""
         self._inputs, self._stage, self._rewarder, self._prepare = inputs, stage, rewarder, prepare
-        self._caller = caller
+        self._requests, self._caller = requests, caller
         self._config, self._rule = inputs.config, inputs.config.algorithm.filter_groups
         self._sampler = PromptSampler(len(inputs.prompts), inputs.config.trainer.seed)
         self.drawn = 0  # prompts, by all iterations
@@ -56,15 +57,13 @@ class GroupSampler:
             prompts = self._draw(wanted)
             self.drawn += wanted
             return self._round(iteration, prompts, 0, wanted, threshold, limits), {}
-        reward = self._config.reward
-        streams = self._rule.streaming and bool(reward.function) and not reward.path
         selection = GroupSelection(wanted, wanted * self._rule.max_num_gen_batches, prior=self.share)
         prompts, begun, inflight = self._draw(selection.most), 0, wanted * self._rule.max_inflight_gen_batches
         while not selection.done:
             if rounds:
                 self._prepare()
             end = begun + selection.missing(begun, inflight)
-            stream = self._stream(iteration, prompts, selection, end, inflight) if streams else None
+            stream = self._stream(iteration, prompts, selection, end, inflight) if self._streams else None
             rounds.append(self._round(iteration, prompts, begun, end, threshold, limits, stream, len(rounds)))
             selection = selection.with_scores(self._scores(rounds[-1]))
             begun += rounds[-1].begun // self._config.rollout.samples_per_prompt
@@ -74,14 +73,14 @@ class GroupSampler:
         report.rollouts = [rollout for rollout, place in every if place in taken]
         return report, self._metrics(selection, report, len(rounds))
 
+    @property
+    def _streams(self) -> bool:
+        reward = self._config.reward
+        return self._rule.streaming and bool(reward.function) and not reward.path
+
     def _draw(self, count: int) -> list[Prompt]:
         """The prompts of an iteration, in the order of their places."""
         return [self._inputs.prompts[index] for index in self._sampler.prompts_from(self.drawn, count)]
-
-    def _requests(self, iteration: int, prompts: Sequence[Prompt], first: int) -> list[Request]:
-        """Samples of prompts at the places from `first` on, the same on every rank."""
-        copies, params = self._config.rollout.samples_per_prompt, sampling_params(self._config)
-        return requests_of(iteration, prompts, copies, params, first)
 
     def _round(
         self,
