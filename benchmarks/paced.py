@@ -2,7 +2,7 @@
 
     python benchmarks/paced.py training [--only 16/8x16] [--rounds 3]
     python benchmarks/paced.py generation [--traces arxiv,azure,mooncake]
-    python benchmarks/paced.py iterations [--pairs 33B/13B] [--continue FILE]
+    python benchmarks/paced.py iterations [--cells 33B/13B:P] [--continue FILE]
 
 Times are no measurement of hardware. They show whether overlap that is predicted is reached by executors, scheduler,
 queue, migration and messages as they are, where nothing but work waits. Each row says how much CPU was used and how
@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping
 
 from harness import options
 from paced_generation import TRACES, generate
-from paced_iterations import STRETCHES, iterate
+from paced_iterations import iterate
 from paced_training import train
-from paper.settings import PAIRS
 
 from rlhfuse.base.errors import run_program
 
@@ -35,9 +34,9 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--only", default="", help="training: some settings, as 16/8x16,8/8x8")
     parser.add_argument("--traces", default=",".join(TRACES), help="generation: lengths [%(default)s]")
-    pairs = ",".join("/".join(pair) for pair in PAIRS)
-    parser.add_argument("--pairs", default=pairs, help="iterations: actor/critic [%(default)s]")
-    parser.add_argument("--variants", default=",".join(STRETCHES), help="iterations: P padded, K packed [%(default)s]")
+    parser.add_argument(
+        "--cells", default="all", help="iterations: actor/critic, padded or packed, as 33B/13B:P,33B/13B:K"
+    )
     parser.add_argument("--continue", dest="journal", metavar="FILE", help="iterations: runs so far, kept and added to")
     arguments = parser.parse_args()
     PARTS[arguments.part](arguments)

@@ -154,9 +154,9 @@ class Journal:
 
 
 def iterate(arguments: argparse.Namespace) -> None:
-    pairs = named("--pairs", arguments.pairs, {"/".join(pair): pair for pair in PAIRS})
-    variants = named("--variants", arguments.variants, {name: name for name in STRETCHES})
-    cells = [QUICK] if arguments.quick else [Cell.of(pair, variant) for pair in pairs for variant in variants]
+    known = {f"{'/'.join(pair)}:{variant}": Cell.of(pair, variant) for pair in PAIRS for variant in STRETCHES}
+    cells = named("--cells", ",".join(known) if arguments.cells == "all" else arguments.cells, known)
+    cells = [QUICK] if arguments.quick else cells
     measurement = Measurement("paced_iterations", arguments)
     with TemporaryDirectory() as folder:
         journal = Journal(Path(arguments.journal or f"{folder}/runs.jsonl"))
