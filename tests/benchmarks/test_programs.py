@@ -184,7 +184,7 @@ def test_results_are_of_a_whole_run_of_a_program_that_still_takes_its_arguments(
         ("learning.py", "--model nowhere", "holds no model; give --model"),
         ("endurance.py", "--iterations 12", "--iterations 12: 20 are left out, give 24 or more"),
         ("paced.py", "training --only 9/9x9", "'9/9x9' is unknown; give some of 8/8x8, 8/8x8 short, 8/4x16"),
-        ("paced.py", "iterations --pairs 7B/7B", "'7B/7B' is unknown; give some of 13B/33B"),
+        ("paced.py", "iterations --cells 7B/7B:P", "'7B/7B:P' is unknown; give some of 13B/33B:P"),
         ("iteration_prediction.py", "--iterations 2", "--iterations 2: the first 2 are left out; give some more"),
     ],
 )
