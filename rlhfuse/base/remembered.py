@@ -14,7 +14,6 @@ def remembered(method: Method) -> Method:
 
     Arguments are hashable and given by position.
     """
-
     name = f"remembered {method.__qualname__}"
 
     @wraps(method)

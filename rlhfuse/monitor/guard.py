@@ -131,7 +131,8 @@ class Guard:
 
     def _asked_to_end(self, received: bytes, now: float) -> Verdict | None:
         """The verdict where this rank is to leave; notes signals for which something is finished first."""
-        self.notice = self.notice or signal.SIGUSR1 in received  # also where SIGTERM came before this thread looked
+        if signal.SIGUSR1 in received and not self.stop_asked:  # who stopped the run before does not want it again
+            self.notice = True  # also where SIGTERM came before this thread looked
         if signal.SIGTERM in received:
             return Verdict("terminated by SIGTERM", EXIT_STOPPED[TERMINATED])
         why = "SIGUSR1" if signal.SIGUSR1 in received else "trainer.stop_after" if now > self._deadline else ""

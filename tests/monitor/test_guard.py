@@ -266,6 +266,16 @@ def test_a_notice_that_is_heard_together_with_sigterm_is_told(tmp_path, quick):
     assert watchdog.guard.file.read_text().startswith("terminated by SIGTERM; ")
 
 
+def test_a_run_that_was_stopped_by_hand_is_not_to_go_on_by_a_later_notice(tmp_path, quick):
+    with noted(tmp_path) as watchdog:
+        watchdog.guard.finishing = "iteration 3 of 9"
+        send(signal.SIGINT)
+        eventually(lambda: watchdog.guard.stop_asked)
+        send(signal.SIGUSR1)
+        assert watchdog.await_end() == [130]
+    assert not watchdog.guard.file.exists()
+
+
 def test_a_notice_before_there_is_a_store_is_heard(tmp_path, quick):
     left, ended = [], threading.Event()
     guard = Guard(0, 540, exit_process=lambda code: (left.append(code), ended.set()))
