@@ -1,7 +1,12 @@
-"""Seconds since 1970 by a clock that nobody sets: what is measured by it never jumps and never runs backwards."""
+"""The time of a process: seconds since 1970 by a clock that nobody sets, so they never jump or run backwards.
+
+`Clock` is the time, the waits and the threads of code that runs on several ranks at once. Such code is handed one, so
+that a test can run many ranks in one process under virtual time.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -26,3 +31,12 @@ def wall_seconds() -> float:
 @cache
 def _origin() -> float:
     return time.time() - time.perf_counter()
+
+
+class Clock:
+    """The machine's time and threads. A lock may be taken again by the thread that holds it."""
+
+    now = staticmethod(wall_seconds)
+    perf_counter = staticmethod(time.perf_counter)
+    sleep = staticmethod(time.sleep)
+    Thread, Lock, Condition, Event = threading.Thread, threading.RLock, threading.Condition, threading.Event

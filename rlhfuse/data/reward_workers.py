@@ -23,8 +23,9 @@ class RewardWorkers:
         timeout_seconds: float,
         progress: Callable[[str], None] = lambda _: None,
         load: Callable[[str, str], RewardFunction] = RewardFunction.load,
+        pool: Callable[..., CallPool] = CallPool,
     ) -> None:
-        self._pool = CallPool(load, (name, signature), workers, timeout_seconds, "reward.timeout_seconds")
+        self._pool = pool(load, (name, signature), workers, timeout_seconds, "reward.timeout_seconds")
         self._progress = progress
         self._pending: set[int] = set()  # samples
         self._at_once = 1  # samples of the largest call so far

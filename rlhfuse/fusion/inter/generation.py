@@ -6,14 +6,12 @@ barrier. In the tail every sample is published as it ends, and an instance witho
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
 
-from rlhfuse.base.clock import wall_seconds
 from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.base.token_spans import drawn_spans
 from rlhfuse.fusion.inter.group_stream import GroupStream, LiveGroups
@@ -54,10 +52,11 @@ class Generation:
     _stopping: bool = False  # the leader has decided to stop: what it decides from then on is never heard
 
     def __post_init__(self) -> None:
+        self._clock = self.store.clock
         self._live = None  # of a leader, which decides for its instance which groups begin
         if self.stream and self.reporter and self.rewarder:
             self._live = LiveGroups(self.stream, self.reporter, self.rewarder)
-        self._pauses = Pauses(self.tools, self.engine, self.group, self.events) if self.tools else None
+        self._pauses = Pauses(self.tools, self.engine, self.group, self.events, self._clock) if self.tools else None
         self._end = self.stream.selection.end if self.stream else 0  # of the places that are needed
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -69,16 +68,16 @@ class Generation:
     def decode_until(self, threshold: int) -> list[Rollout]:
         """Decode until at most `threshold` samples of the whole batch remain; returns those that ended here."""
         decision, samples, steps = DelayedBroadcast(self.group, GO_ON, NO_PLACE, self._end, 0), [], 0
-        start = busy_until = self._begin = wall_seconds()
+        start = busy_until = self._begin = self._clock.now()
         while True:
-            step_start, decoded = time.perf_counter(), self.engine.has_unfinished()
+            step_start, decoded = self._clock.now(), self.engine.has_unfinished()
             if decoded:
                 finished = self._step()
                 self._report_finished(len(finished))
                 samples += finished
-                busy_until = wall_seconds()
+                busy_until = self._clock.now()
             else:
-                time.sleep(IDLE_SECONDS)
+                self._clock.sleep(IDLE_SECONDS)
             steps += 1
             if not threshold and not self.engine.scheduler.waiting:
                 self.load_scorers()
@@ -93,37 +92,37 @@ class Generation:
         if last := self._taken(self.engine.settle()):
             self._report_finished(len(last))
             samples += last
-            busy_until = wall_seconds()
+            busy_until = self._clock.now()
         self.events.span("generate", start, busy_until)
-        self.events.span("wait", busy_until, wall_seconds())
+        self.events.span("wait", busy_until, self._clock.now())
         self.events.generation_seconds = busy_until - self._begin
         return samples
 
     def decode_tail(self) -> None:
         """Decode what is left here, publishing each sample as it ends."""
-        start = wall_seconds()
+        start = self._clock.now()
         self.load_scorers()
         announced = DelayedBroadcast(self.group, 0)
         while self.engine.samples or self.engine.has_unfinished():
-            step_start = time.perf_counter()
+            step_start = self._clock.now()
             if self._pauses:
                 self._pauses.deliver(*announced.pass_on(self._pauses.announce()))
                 if not self.engine.has_unfinished():
                     self.progress(self._pauses.waiting("generation of the long tail"))
-                    time.sleep(IDLE_SECONDS)
+                    self._clock.sleep(IDLE_SECONDS)
                     continue
             self.progress(f"generation of the long tail: {self.engine.samples} samples left here")
             finished = self._step()
             self._report_finished(len(finished), [rollout.to_bytes() for rollout in finished])
             self._observe(step_start)
         announced.close()
-        self.events.span("generate", start, wall_seconds())
-        self.events.generation_seconds = wall_seconds() - self._begin
+        self.events.span("generate", start, self._clock.now())
+        self.events.generation_seconds = self._clock.now() - self._begin
 
     def _step(self) -> list[Rollout]:
-        start = time.perf_counter()
+        start = self._clock.now()
         results = self.engine.step()
-        self._in_engine = time.perf_counter() - start
+        self._in_engine = self._clock.now() - start
         return self._taken(results)
 
     def _taken(self, results: list[GenerationResult]) -> list[Rollout]:
@@ -146,19 +145,19 @@ class Generation:
         if not stats.batch:  # launched and not read yet: its seconds come with the next step's
             return
         # From boundary to boundary: small models spend a good part of their time between the engine's steps.
-        seconds = stats.seconds + time.perf_counter() - step_start - self._in_engine
+        seconds = stats.seconds + self._clock.now() - step_start - self._in_engine
         self.events.observe("step", *stats.observation()._replace(seconds=seconds))
 
     def _report_finished(self, count: int, samples: Sequence[bytes] = ()) -> None:
-        start = time.perf_counter()
+        start = self._clock.now()
         if self.reporter and count:
             self.reporter.report(count, samples)
-        self.events.agreement_seconds += time.perf_counter() - start
+        self.events.agreement_seconds += self._clock.now() - start
 
     def _trigger_reached(self, threshold: int, decision: DelayedBroadcast, steps: int, decoded: bool) -> bool:
         """Whether this step boundary is the one to stop at; groups begin here and are dropped, and paused samples go
         on; alike on all tensor ranks."""
-        start = time.perf_counter()
+        start = self._clock.now()
         decided, known = (GO_ON, NO_PLACE, self._end), ""
         if self.reporter:
             finished = self.reporter.finished
@@ -176,7 +175,7 @@ class Generation:
         if self._pauses and stop != STOP:
             self._pauses.deliver(answers)
         if self.engine.has_unfinished():  # who has nothing to decode loses nothing by waiting
-            self.events.agreement_seconds += time.perf_counter() - start
+            self.events.agreement_seconds += self._clock.now() - start
         return stop == STOP
 
     def _decide(self, threshold: int, finished: int) -> tuple[int, int, int]:

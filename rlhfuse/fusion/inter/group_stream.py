@@ -1,8 +1,9 @@
 """Groups that begin while others still decode, where an iteration trains on groups whose scores differ alone.
 
-As soon as a group of equal scores is known another one begins, where decode rows are free, and groups behind those that
-are needed are dropped. Leaders tell each other scores through the store and decide each for itself: whatever is begun,
-the same groups are taken in the end (`GroupSelection`).
+Leaders send each other scores and decide each for itself. Every round ends: a leader waits only for unfinished samples
+and for groups that it would begin itself (`missing`). If nobody decodes or begins, leaders that have stopped hold all
+unfinished samples, at most R_t when the last of them looked, so the others stop too. With R_t = 0 nobody stops before
+every score has reached it. A score that comes after a stop is needed in the next round only (`GroupSelection`).
 """
 
 from __future__ import annotations
@@ -71,16 +72,19 @@ class LiveGroups:
         self._added = max(self._added, self._reporter.places)
         return min(self._stream.begun + self._added, self.selection.most)
 
+    @property
+    def missing(self) -> int:
+        """Groups that are still to begin, by what is known. Leaders wait for no others, and begin no others."""
+        return self.selection.missing(self.begun, self._stream.inflight, LIKELY)
+
     def remaining(self, first: int) -> int:
-        """Samples of this round, of which there were `first` at its begin, that are not done, with those that are
-        expected to be begun yet."""
+        """Samples of this round that are not done, of `first` and of all groups that have begun or are missing."""
         added = self.begun - self._stream.begun
-        missing = self.selection.missing(self.begun, self.selection.most)
-        return first + (added + missing) * self._stream.copies - self._reporter.finished
+        return first + (added + self.missing) * self._stream.copies - self._reporter.finished
 
     def next_place(self, begin: Callable[[int], int]) -> int | None:
         """A place for this instance to begin; None where none is missing. `begin`: `IterationStore.begin_places`."""
-        if not self.selection.missing(self.begun, self._stream.inflight, LIKELY):
+        if not self.missing:
             return None
         self._added = begin(1)
         place = self._stream.begun + self._added - 1

@@ -7,8 +7,6 @@ is room; they go out afterwards.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from rlhfuse.base.clock import Hold, unpaced
+from rlhfuse.base.clock import Clock, Hold, unpaced
 from rlhfuse.fusion.inter.iteration_store import IterationStore
 from rlhfuse.models.stage import PackedTokens, PipelineStage
 from rlhfuse.parallel.offload import OffloadedWeights
@@ -76,6 +74,7 @@ class Scorer:
     temperature: float
     device: torch.device
     hold: Hold = unpaced  # of a model's pack, with tokens and samples, and of its load
+    clock: Clock = Clock()
 
     def __post_init__(self) -> None:
         self._models = [model for model in (self.reference, self.critic, self.reward) if model is not None]
@@ -96,7 +95,7 @@ class Scorer:
         begun = sum(loader.count for loader in self._loaders)
         if missing := [model.offloaded for model in self._models[begun:most]]:
             before = self._loaders[-1] if self._loaders else None
-            self._loaders.append(WeightLoader(missing, self.device, before, self.hold))
+            self._loaders.append(WeightLoader(missing, self.device, before, self.hold, self.clock))
 
     def wait_for_first(self) -> None:
         """Until scoring can begin: the first model is there."""
@@ -119,7 +118,7 @@ class Scorer:
         With the seconds that it took, without waiting for weights.
         """
         self.begin_load()
-        start, self._waited = time.perf_counter(), 0.0
+        start, self._waited = self.clock.perf_counter(), 0.0
         ordered = sorted(rollouts, key=lambda r: r.sample_id)
         batch = RolloutBatch.from_rollouts(ordered)
         others = [batch.prediction_index, batch.tokens[batch.response_index], batch.cu_seqlens[1:].long() - 1]
@@ -140,21 +139,21 @@ class Scorer:
             scores = self._outputs(self.reward, packed)[last].float().cpu().tolist()
             self.hold("score", self._begun, len(packed), len(ordered))
         scored = [r.with_scores(*given) for r, given in zip(ordered, zip(ref, values, scores))]
-        return scored, time.perf_counter() - start - self._waited
+        return scored, self.clock.perf_counter() - start - self._waited
 
     def _outputs(self, model: FrozenModel, packed: PackedTokens) -> Any:
         self._wait(model)
         return model.stage.forward(packed, None)
 
     def _wait(self, model: FrozenModel) -> None:
-        start = time.perf_counter()
+        start = self.clock.perf_counter()
         self.begin_load()
         index = next(i for i, other in enumerate(self._models) if other is model)
         for loader in self._loaders:
             if 0 <= index < loader.count:
                 loader.wait(index)
             index -= loader.count
-        self._begun = time.perf_counter()
+        self._begun = self.clock.perf_counter()
         self._waited += self._begun - start
 
 
@@ -171,17 +170,18 @@ class WeightLoader:
         device: torch.device,
         before: WeightLoader | None = None,
         hold: Hold = unpaced,
+        clock: Clock = Clock(),
     ) -> None:
         """Begins once all models of the loader `before` are there."""
-        self._models, self._device, self._before, self._hold = models, device, before, hold
+        self._models, self._device, self._before, self._hold, self._clock = models, device, before, hold, clock
         self.count = len(models)
         for model in models:
             model.allocate()
         self._allocated = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        self._loaded = [threading.Event() for _ in models]
+        self._loaded = [clock.Event() for _ in models]
         self._failure: BaseException | None = None
         self.seconds = 0.0  # that the models loaded so far took, without gaps
-        self._thread = threading.Thread(target=self._run, name="weight-loader", daemon=True)
+        self._thread = clock.Thread(target=self._run, name="weight-loader", daemon=True)
         self._thread.start()
 
     def wait(self, index: int) -> None:
@@ -207,10 +207,10 @@ class WeightLoader:
                 self._before.close()
             with torch.cuda.stream(stream):
                 for model, loaded in zip(self._models, self._loaded):
-                    start = time.perf_counter()
+                    start = self._clock.perf_counter()
                     model.copy_in()
                     self._hold("load", start)
-                    self.seconds += time.perf_counter() - start
+                    self.seconds += self._clock.perf_counter() - start
                     loaded.set()
         except BaseException as failure:  # raised by the thread that waits
             self._failure = failure

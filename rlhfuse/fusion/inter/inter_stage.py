@@ -8,14 +8,13 @@ changes its numbers.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from rlhfuse.base.clock import wall_seconds
+from rlhfuse.base.clock import Clock
 from rlhfuse.base.errors import RewardError
 from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, check_threshold, plan_at_threshold
@@ -32,7 +31,6 @@ from rlhfuse.fusion.inter.scoring_queue import ScoringQueue
 from rlhfuse.fusion.inter.tools import Tools
 from rlhfuse.gen.engine import Engine
 from rlhfuse.monitor.heartbeat import Waiting
-from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.ppo.rollout import Rollout
 
 
@@ -52,6 +50,7 @@ class InterStage:
     tools: Tools | None = None  # on every rank, where samples have turns
     # called on every rank when its engine is paused, before what scores comes in: give back the actor's weights
     generation_done: Callable[[], None] = lambda: None
+    clock: Clock = Clock()
 
     def run(
         self,
@@ -94,7 +93,8 @@ class GenInferIteration:
     ) -> None:
         self._stage, self._place, self._engine = stage, stage.place, stage.engine
         self._requests, self._threshold, self._limits, self._stream = requests, threshold, limits, stream
-        self._store = IterationStore(stage.store, iteration, stage.timeout_seconds)
+        self._store = IterationStore(stage.store, iteration, stage.timeout_seconds, stage.clock)
+        self._clock = stage.clock
         self._decoders = stage.place.decoders
         self._instance, self._instances = stage.place.instance, len(stage.place.placement.instances)
         self._events = RankEvents(stage.place.rank, self._decoders.is_leader)
@@ -104,7 +104,7 @@ class GenInferIteration:
         self._begin = 0.0
 
     def run(self) -> GenInferReport:
-        self._begin = wall_seconds()
+        self._begin = self._clock.now()
         try:
             with ExitStack() as stack:
                 reporter = None
@@ -115,7 +115,7 @@ class GenInferIteration:
         finally:
             self._stage.scorer.release()  # where something failed
         report = self._gather(scored)
-        report.total_seconds = wall_seconds() - self._begin
+        report.total_seconds = self._clock.now() - self._begin
         if self._place.rank == 0:
             self._store.clear(self._instances)
         return report
@@ -141,10 +141,10 @@ class GenInferIteration:
         for i in split_samples(total // unit, instances)[self._instance]:
             generation.add(self._requests[i * unit : (i + 1) * unit])
         finished = generation.decode_until(self._threshold if instances > 1 else 0)
-        stopped = wall_seconds()
+        stopped = self._clock.now()
         self._stage.progress(Waiting("inter-stage: barrier of all instances"))
         self._finished, barrier = gather_states(self._place, self._engine, finished, generation.began)
-        self._events.span("meet", stopped, wall_seconds())
+        self._events.span("meet", stopped, self._clock.now())
         self._tail, self._begun = [state.sample_id for state in barrier.states], sum(map(len, barrier.began))
         if self._stage.rewarder and self._decoders.is_leader:
             meeting = Meeting(self._instance, barrier.began, self._finished, self._tail, self._store)
@@ -152,23 +152,23 @@ class GenInferIteration:
         plan = plan_at_threshold(self._threshold, barrier.states, barrier.free_blocks, self._limits)
         if plan:
             self._migrate(barrier, plan)
-        self._events.add_barrier(wall_seconds() - stopped)
+        self._events.add_barrier(self._clock.now() - stopped)
         if plan and self._instance in plan.destinations:
             generation.decode_tail()
         self._events.add_captures(forward.recorded_shapes - shapes, forward.recording_seconds - seconds)
-        start = time.perf_counter()
+        start = self._clock.now()
         self._engine.pause()
         self._stage.generation_done()
-        self._events.observe("release", time.perf_counter() - start)
+        self._events.observe("release", self._clock.now() - start)
 
     def _migrate(self, barrier: MigrationBarrier, plan: MigrationPlan) -> None:
-        start = wall_seconds()
+        start = self._clock.now()
         stage, engine, events = self._stage, self._engine, self._events
         stage.progress(f"inter-stage: migration of {len(plan.moves)} samples")
         tools = stage.tools if self._decoders.is_leader else None
         if tools and (leaving := [move.sample_id for move in plan.moves_from(self._instance)]):
             tools.hand_over(leaving, self._store)
-        pairs = execute_migration(plan, self._place, engine, stage.bucket_bytes, stage.scorer.hold)
+        pairs = execute_migration(plan, self._place, engine, stage.bucket_bytes, stage.scorer.hold, self._clock)
         if tools and (come := [move.sample_id for move in plan.moves if move.destination == self._instance]):
             tools.adopt(come, self._store)
         block_tokens = engine.options.block_tokens
@@ -177,7 +177,7 @@ class GenInferIteration:
         events.bytes_needed = barrier.bytes_needed(plan, block_tokens, block_bytes)
         if self._decoders.is_leader:
             events.migrations += pairs
-        events.span("migrate", start, wall_seconds())
+        events.span("migrate", start, self._clock.now())
 
     def _infer(self) -> list[Rollout]:
         """Score until no work is left; returns this worker's samples, at its leader."""
@@ -197,18 +197,18 @@ class GenInferIteration:
 
     def _gather(self, scored: list[Rollout]) -> GenInferReport:
         """Every rank gets every scored sample, the scores alone where it has the rest, and sums of what happened."""
-        rewarder, scored_at = self._stage.rewarder, wall_seconds()
+        rewarder, scored_at = self._stage.rewarder, self._clock.now()
         if rewarder and self._decoders.is_leader:
             self._stage.progress("inference: waiting for the reward function")
             self._events.function_scores = rewarder.finish()
             self._events.observe("reward", *rewarder.take_calls())
-            self._events.span("reward", scored_at, wall_seconds())
+            self._events.span("reward", scored_at, self._clock.now())
         self._events.scored_seconds = scored_at - self._begin
-        self._events.rewarded_seconds = wall_seconds() - self._begin
+        self._events.rewarded_seconds = self._clock.now() - self._begin
         self._stage.progress(Waiting("inter-stage: gathering scored samples"))
         known = {rollout.sample_id: rollout for rollout in self._finished}
         own = [(r.sample_id, r.scores_alone()) if r.sample_id in known else r for r in scored]
-        everyone = all_gather_objects((replace(self._events, spans=[]), own))
+        everyone = self._place.gather((replace(self._events, spans=[]), own))
         report = summarize([events for events, _ in everyone])
         rollouts = [
             one if isinstance(one, Rollout) else known[one[0]].with_scores(*one[1])

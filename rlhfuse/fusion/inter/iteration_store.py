@@ -6,11 +6,11 @@ operation, so no lock is needed and no rank waits for one that decodes.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Sequence
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # torch's __all__ lacks it
+
+from rlhfuse.base.clock import Clock
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.001, 0.02
 POLL_SECONDS = 0.005
@@ -30,8 +30,8 @@ class IterationStore:
     put/NAME      what was left under a name; put/J is the J-th name, puts how many there are
     """
 
-    def __init__(self, store: Store, iteration: int | str, timeout_seconds: float) -> None:
-        self._store = store
+    def __init__(self, store: Store, iteration: int | str, timeout_seconds: float, clock: Clock = Clock()) -> None:
+        self._store, self.clock = store, clock
         self._iteration = iteration
         self._prefix = f"iteration/{iteration}/"
         self._timeout = timeout_seconds
@@ -39,7 +39,7 @@ class IterationStore:
     def reconnect(self) -> IterationStore:
         """The same keys over a connection of its own, for another thread."""
         clone = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # the stub lacks it
-        return IterationStore(clone, self._iteration, self._timeout)
+        return IterationStore(clone, self._iteration, self._timeout, self.clock)
 
     def add_finished(self, count: int) -> int:
         """Add newly finished samples; returns how many of the batch are finished."""
@@ -57,14 +57,14 @@ class IterationStore:
 
     def fetch(self, index: int) -> bytes:
         """The index-th published sample. Raises TimeoutError if it does not follow its announcement."""
-        key, deadline = f"{self._prefix}sample/{index}", time.monotonic() + self._timeout
+        key, deadline = f"{self._prefix}sample/{index}", self.clock.now() + self._timeout
         # Polled, not waited for: a wait in the store that times out is reported as a warning each time.
         pause = FIRST_PAUSE_SECONDS
         while not self._store.check([key]):
-            if time.monotonic() > deadline:
+            if self.clock.now() > deadline:
                 late = f"sample {index} of the long tail was announced but not sent"
                 raise TimeoutError(f"{late} in {self._timeout:.0f} s")
-            time.sleep(pause)
+            self.clock.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE_SECONDS)
         return self._store.get(key)
 
@@ -149,7 +149,7 @@ class StoreReporter:
     def __init__(self, store: IterationStore, scores: bool = False) -> None:
         """`scores`: letters of all leaders about scores are passed on as well."""
         self._store = store.reconnect()
-        self._changed = threading.Condition()
+        self._changed = store.clock.Condition()
         self._count = 0
         self._samples: list[bytes] = []
         self._passes_scores, self._to_send, self._letters = scores, [], []
@@ -157,7 +157,7 @@ class StoreReporter:
         self._closing = False
         self._failure: BaseException | None = None
         self._finished = 0
-        self._thread = threading.Thread(target=self._run, name="store-reporter", daemon=True)
+        self._thread = store.clock.Thread(target=self._run, name="store-reporter", daemon=True)
 
     @property
     def finished(self) -> int:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfuse.base.clock import Hold, unpaced
+from rlhfuse.base.clock import Clock, Hold, unpaced
 from rlhfuse.decisions.migration import MigrationPlan, UnfinishedSample, transfer_order
 from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.inter.report import PairMigration
 from rlhfuse.gen.engine import Engine
-from rlhfuse.gen.migration.peer_transfer import HeadPlan, receive_sequences, send_sequences
-from rlhfuse.parallel.collectives import all_gather_objects
+from rlhfuse.gen.migration.peer_transfer import HeadPlan
 from rlhfuse.ppo.rollout import Rollout
 
 
@@ -42,7 +40,7 @@ def gather_states(
     """The barrier, a collective: all finished samples by id, and what is unfinished; the same on every rank."""
     states = engine.unfinished(place.instance)
     own = (states, engine.free_blocks, finished, tuple(began)) if place.decoders.is_leader else ([], 0, [], ())
-    everyone = all_gather_objects(own)
+    everyone = place.gather(own)
     leaders = [everyone[ranks[0]] for ranks in place.placement.instances]
     samples = sorted((rollout for _, _, part, _ in leaders for rollout in part), key=lambda r: r.sample_id)
     unfinished = tuple(state for part, *_ in leaders for state in part)
@@ -51,7 +49,12 @@ def gather_states(
 
 
 def execute_migration(
-    plan: MigrationPlan, place: RankPlace, engine: Engine, bucket_bytes: int, hold: Hold = unpaced
+    plan: MigrationPlan,
+    place: RankPlace,
+    engine: Engine,
+    bucket_bytes: int,
+    hold: Hold = unpaced,
+    clock: Clock = Clock(),
 ) -> list[PairMigration]:
     """This rank's part of the moves; afterwards every sample is in the engine that the plan names.
 
@@ -63,17 +66,17 @@ def execute_migration(
     for source, destination in transfer_order(plan):
         if instance not in (source, destination):
             continue
-        start, kv_bytes = time.perf_counter(), 0
+        start, kv_bytes = clock.perf_counter(), 0
         sources, destinations = (place.placement.instances[end] for end in (source, destination))
         heads = HeadPlan.between(sources, destinations, engine.spec.kv_heads)
         moves = [move for move in plan.moves_from(source) if move.destination == destination]
         if instance == destination:
-            receive_sequences(engine, heads, place.rank, bucket_bytes=bucket_bytes)
+            place.receive(engine, heads, bucket_bytes)
         else:
             ids = [move.sample_id for move in moves]
             with engine.export_sequences(ids, {move.sample_id: move.mode for move in moves}) as transfer:
-                sent = send_sequences(transfer, heads, place.rank, bucket_bytes=bucket_bytes)
+                sent = place.send(transfer, heads, bucket_bytes)
             kv_bytes = sent * len(sources)  # each rank of an instance holds an equal share of the heads
         hold("migration", start, sum(move.kv_tokens for move in moves if move.mode == "kv"))
-        pairs.append(PairMigration(source, destination, kv_bytes, time.perf_counter() - start))
+        pairs.append(PairMigration(source, destination, kv_bytes, clock.perf_counter() - start))
     return pairs

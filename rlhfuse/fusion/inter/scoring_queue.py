@@ -8,11 +8,9 @@ no rank waits long in a collective.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlhfuse.base.clock import wall_seconds
 from rlhfuse.decisions.packing import deal, scoring_packs, streamed_pack
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.iteration_store import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, IterationStore
@@ -43,6 +41,7 @@ class ScoringQueue:
             self.place.worker,
             len(self.place.placement.workers),
         )
+        self._clock = self.store.clock
         self._scored: list[Rollout] = []
         self._fetched: dict[int, Rollout] = {}
         self._asked = 0.0  # when the leader last looked for work and found some
@@ -53,7 +52,7 @@ class ScoringQueue:
         """Serial: this worker's share of all samples, balanced by tokens."""
         own = [finished[i] for i in deal([tokens_of(sample) for sample in finished], self._workers)[self._worker]]
         for pack in self._packs(own, 1):
-            self._asked = time.perf_counter()
+            self._asked = self._clock.now()
             self.progress(f"inference: {len(self._scored)} of {len(own)} samples scored here")
             self._score(pack)
         return self._finish()
@@ -79,7 +78,7 @@ class ScoringQueue:
             if kind == WAIT:
                 continue
             if not self._group.is_leader:
-                self._asked = time.perf_counter()
+                self._asked = self._clock.now()
             self.register()
             pack = packs[first] if kind == PACK else [self._fetch(index) for index in range(first, last)]
             self.progress(f"inference: {'pack' if kind == PACK else 'long tail'} {first}")
@@ -88,24 +87,24 @@ class ScoringQueue:
                 self.events.scored_early += len(pack)
 
     def _next(self, packs: Sequence[Sequence[Rollout]], streamed: int) -> Work:
-        self._asked = time.perf_counter()
+        self._asked = self._clock.now()
         self._join()
         if self._packs_left:
             ticket = self.store.next_ticket()
             if ticket < len(packs):
                 return PACK, ticket, ticket + 1
             self._packs_left = False
-        start, ready = wall_seconds(), bool(self._scored)
+        start, ready = self._clock.now(), bool(self._scored)
         self.store.add_ready(ready)
         work = self._take_streamed(streamed)
         self.store.add_ready(-ready)
-        self.events.span("wait", start, wall_seconds())
+        self.events.span("wait", start, self._clock.now())
         return work
 
     def _take_streamed(self, streamed: int) -> Work:
-        deadline, pause = time.monotonic() + WAIT_SECONDS, FIRST_PAUSE_SECONDS
-        while time.monotonic() < deadline:
-            self._asked = time.perf_counter()
+        deadline, pause = self._clock.now() + WAIT_SECONDS, FIRST_PAUSE_SECONDS
+        while self._clock.now() < deadline:
+            self._asked = self._clock.now()
             taken, published = self.store.taken(), self.store.published()
             if taken == streamed:
                 return DONE, 0, 0
@@ -117,7 +116,7 @@ class ScoringQueue:
                 if self.store.try_take(taken, count, self._worker):
                     return STREAMED, taken, taken + count
                 continue  # another worker was quicker
-            time.sleep(pause)
+            self._clock.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE_SECONDS)
         return WAIT, 0, 0
 
@@ -133,17 +132,17 @@ class ScoringQueue:
 
     def _score(self, pack: Sequence[Rollout]) -> None:
         """Score the pack that was asked for last. Pulling and fetching are its time, waiting for weights is not."""
-        start = wall_seconds()
+        start = self._clock.now()
         if not self._scored:
             self.scorer.wait_for_first()
-            self.events.span("load", start, wall_seconds())
-        loaded = wall_seconds()
+            self.events.span("load", start, self._clock.now())
+        loaded = self._clock.now()
         scored, scoring_seconds = self.scorer.score(pack)
-        end = wall_seconds()
+        end = self._clock.now()
         self._scored += scored
         self.events.span("score", loaded, end)
         waited = end - start - scoring_seconds
-        seconds = time.perf_counter() - self._asked - waited
+        seconds = self._clock.now() - self._asked - waited
         self.events.observe("score", sum(map(tokens_of, pack)), len(pack), max(seconds, scoring_seconds))
 
     def _finish(self) -> list[Rollout]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlhfuse.base.clock import wall_seconds
+from rlhfuse.base.clock import Clock
 from rlhfuse.fusion.inter.iteration_store import IterationStore
 from rlhfuse.fusion.inter.report import RankEvents
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
@@ -66,9 +66,16 @@ class Tools(Protocol):
 class Pauses:
     """The paused samples of one instance, on one of its ranks."""
 
-    def __init__(self, tools: Tools, engine: Engine, group: TensorParallelGroup, events: RankEvents) -> None:
-        self._tools, self._engine, self._group, self._events = tools, engine, group, events
-        self._begin = wall_seconds()
+    def __init__(
+        self,
+        tools: Tools,
+        engine: Engine,
+        group: TensorParallelGroup,
+        events: RankEvents,
+        clock: Clock = Clock(),
+    ) -> None:
+        self._tools, self._engine, self._group, self._events, self._clock = tools, engine, group, events, clock
+        self._begin = clock.now()
         self._ready: list[Answer] = []  # announced, the leader's
         self.failed: set[int] = set()  # ids of samples that end because their calls failed
 
@@ -84,7 +91,7 @@ class Pauses:
             elif self._group.is_leader:
                 self._tools.submit(result.sample_id, number, turn, self._engine.parked[result.sample_id].room)
         if self._group.is_leader:
-            self._events.ended |= dict.fromkeys((r.sample_id for r in ended), wall_seconds() - self._begin)
+            self._events.ended |= dict.fromkeys((r.sample_id for r in ended), self._clock.now() - self._begin)
         return ended
 
     def announce(self) -> int:
@@ -130,7 +137,7 @@ class Pauses:
     def _note(self, answer: Answer) -> None:
         """Write down what the leader is about to deliver."""
         if seq := self._engine.parked.get(answer.sample_id):
-            number, now = len(seq.observed), wall_seconds()
+            number, now = len(seq.observed), self._clock.now()
             self._events.pauses[answer.sample_id, number] = answer.seconds
             self._events.observe("pause", answer.seconds, len(answer.tokens))
             self._events.span("call", now - answer.seconds, now, sample=answer.sample_id, turn=number)

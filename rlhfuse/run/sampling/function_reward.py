@@ -7,13 +7,14 @@ the order of their copies. A call is made by the instance that began its first s
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from threading import Thread
 from typing import Any
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.base.sample_ids import prompt_groups, sample_id, sample_origin
 from rlhfuse.base.token_spans import drawn_spans
+from rlhfuse.data.call_pool import CallPool
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.reward_function import RewardCall, RewardFunction
 from rlhfuse.data.reward_workers import RewardWorkers
@@ -32,7 +33,14 @@ Response = tuple[Sequence[int], Sequence[Sequence[int]]]  # its tokens, and the 
 class FunctionRewarder:
     """A `Rewarder` that calls the function of the configuration, in processes of its own."""
 
-    def __init__(self, inputs: RunInputs, progress: Callable[[str], None], caller: ToolCaller | None = None) -> None:
+    def __init__(
+        self,
+        inputs: RunInputs,
+        progress: Callable[[str], None],
+        caller: ToolCaller | None = None,
+        clock: Clock = Clock(),
+        pool: Callable[..., CallPool] = CallPool,
+    ) -> None:
         """`caller`: of the samples' tools, where they have any."""
         reward = inputs.config.reward
         self._tokenizer, self._stops = inputs.tokenizer, inputs.config.rollout.stop
@@ -42,8 +50,12 @@ class FunctionRewarder:
         self._caller = caller if name == REWARD else None  # whose environments say the scores
         if self._caller:
             name, load = inputs.config.rollout.multi_turn.function_tool_path, EnvironmentReward.load
-        self._workers = RewardWorkers(name, reward.signature, reward.workers, reward.timeout_seconds, progress, load)
-        self._lock = threading.Lock()  # what follows, and submitting, is the main thread's and the mail's
+        limits = reward.workers, reward.timeout_seconds
+        self._workers = RewardWorkers(name, reward.signature, *limits, progress, load, pool)
+        self._clock, self._lock = (
+            clock,
+            clock.Lock(),
+        )  # what follows, and submitting, is the main thread's and the mail's
         self.begin((), 1)
 
     def begin(self, prompts: Sequence[Prompt], copies: int) -> None:
@@ -53,7 +65,7 @@ class FunctionRewarder:
         self._homes: dict[int, int] = {}  # unfinished sample at the meeting -> the instance that calls
         self._awaited: set[int] = set()  # those that are called here
         self._met: Meeting | None = None  # before, all that ends here began here
-        self._mail: threading.Thread | None = None
+        self._mail: Thread | None = None
         self._failure: BaseException | None = None  # of the mail
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
@@ -83,7 +95,7 @@ class FunctionRewarder:
         self._awaited = {sample for sample, instance in self._homes.items() if instance == here}
         if self._awaited:
             store = meeting.store.reconnect()
-            self._mail = threading.Thread(target=self._read_mail, args=(store, here), name="reward-mail", daemon=True)
+            self._mail = self._clock.Thread(target=self._read_mail, args=(store, here), name="reward-mail", daemon=True)
             self._mail.start()
 
     def finish(self) -> dict[int, float]:
@@ -111,7 +123,7 @@ class FunctionRewarder:
                 seen += len(letters)
                 self._take({sample: response for sample, response in map(json.loads, letters)})
                 if not letters:
-                    time.sleep(LAST_PAUSE_SECONDS)
+                    self._clock.sleep(LAST_PAUSE_SECONDS)
         except BaseException as failure:  # raised by the main thread
             self._failure = failure
 

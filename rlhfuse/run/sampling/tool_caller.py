@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Thread
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.config.settings import RunConfig
@@ -57,7 +57,15 @@ class ToolCaller:
     """A `Tools` of one rank; only with `leads` its calls may be asked for. To be closed."""
 
     def __init__(
-        self, config: RunConfig, tools: RunTools, rank: int, folder: Path, leads: bool, first: int | None = None
+        self,
+        config: RunConfig,
+        tools: RunTools,
+        rank: int,
+        folder: Path,
+        leads: bool,
+        first: int | None = None,
+        clock: Clock = Clock(),
+        pool: Callable[..., CallPool] = CallPool,
     ) -> None:
         """`folder`: the run's, for the journal; `first` as the journal has it. Raises InputError where that cannot be
         read or written."""
@@ -68,9 +76,9 @@ class ToolCaller:
             settings = self._settings
             path, limit = (settings.function_tool_path,), settings.timeout_seconds
             self._journal = ToolJournal(folder, rank, first, settings.replay)
-            self._pool = CallPool(ToolSet.load, path, settings.workers, limit, TIMEOUT)
-        self._lock = threading.RLock()  # what follows is the main thread's and the mail's
-        self._mail: threading.Thread | None = None
+            self._pool = pool(ToolSet.load, path, settings.workers, limit, TIMEOUT)
+        self._clock, self._lock = clock, clock.Lock()  # what follows is the main thread's and the mail's
+        self._mail: Thread | None = None
         self._stats = ToolStats()
         self.begin("", ())
 
@@ -100,14 +108,14 @@ class ToolCaller:
         with self._lock:
             self._look_for([sample_id])
             asked = self._chat.asked(turn)[: self._settings.max_parallel_calls]
-            made = self._turns[sample_id] = _Turn(sample_id, number, turn[-1], asked, room, time.monotonic())
+            made = self._turns[sample_id] = _Turn(sample_id, number, turn[-1], asked, room, self._clock.now())
             self._go_on(made)
 
     def answers(self) -> list[Answer]:
         """Those that are there and not delivered."""
         with self._lock:
             self._collect()
-            if (now := time.monotonic()) > self._looked + LAST_PAUSE_SECONDS:
+            if (now := self._clock.now()) > self._looked + LAST_PAUSE_SECONDS:
                 self._looked = now
                 self._look_for([*self._awaited])
             return list(self._ready.values())
@@ -127,7 +135,7 @@ class ToolCaller:
                     self._send(store, sample)
             if self._handed:
                 mine = store.reconnect()
-                self._mail = threading.Thread(target=self._send_late, args=(mine,), name="tools-mail", daemon=True)
+                self._mail = self._clock.Thread(target=self._send_late, args=(mine,), name="tools-mail", daemon=True)
                 self._mail.start()
 
     def adopt(self, sample_ids: Sequence[int], store: IterationStore) -> None:
@@ -141,7 +149,7 @@ class ToolCaller:
         with self._lock:
             if oldest := min(self._turns.values(), key=lambda turn: turn.began, default=None):
                 left = [call.tool for place, call in enumerate(oldest.asked) if place not in oldest.texts]
-                waited = time.monotonic() - oldest.began
+                waited = self._clock.now() - oldest.began
                 return f"tool {left[0]} of sample {oldest.sample_id}, turn {oldest.number} ({waited:.0f} s)"
             return f"a tool of sample {min(self._awaited)}, called elsewhere" if self._awaited else ""
 
@@ -217,7 +225,7 @@ class ToolCaller:
             turn.failed = self._settings.on_tool_failure == "fail"
 
     def _answer(self, turn: _Turn) -> Answer:
-        waited = time.monotonic() - turn.began
+        waited = self._clock.now() - turn.began
         if turn.failed:
             return Answer(turn.sample_id, (), True, waited)
         most, side = self._settings.max_tool_response_length, self._settings.tool_response_truncate_side
@@ -241,7 +249,7 @@ class ToolCaller:
                     for sample in self._handed & self._ready.keys():
                         self._send(store, sample)
                         self._handed.discard(sample)
-                time.sleep(LAST_PAUSE_SECONDS)
+                self._clock.sleep(LAST_PAUSE_SECONDS)
         except BaseException as failure:  # raised where they are waited for
             for sample in self._handed:
                 store.put(LEFT + str(sample), json.dumps(str(failure)).encode())

@@ -7,7 +7,7 @@ import pytest
 
 from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.decisions.group_selection import GroupSelection
-from rlhfuse.fusion.inter.generation import GO_ON, NO_PLACE, STOP, Generation
+from rlhfuse.fusion.inter.generation import GO_ON, NO_PLACE, Generation
 from rlhfuse.fusion.inter.group_stream import GroupStream, LiveGroups, complete_groups
 
 COPIES = 2
@@ -18,10 +18,7 @@ class Elsewhere:
 
     def __init__(self) -> None:
         self.finished = self.places = 0
-        self.sent, self.letters = [], []
-
-    def send_scores(self, text: str) -> None:
-        self.sent.append(text)
+        self.letters = []
 
     def take_scores(self) -> list[str]:
         letters, self.letters = self.letters, []
@@ -33,9 +30,6 @@ class Elsewhere:
     def begin_places(self, count: int) -> int:
         self.places += count
         return self.places
-
-    def report(self, count: int, samples=()) -> None:
-        self.finished += count
 
 
 class RunningSamples:
@@ -91,59 +85,24 @@ def test_a_group_of_equal_scores_has_others_begin_once(case):
     assert case.running[-2:] == [sample_id(0, 3, 0), sample_id(0, 3, 1)] == generation.began
 
 
-def test_groups_that_are_not_needed_are_dropped_and_counted(case):
-    generation, reporter = case.generation, case.reporter
-    for place in (3, 4):  # two more began, elsewhere and here
-        reporter.begin_places(1)
-    generation._follow(generation.stream, 4, 8)
-    for place in range(3):
-        reporter.judge(place, 0.0, 1.0)
-    stop, place, end = generation._decide(0, 0)
-    assert (stop, place, end) == (GO_ON, NO_PLACE, 3)
-    generation._follow(generation.stream, place, end)
-    assert {sample >> 16 for sample in case.running} == {0, 1, 2} and reporter.finished == COPIES
-
-
-def test_nobody_stops_before_all_is_judged_or_what_remains_is_the_tail(case):
-    generation, reporter = case.generation, case.reporter
-    reporter.finished = 3 * COPIES
-    assert generation._decide(0, 6)[0] == GO_ON, "no score is known"
-    for place in range(3):
-        reporter.judge(place, 0.0, 1.0)
-    assert generation._decide(0, 6)[0] == STOP
-
-
 def test_samples_of_groups_that_must_yet_begin_remain(case):
     generation, reporter = case.generation, case.reporter
     reporter.finished = 2 * COPIES
     for place in range(2):
         reporter.judge(place, 1.0, 1.0)
     generation._decide(2, 4)
-    share = GroupSelection(3, 8, {0: False, 1: False}).share
-    live = LiveGroups(generation.stream, reporter, case.rewarder)
-    live.selection = generation._live.selection
-    expected = live.selection.missing(live.begun, 8)
-    assert share < 1 and expected >= 2
-    assert live.remaining(6) == 6 + (reporter.places + expected) * COPIES - 4
+    live = generation._live
+    assert live.missing >= 2 and live.remaining(6) == 6 + (reporter.places + live.missing) * COPIES - 4
 
 
-def test_news_from_here_are_sent_to_all(case):
-    case.rewarder.news = lambda: {sample_id(0, 1, 1): 0.25}
-    case.generation._decide(0, 0)
-    assert [json.loads(text) for text in case.reporter.sent] == [[[sample_id(0, 1, 1), 0.25]]]
-
-
-def test_scores_of_failed_samples_are_none_to_all(case):
-    """One of the second group's samples failed, which leaves nothing to compare."""
-    samples = [sample_id(0, 1, 0), sample_id(0, 1, 1)]
-    case.rewarder.news = lambda: dict(zip(samples, (0.25, 0.75)))
-    case.generation._pauses = SimpleNamespace(failed={samples[1]})
-    case.generation._decide(0, 0)
-    assert [json.loads(text) for text in case.reporter.sent] == [[[samples[0], 0.25], [samples[1], None]]]
-    case.reporter.letters, case.rewarder.news = case.reporter.sent, dict
-    case.reporter.judge(2, 0.25, 0.75)
-    case.generation._decide(0, 0)
-    assert case.generation._live.selection.differs == {1: False, 2: True}
+def test_a_leader_waits_for_no_group_that_nobody_begins(case):
+    """Another leader has stopped with the third group unfinished; of the others one is equal and one differs."""
+    selection = GroupSelection(2, 8, {0: False, 1: True})
+    stream = GroupStream(selection, 3, COPIES, 4, requests, lambda scores: scores)
+    live = LiveGroups(stream, case.reporter, case.rewarder)
+    case.reporter.finished = 2 * COPIES
+    assert selection.missing(3, 8) == 1, "in the mean case another group would be needed"
+    assert live.next_place(case.reporter.begin_places) is None and live.remaining(3 * COPIES) == COPIES
 
 
 def test_a_group_of_which_some_were_dropped_is_none():

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from rehearsal.stand_ins.samples import TAIL_STEPS, Samples
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, UnfinishedSample, plan_at_threshold
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter import inter_stage, rank_place
@@ -58,6 +59,7 @@ class OtherRanks:
             str(engine.dtype).removeprefix("torch."),
         )
         self.instance = placement.instance_of(rank)
+        self.clock = Clock()
         self.moved = 0  # samples that this rank has sent or received, in all iterations
         self._batch = Batch(((),), (0,), 0, None)  # type: ignore[arg-type]
         self._plan: MigrationPlan | None = None
