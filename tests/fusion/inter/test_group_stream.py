@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.decisions.group_selection import GroupSelection
 from rlhfuse.fusion.inter.generation import GO_ON, NO_PLACE, Generation
@@ -15,6 +16,8 @@ COPIES = 2
 
 class Elsewhere:
     """A reporter to whom other leaders and the store have said what a test says; the store counts places."""
+
+    clock = Clock()
 
     def __init__(self) -> None:
         self.finished = self.places = 0
