@@ -54,30 +54,6 @@ def test_an_iteration_leaves_no_key(store):
     assert store.begin_places(0) == 0 and store.letters("scores") == [] and store.find("state/7") is None
 
 
-def test_a_reporter_reports_everything_before_it_ends_and_keeps_the_count(store):
-    with StoreReporter(store) as reporter:
-        reporter.report(1)
-        reporter.report(2, [b"a", b"b"])
-        assert store.add_finished(4) >= 4  # somebody else's
-        while reporter.finished < 7:
-            time.sleep(0.001)
-        reporter.report(3)
-    assert store.add_finished(0) == 10 and store.published() == 2 and {store.fetch(0), store.fetch(1)} == {b"a", b"b"}
-
-
-def test_letters_about_scores_reach_all_leaders_in_one_order(store):
-    with StoreReporter(store, scores=True) as one, StoreReporter(store, scores=True) as other:
-        for number in range(20):
-            (one, other)[number % 2].send_scores(f"letter {number}")
-        store.begin_places(2)
-        heard: list[list[str]] = [[], []]
-        while any(len(letters) < 20 for letters in heard) or one.places < 2:
-            for letters, reporter in zip(heard, (one, other)):
-                letters += reporter.take_scores()
-            time.sleep(0.001)
-    assert heard[0] == heard[1] and sorted(heard[0]) == sorted(f"letter {number}" for number in range(20))
-
-
 def test_a_reporter_does_not_keep_its_owner_waiting(store, monkeypatch):
     """The store answers only when the owner is through with all its reports."""
     own, answers, waited = IterationStore.add_finished, threading.Event(), []

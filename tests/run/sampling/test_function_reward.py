@@ -1,6 +1,5 @@
 """What a reward function is given: the sampled ids themselves, their text, and the row they were drawn from."""
 
-import random
 import re
 from types import SimpleNamespace
 
@@ -12,12 +11,10 @@ from testkit.programs import eventually
 from testkit.tiny import SHAPE, write_tokenizer
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.sample_ids import sample_id, sample_origin
+from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.settings import RewardConfig, RunConfig
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.sampler import PromptSampler
-from rlhfuse.fusion.inter.inference import Meeting
-from rlhfuse.fusion.inter.iteration_store import IterationStore
 from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 
@@ -86,37 +83,6 @@ def test_sampled_ids_are_never_tokenised_again(made):
 
 def rollout(sample, tokens=SAMPLED):
     return Rollout(sample, (1, 3), tokens, torch.zeros(len(tokens)), "length")
-
-
-def test_a_prompts_samples_are_called_together_wherever_and_whenever_they_end(made):
-    """Two instances that split three prompts of four unevenly: before and after they meet, moved and stayed."""
-    instances, draw = [made.start("in_order") for _ in range(2)], random.Random(3)
-    samples = [sample_id(0, place, copy) for place in range(3) for copy in range(4)]
-    rollouts = {one: rollout(one, (n,)) for n, one in enumerate(samples)}
-    wanted = {
-        one: float("".join(str(4 * (n // 4) + i) for i in range(4))) + n % 4 / 10 for n, one in enumerate(samples)
-    }
-    for number in range(12):
-        tail, split = set(draw.sample(samples, (0, 1, 3, 6, 12)[number % 5])), draw.randrange(13)
-        stores = [IterationStore(dist.PrefixStore("x", HASHED), f"{number}", 10.0) for _ in instances]
-        for one in instances:
-            one.begin(made.rows, 4)
-        order = draw.sample(range(12), 12)
-        for n in order:
-            if samples[n] not in tail:
-                instances[n >= split].submit([rollouts[samples[n]]])
-        finished, began = [rollouts[one] for one in samples if one not in tail], (samples[:split], samples[split:])
-        for i, one in enumerate(instances):
-            one.meet(Meeting(i, began, finished, sorted(tail), stores[i]))
-        for n in order:
-            if samples[n] in tail:
-                draw.choice(instances).submit([rollouts[samples[n]]])
-        said = [one.finish() for one in instances]
-        assert said[0] | said[1] == wanted, (number, split, tail)
-        assert [{one for one in began[i] if sample_origin(one)[2] == 0} <= said[i].keys() for i in (0, 1)] == [True] * 2
-        assert not said[0].keys() & said[1].keys()
-        stores[0].clear(2)
-        assert HASHED.num_keys() == 0
 
 
 def test_a_function_is_tried_before_the_start_on_one_row(made):

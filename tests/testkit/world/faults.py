@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlhfuse.fusion.inter import generation, group_stream, inference, iteration_store, tensor_parallel_group
+from rlhfuse.fusion.inter import generation, group_stream, iteration_store, tensor_parallel_group
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 
@@ -102,14 +102,6 @@ def dropped_samples_not_counted() -> Patch:
     return generation.Generation, "_follow", follow
 
 
-def mail_not_cleared() -> Patch:
-    def clear(self: Any, instances: int = 0) -> None:
-        original(self, 0)
-
-    original = iteration_store.IterationStore.clear
-    return iteration_store.IterationStore, "clear", clear
-
-
 def sample_scored_where_it_ended() -> Patch:
     """A sample of the tail is not sent to the instance that calls the reward function for it."""
 
@@ -121,20 +113,6 @@ def sample_scored_where_it_ended() -> Patch:
 
     original = FunctionRewarder._take
     return FunctionRewarder, "_take", take
-
-
-def loader_keeps_its_failure() -> Patch:
-    """A thread that fails to load weights never wakes the one that waits for them."""
-
-    def run(self: Any) -> None:
-        try:
-            for model, loaded in zip(self._models, self._loaded):
-                model.copy_in()
-                loaded.set()
-        except OSError as failure:
-            self._failure = failure
-
-    return inference.WeightLoader, "_run", run
 
 
 def paused_samples_not_counted() -> Patch:
@@ -162,8 +140,6 @@ PLANTED: tuple[Callable[[], Patch], ...] = (
     taken_without_comparing,
     place_begun_by_two_leaders,
     dropped_samples_not_counted,
-    mail_not_cleared,
     sample_scored_where_it_ended,
-    loader_keeps_its_failure,
     paused_samples_not_counted,
 )
