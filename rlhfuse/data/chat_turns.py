@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from os.path import commonprefix
@@ -53,7 +54,7 @@ _AS_TEXT = "\ue000", "\ue001"  # around what looks like a special token in an an
 _CUT = "...(truncated)..."
 _UNKNOWN = "unknown"  # the name of a tool in a call that names none
 _NAME = re.compile(r'"name"\s*:\s*"([\w.-]{1,64})"')
-_TRIED, _MARKS = 3, 64  # ends of a call that are tried where a turn has a broken one, and marks of calls
+_MOST_CALLS = 32  # that are read of a turn with a broken one
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,10 @@ class ChatTurns:
         self._tokenizer, self._schemas = tokenizer, [dict(schema) for schema in schemas]
         self._names = [schema["function"]["name"] for schema in schemas]
         self._own = getattr(tokenizer, "response_template", None)
-        self._template, self._most = self._own or FORMATS[format], most
-        self._opens = _opening(self._template["fields"].get("tool_calls", {}))
+        self._template = self._own or FORMATS[format]
+        calls = self._template["fields"].get("tool_calls", {})
+        marks = [calls["open"]] if isinstance(calls.get("open"), str) else calls.get("open", ())
+        self._opens = calls.get("open_pattern") or "|".join(map(re.escape, marks)) or r"(?!)"
         self.longest = max(map(len, tokenizer.get_vocab()))  # characters of a token
         added = tokenizer.added_tokens_decoder.values()
         special = sorted((str(token) for token in added if token.special), key=len, reverse=True)
@@ -106,33 +109,28 @@ class ChatTurns:
         text = self._tokenizer.decode(list(turn if self._own else turn[:-1]), skip_special_tokens=False)
         try:
             return self._parsed(text)
-        except Exception as error:  # whatever a model writes
-            return self._parsed_one_by_one(text, error)
+        except Exception:  # whatever a model writes
+            return self._parsed_one_by_one(text)
 
     def _parsed(self, text: str) -> tuple[list[AskedCall], dict[str, Any]]:
         message = self._tokenizer.parse_response(text, self._template, prefix=self._head, tools=self._schemas)
         return [_asked(call) for call in message.pop("tool_calls", None) or []], message
 
-    def _parsed_one_by_one(self, text: str, fault: Exception) -> tuple[list[AskedCall], dict[str, Any]]:
-        """The first calls of a turn of which one is broken; that is a fault of its own, and stays in the content."""
-        starts = [found.start() for found in self._opens.finditer(text)][:_MARKS]
-        before, calls, broken = text[: starts[0]] if starts else "", [], "" if starts else text
-        ends, at = [*starts[1:], len(text)], 0
-        while at < len(starts) and len(calls) < self._most:
-            for tried in range(at, min(at + _TRIED, len(ends))):  # a call's text may hold a mark
-                try:
-                    found, _ = self._parsed(before + text[starts[at] : ends[tried]])
-                    break
-                except Exception as error:
-                    fault = error if tried == at else fault
-            else:
-                found, tried = [_malformed(text[starts[at] : ends[at]], fault)], at
-                broken += text[starts[at] : ends[at]]
+    def _parsed_one_by_one(self, text: str) -> tuple[list[AskedCall], dict[str, Any]]:
+        """The calls of a turn with broken ones, each of which is a fault, and stays in the content."""
+        starts, calls, broken = [0], [], ""
+        with suppress(re.error):  # a template's expression that `re` does not know
+            starts = [found.start() for found in re.finditer(self._opens, text)][:_MOST_CALLS] or starts
+        before = text[: starts[0]]
+        for start, end in zip(starts, [*starts[1:], len(text)]):
+            piece = text[start:end]
+            try:
+                found, _ = self._parsed(before + piece)
+                before += "" if found else piece  # it was no call: a thought, say
+            except Exception as error:
+                found, broken = [_malformed(piece, error)], broken + piece
             calls += found
-            before += "" if found else text[starts[at] : ends[tried]]  # no call: a thought, say
-            at = tried + 1
-        message = self._parsed(before)[1] if calls else {}
-        return calls or [_malformed(text, fault)], message | {"content": message.get("content", "") + broken}
+        return calls, {"content": before + broken}
 
     def observation(self, ended: int, tools: Sequence[str], answers: Sequence[str]) -> tuple[int, ...]:
         """What the model observes behind a turn that the token `ended` ended: answers, and the head of a new turn."""
@@ -263,15 +261,6 @@ class ChatTurns:
     def _as_text(self, text: str) -> list[int]:
         """Ids of a text in which no special token is one."""
         return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-
-
-def _opening(calls: Mapping[str, Any]) -> re.Pattern[str]:
-    """What a call begins with, of a response template's field; nothing where that is no expression of `re`."""
-    marks = [calls["open"]] if isinstance(calls.get("open"), str) else calls.get("open") or ()
-    try:
-        return re.compile(calls.get("open_pattern") or "|".join(map(re.escape, marks)) or r"(?!)")
-    except re.error:
-        return re.compile(r"(?!)")
 
 
 def _malformed(text: str, error: Exception) -> AskedCall:

@@ -32,10 +32,10 @@ TIMEOUT = "rollout.multi_turn.timeout_seconds"
 
 @dataclass
 class ToolStats:
-    """Calls that a leader had answered in an iteration, by sample, and how many of them failed."""
+    """Calls that a leader had answered in an iteration, by sample, and those of them that failed."""
 
     calls: dict[int, int] = field(default_factory=dict)
-    failures: int = 0
+    failures: dict[int, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # tool -> its last error
     answered: set[str] = field(default_factory=set)  # tools
 
@@ -227,7 +227,7 @@ class ToolCaller:
         self._states[sample] = entry.state_bytes
         stats.calls[sample] = stats.calls.get(sample, 0) + 1
         if entry.error:
-            stats.failures += 1
+            stats.failures[sample] = stats.failures.get(sample, 0) + 1
             stats.failed[entry.tool] = entry.error
             turn.failed = self._settings.on_tool_failure == "fail"
         else:

@@ -109,7 +109,7 @@ def test_calls_of_a_turn_are_made_one_on_the_other_and_written_down(world):
     caller.submit(sample, 2, turn(4, 12), 4)
     assert answer_of(caller, sample).tokens == ()  # w2 w10 w11 w12 w1 has no room
     stats = caller.take_stats()
-    assert stats.calls == {sample: 4} and stats.failures == 1 and not caller.take_stats().calls
+    assert stats.calls == {sample: 4} and stats.failures == {sample: 1} and not caller.take_stats().calls
     written = journal(world, 0)
     assert [entry.number for entry in written] == [0, 1, 2, 4] and written[2].error == "Error: ValueError: w12"
     assert written[1].state == written[2].state != written[3].state
