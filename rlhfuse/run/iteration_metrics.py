@@ -123,6 +123,12 @@ def tool_metrics(report: GenInferReport, leaders: Sequence[ToolStats]) -> dict[s
     return metrics | {"tool/failure_frequency": failed / max(made, 1)}
 
 
+def failing_tools(leaders: Sequence[ToolStats]) -> dict[str, str]:
+    """Tool -> its last error, of those that have failed in every call."""
+    answered = {tool for stats in leaders for tool in stats.answered}
+    return {tool: last for stats in leaders for tool, last in stats.failed.items() if tool not in answered}
+
+
 def training_metrics(results: Sequence[MinibatchResult], ranks: Sequence[IterationStats]) -> dict[str, float]:
     """Losses, gradient norms and learning rates of the models that train, means over what was computed."""
     tokens = sum(result.tokens for result in results)

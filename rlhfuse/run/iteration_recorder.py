@@ -25,6 +25,7 @@ from rlhfuse.ppo.rollout import Rollout, RolloutBatch, given
 from rlhfuse.run.iteration_metrics import (
     IterationStats,
     PhaseTimer,
+    failing_tools,
     fusion_metrics,
     lengths_of,
     memory_metrics,
@@ -133,9 +134,8 @@ class IterationRecorder:
         metrics = training_metrics(done.minibatches, ranks) | reward_metrics(done.report)
         leaders = [stats.tools for stats in ranks if stats.tools]
         metrics |= tool_metrics(done.report, leaders)
-        answered = {tool for stats in leaders for tool in stats.answered | self._failing}
-        for tool, error in {tool: last for stats in leaders for tool, last in stats.failed.items()}.items():
-            if tool not in answered:
+        for tool, error in failing_tools(leaders).items():
+            if tool not in self._failing:
                 self._failing.add(tool)
                 print(f"warning: tool {tool} has failed in all its calls, the last with: {error}", flush=True)
         metrics |= fusion_metrics(done.report, done.threshold, self._plan.batch.instances)

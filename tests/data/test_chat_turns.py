@@ -190,6 +190,68 @@ def test_long_answers_are_cut_to_tokens(family):
     assert turns.shortened("1,2", 40, "left") == "1,2"
     assert "\ufffd" not in turns.shortened("ü" * 100, 21, "middle")
 
+    for most in range(1, 40):
+        for text in (answer, "ü" * 100, "a b  c " * 50, "<|im_end|>" * 20):
+            for side in ("left", "middle", "right"):
+                cut = turns.shortened(text, most, side)
+                assert len(turns._as_text(cut)) <= most and turns.shortened(cut, most, side) == cut
+
+
+GOOD = '<tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>'
+MADE = ("add", {"a": 4}, False)
+BROKEN = {  # a call, and the tool under whose name its fault is told
+    '<tool_call>{"name": "sub", </tool_call>': "sub",
+    '<tool_call>{"name": "sub", "arguments": "{x"}</tool_call>': "sub",
+    "<tool_call>null</tool_call>": "unknown",
+    "<tool_call>[1, 2]</tool_call>": "unknown",
+    "<tool_call></tool_call>": "unknown",
+    '<tool_call>{"arguments": {}}</tool_call>': "unknown",
+    "<tool_call>" + "[" * 3000 + "</tool_call>": "unknown",
+}
+
+
+@pytest.mark.parametrize("where", ["before", "behind", "between", "thought"])
+@pytest.mark.parametrize("broken", BROKEN, ids=range(len(BROKEN)))
+def test_a_good_call_beside_a_broken_one_is_made(broken, where):
+    turns, tokenizer, end = turns_of("qwen3", *FAMILIES["qwen3"][:3], 2)
+    fault = BROKEN[broken], {}, True
+    text, calls = {
+        "before": (GOOD + broken, [MADE, fault]),
+        "behind": (f"so\n{broken}\n{GOOD}", [fault, MADE]),
+        "between": (GOOD + broken + GOOD, [MADE, fault, MADE]),
+        "thought": (f"<think>{GOOD}</think>" + broken + GOOD, [fault, MADE]),
+    }[where]
+    turn = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
+    assert [(call.tool, call.arguments, bool(call.fault)) for call in turns.asked(turn)] == calls
+    names = [tool for tool, *_ in calls]
+    assert f"<tool_response>\n{len(names)}\n" in tokenizer.decode(
+        turns.observation(end, names, [str(n + 1) for n in range(len(names))])
+    )
+    [assistant, *tools, last] = turns.messages([turn, [5]], [[(name, "1") for name in names]])
+    made = {"type": "function", "function": {"name": "add", "arguments": {"a": 4}}}
+    assert assistant["tool_calls"] == [made] * calls.count(MADE)
+    assert assistant["content"].count(GOOD) == (where == "thought" and "<think>" in assistant["content"])
+    assert tools == [{"role": "tool", "name": name, "content": "1"} for name in names]
+    assert last == {"role": "assistant", "content": tokenizer.decode([5])}
+
+
+def test_a_reward_function_gets_each_turn_without_the_call_s_text(family):
+    turns, tokenizer, end, most, name = family
+    values, said = [4, 7][:most], ["5", " 8\n"][:most]
+    asked, whole = conversation(name, values, said)
+    rendered = [
+        tokenizer.apply_chat_template(part, tools=[SCHEMA], add_generation_prompt=head, tokenize=False)
+        for part, head in ((asked, True), (whole[: len(asked) + 1], False))
+    ]
+    text = rendered[1][len(rendered[0]) :] if rendered[1].startswith(rendered[0]) else rendered[1]
+    mark = tokenizer.decode([end])
+    turn = tokenizer(text[: text.rfind(mark)] if mark in text else text, add_special_tokens=False)["input_ids"]
+    found = turns.messages([[*turn, end], [5]], [[("add", one) for one in said]])
+    assert [message["role"] for message in found] == ["assistant", *["tool"] * most, "assistant"]
+    assert [call["function"]["arguments"]["a"] for call in found[0]["tool_calls"]] == values
+    assert "note" not in found[0]["content"]
+    assert [(message["name"], message["content"]) for message in found[1:-1]] == [("add", one) for one in said]
+
 
 @pytest.mark.parametrize(
     "name, message",

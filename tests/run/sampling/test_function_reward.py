@@ -119,6 +119,54 @@ def test_a_prompts_samples_are_called_together_wherever_and_whenever_they_end(ma
         assert HASHED.num_keys() == 0
 
 
+TOLD = """
+def told(completions):
+    return [float("".join(m["content"] for m in turns if m["role"] == "tool")) for turns in completions]
+"""
+
+
+def test_what_tools_said_is_told_wherever_samples_end(made, tmp_path):
+    """Each instance knows what tools said of the samples that ended there: before, and after they met."""
+    (tmp_path / "mine.py").write_text(TOLD)
+    inputs, draw = made.inputs("told"), random.Random(5)
+    inputs.tools = SimpleNamespace(turns=SimpleNamespace(messages=messages))
+    samples = [sample_id(0, place, copy) for place in range(2) for copy in range(3)]
+    rollouts = {one: Rollout(one, (1,), (5, 6, 7), torch.zeros(2), "stop", observed=((1, 2),)) for one in samples}
+    callers = [SimpleNamespace(known={}), SimpleNamespace(known={})]
+    for caller in callers:
+        caller.said = caller.known.__getitem__
+    instances = [FunctionRewarder(inputs, lambda _: None, caller) for caller in callers]
+    try:
+        for number in range(8):
+            tail, split = set(draw.sample(samples, (0, 1, 3, 6)[number % 4])), draw.randrange(7)
+            stores = [IterationStore(dist.PrefixStore("x", HASHED), f"t{number}", 10.0) for _ in instances]
+            where = {one: draw.randrange(2) if one in tail else int(n >= split) for n, one in enumerate(samples)}
+            for i, instance in enumerate(instances):
+                instance.begin(made.rows, 3)
+                callers[i].known.clear()
+                callers[i].known |= {one: [[("f", str(one))]] for one in samples if where[one] == i}
+            for one in samples:
+                if one not in tail:
+                    instances[where[one]].submit([rollouts[one]])
+            finished, began = [rollouts[one] for one in samples if one not in tail], (samples[:split], samples[split:])
+            for i, instance in enumerate(instances):
+                instance.meet(Meeting(i, began, finished, sorted(tail), stores[i]))
+            for one in tail:
+                instances[where[one]].submit([rollouts[one]])
+            said = [instance.finish() for instance in instances]
+            assert said[0] | said[1] == {one: float(one) for one in samples} and not said[0].keys() & said[1].keys()
+            stores[0].clear(2)
+            assert HASHED.num_keys() == 0
+    finally:
+        for instance in instances:
+            instance.close()
+
+
+def messages(drawn, said):
+    assert [list(tokens) for tokens in drawn] == [[5], [7]]
+    return [{"role": "tool", "name": name, "content": text} for turn in said for name, text in turn]
+
+
 def test_a_function_is_tried_before_the_start_on_one_row(made):
     told = try_reward(made.inputs("in_order"))
     assert re.fullmatch(
