@@ -215,27 +215,24 @@ class CallPool:
         over = {number: now - began - self._timeout for number, began in worker.began.items()}
         late = [number for number, seconds in over.items() if seconds > 0]
         if late and (self.at_once == 1 or max(over.values()) > GRACE_SECONDS):
-            if len(worker.began) == 1:  # of several it is not known which holds the others up
-                number, _ = worker.began.popitem()
-                self._tell(number, None, f"{self._callee.about(self._calls[number])} {self._late}", self._timeout)
-            return self._replace(worker)
+            return self._replace(worker, self._late, self._timeout)
         for number in late:
             with suppress(OSError):
                 worker.pipe.send((number, None))
 
     def _ended(self, worker: _Worker, code: int) -> None:
-        """What a process has done to itself is what its call came to, if it had that one alone."""
-        by_itself, why = code >= 0 or -code in OWN_SIGNALS, f"its process ended with exit code {code}"
+        """What a process has done to itself is what its call came to."""
         self._starts += not worker.ready
         if self._starts == TRIES:
             raise RewardError(f"processes that load {self._arguments[0]} ended with exit code {code}, {TRIES} times")
-        if len(worker.began) == 1:
-            number, _ = worker.began.popitem()
-            self._tell(number, None, f"{self._callee.about(self._calls[number])} {why}", 0.0, not by_itself)
-        self._replace(worker)
+        machine = code < 0 and -code not in OWN_SIGNALS
+        self._replace(worker, f"its process ended with exit code {code}", 0.0, machine)
 
-    def _replace(self, worker: _Worker) -> None:
-        """End it and begin another; calls that it still has are made again, each alone."""
+    def _replace(self, worker: _Worker, why: str = "", seconds: float = 0.0, machine: bool = False) -> None:
+        """End it and begin another; `why`: what its call came to, if it has only one. All else is made again, alone."""
+        if why and len(worker.began) == 1:  # of several it is not known which is to blame
+            number, _ = worker.began.popitem()
+            self._tell(number, None, f"{self._callee.about(self._calls[number])} {why}", seconds, machine)
         worker.end()
         worker.pipe.close()
         self._alone.update(worker.began)
@@ -288,7 +285,7 @@ def _work(pipe: Connection, load: Callable[..., Callee], arguments: Sequence[Any
     _end()
 
 
-def _say(pipe: Connection, files: Sequence[Any], told: Told) -> None:
+def _say(pipe: Connection, files: Any, told: Told) -> None:
     """Say what a call came to; and False, as the last, where it or the machine has broken this process."""
     try:
         pipe.send(told)
@@ -301,14 +298,11 @@ def _say(pipe: Connection, files: Sequence[Any], told: Told) -> None:
     _end()
 
 
-def _standard_files() -> list[Any]:
-    """What standard input, output and error are: a call that closes one fails those after it."""
-    found: list[Any] = []
-    for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
-        with suppress(OSError):
-            status = os.fstat(number)
-            found.append((number, status.st_dev, status.st_ino, getattr(stream, "closed", None)))
-    return found
+def _standard_files() -> Any:
+    """What standard input, output and error are, None where one is closed: that fails the calls after it."""
+    streams = sys.stdin, sys.stdout, sys.stderr
+    with suppress(OSError):
+        return [(os.fstat(number)[:3], getattr(stream, "closed", None)) for number, stream in enumerate(streams)]
 
 
 def _told(callee: Callee, number: int, call: Any, began: float, returned: Callable[[], Any]) -> Told:
