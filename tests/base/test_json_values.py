@@ -120,12 +120,7 @@ def test_a_file_and_a_line_have_an_end(tmp_path, monkeypatch):
 
 def test_all_lines_of_a_file_are_read_by_one_adapter(tmp_path, monkeypatch):
     made = []
-
-    def adapter(kind):
-        made.append(kind)
-        return TypeAdapter(kind)
-
-    monkeypatch.setattr(json_values, "TypeAdapter", adapter)
+    monkeypatch.setattr(json_values, "TypeAdapter", lambda kind: made.append(kind) or TypeAdapter(kind))
     (tmp_path / "a.jsonl").write_text("[1, 2]\n" * 50)
     assert json_values.read_json_lines(list[int], tmp_path / "a.jsonl") == [[1, 2]] * 50 and len(made) == 1
 

@@ -1,12 +1,15 @@
 """Calls in processes: whatever becomes of one, the others come to their own end."""
 
+import itertools
 import os
 import signal
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from testkit.programs import eventually
 
+from rlhfuse.data import call_pool
 from rlhfuse.data.call_pool import CallPool
 
 SOURCE = """
@@ -162,12 +165,17 @@ def test_what_the_machine_ends_is_made_again_and_never_an_answer(pool, name):
     [(_, value, error)] = all_of(calls, ["signal SIGUSR2 9"])
     assert value is None and "exit code -12, 3 times" in error
     calls.submit(["errno 28 99"])
-    found = []
-    eventually(lambda: found.extend(calls.outcomes()) or found)
-    assert found[0].lost and "OSError" in found[0].error
+    [lost] = next_of(calls)
+    assert lost.lost and "OSError" in lost.error
     for own in OWN:
         [(_, value, error)] = all_of(calls, [f"signal {own} 1"])
         assert error.endswith(f"exit code {-getattr(signal, own)}")
+
+
+def next_of(calls):
+    found = []
+    eventually(lambda: found.extend(calls.outcomes()) or found)
+    return found
 
 
 def workers_of(pool):
@@ -194,35 +202,26 @@ def test_a_call_that_breaks_its_process_fails_none_after_it(pool, name, what):
 
 
 def test_time_in_which_a_process_was_stopped_does_not_count(pool, tmp_path, monkeypatch):
-    """The clock goes a hundred times as fast while it is stopped."""
-    import rlhfuse.data.call_pool as module
-
-    calls = pool("Plain", workers=1, timeout=30.0)
+    """By a clock of which a second goes by at every look."""
+    calls, looks = pool("Plain", workers=1, timeout=60.0), itertools.count()
     calls.submit(["waits"])
     eventually((tmp_path / "began").exists)
     worker = psutil.Process(*workers_of(calls))
     worker.suspend()
     eventually(lambda: worker.status() == psutil.STATUS_STOPPED)
-    looks = iter(range(10**9))
-    real, module_time = module.time.monotonic(), type("Clock", (), {"monotonic": lambda: real + next(looks)})
-    monkeypatch.setattr(module, "time", module_time)
+    monkeypatch.setattr(call_pool, "time", SimpleNamespace(monotonic=lambda: float(next(looks))))
     eventually(lambda: next(looks) > 200)
-    assert calls.outcomes() == []
     monkeypatch.undo()
     (tmp_path / "go").touch()
     worker.resume()
-    found = []
-    eventually(lambda: found.extend(calls.outcomes()) or found)
-    assert [(one.value, one.error) for one in found] == [(10, "")]
+    assert [(one.value, one.error) for one in next_of(calls)] == [(10, "")]
 
 
 def test_one_look_counts_a_second_at_most(monkeypatch):
     """As it is after a job was stopped, a machine slept, or a clock was set."""
-    import rlhfuse.data.call_pool as module
-
     now = [5.0]
-    monkeypatch.setattr(module, "time", type("Clock", (), {"monotonic": lambda: now[0]}))
-    worker = module._Worker(psutil.Process(), None)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(call_pool, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    worker = call_pool._Worker(psutil.Process(), None)  # pyright: ignore[reportArgumentType]
     worker.now()
     before = worker.seconds
     for jump in (0.25, 1e6, 3.0):

@@ -147,6 +147,10 @@ def test_prompt_turn_and_observation_are_the_whole(family, count):
     assert [call.arguments for call in calls] == [{"a": value, "note": "so"} for value in [4, 7][:count]]
     observed = turns.observation(end, ["add"] * count, answers)
     assert prompt + tokenizer.decode(turn) + tokenizer.decode(observed) == whole
+    [assistant, *tools, _] = turns.messages([turn, [5]], [[("add", answer) for answer in answers]])
+    assert [call["function"]["arguments"]["note"] for call in assistant["tool_calls"]] == ["so"] * count
+    assert "note" not in assistant["content"], "what tool_calls has is not said twice"
+    assert tools == [{"role": "tool", "name": "add", "content": answer} for answer in answers]
     ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
     assert ids[len(ids) - len(observed) :] == list(observed) and ids[len(ids) - len(observed) - 1] == end
 
@@ -233,24 +237,6 @@ def test_a_good_call_beside_a_broken_one_is_made(broken, where):
     assert assistant["content"].count(GOOD) == (where == "thought" and "<think>" in assistant["content"])
     assert tools == [{"role": "tool", "name": name, "content": "1"} for name in names]
     assert last == {"role": "assistant", "content": tokenizer.decode([5])}
-
-
-def test_a_reward_function_gets_each_turn_without_the_call_s_text(family):
-    turns, tokenizer, end, most, name = family
-    values, said = [4, 7][:most], ["5", " 8\n"][:most]
-    asked, whole = conversation(name, values, said)
-    rendered = [
-        tokenizer.apply_chat_template(part, tools=[SCHEMA], add_generation_prompt=head, tokenize=False)
-        for part, head in ((asked, True), (whole[: len(asked) + 1], False))
-    ]
-    text = rendered[1][len(rendered[0]) :] if rendered[1].startswith(rendered[0]) else rendered[1]
-    mark = tokenizer.decode([end])
-    turn = tokenizer(text[: text.rfind(mark)] if mark in text else text, add_special_tokens=False)["input_ids"]
-    found = turns.messages([[*turn, end], [5]], [[("add", one) for one in said]])
-    assert [message["role"] for message in found] == ["assistant", *["tool"] * most, "assistant"]
-    assert [call["function"]["arguments"]["a"] for call in found[0]["tool_calls"]] == values
-    assert "note" not in found[0]["content"]
-    assert [(message["name"], message["content"]) for message in found[1:-1]] == [("add", one) for one in said]
 
 
 @pytest.mark.parametrize(

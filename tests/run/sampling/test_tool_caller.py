@@ -114,6 +114,7 @@ def test_calls_of_a_turn_are_made_one_on_the_other_and_written_down(world):
     assert answer_of(caller, sample).tokens == ()  # w2 w10 w11 w12 w1 has no room
     stats = caller.take_stats()
     assert stats.calls == {sample: 4} and stats.failures == {sample: 1} and not caller.take_stats().calls
+    assert stats.failed == {"count": "Error: ValueError: w12"} and stats.answered == {"count"}
     written = journal(world, 0)
     assert [entry.number for entry in written] == [0, 1, 2, 4] and written[2].error == "Error: ValueError: w12"
     assert written[1].state == written[2].state != written[3].state
@@ -177,16 +178,6 @@ def test_what_the_machine_ends_is_no_answer(world):
     with pytest.raises(RewardError, match=f"tool count of sample {sample} .*exit code -9, 3 times"):
         eventually(lambda: caller.answers())
     assert not journal(world, 0)
-
-
-def test_a_tool_that_fails_is_told_with_its_last_error(world):
-    caller = world.caller()
-    for place, word in enumerate((8, 8, 10)):
-        caller.submit(sample_id(0, place, 0), 0, turn(4, word), 40)
-        answer_of(caller, sample_id(0, place, 0))
-        stats = caller.take_stats()
-        assert stats.failed == ({"count": "Error: ValueError: w12"} if word == 8 else {})
-        assert stats.answered == ({"count"} if word == 10 else set())
 
 
 def test_a_journal_that_cannot_be_written_ends_who_waits(world, monkeypatch):
