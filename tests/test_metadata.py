@@ -63,7 +63,6 @@ def built(wheel):
         ("megatron-core", None),
         ("transformers", None),
         ("numba", None),
-        ("pebble", None),
         ("pydantic", None),
         ("mpi4py", "mpi"),
         ("flashinfer-python", "gpu"),

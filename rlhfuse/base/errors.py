@@ -47,7 +47,8 @@ class ScheduleError(InputError):
 
 
 class RewardError(RuntimeError):
-    """A reward function failed on a sample: it raised, took too long, or gave no finite number."""
+    """A reward function failed on a sample: it raised, took too long, or gave no finite number. Or the machine kept
+    failing under a call of it, or of a tool."""
 
 
 class NotFiniteError(FloatingPointError):

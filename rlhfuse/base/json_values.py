@@ -121,8 +121,12 @@ def from_json(kind: type[Value], raw: Any, where: str, version: int | None = Non
         if raw.get("version") != version:
             raise InputError(f"{where}: version {raw.get('version')!r} is unknown; this program reads {version}")
         fields = {key: value for key, value in raw.items() if key != "version"}
+    return _parsed(TypeAdapter(kind), fields, where)
+
+
+def _parsed(adapter: TypeAdapter[Value], fields: Any, where: str) -> Value:
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(fields, allow_nan=False), strict=True)
+        return adapter.validate_json(json.dumps(fields, allow_nan=False), strict=True)
     except ValidationError as error:
         raise InputError(f"{where}: {_fault(error.errors(include_url=False)[0])}") from None
     except ValueError:  # of json.dumps
@@ -151,8 +155,9 @@ def read_json_lines(kind: type[Value], path: str | Path) -> list[Value]:
 
     Raises InputError naming file and line.
     """
+    adapter, fix = TypeAdapter(kind), "remove the line"  # one for all lines: to make it takes longer than to read one
     lines = ((f"{path}:{number}", line) for number, line in read_lines(path, finished=True))
-    return [from_json(kind, json_value(line, where, own=False, fix="remove the line"), where) for where, line in lines]
+    return [_parsed(adapter, json_value(line, where, own=False, fix=fix), where) for where, line in lines]
 
 
 def _path(location: Sequence[str | int]) -> str:

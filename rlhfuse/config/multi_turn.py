@@ -21,8 +21,8 @@ class MultiTurnConfig(Settings):
         "hermes", "how calls are written, where the tokenizer has no response_template of its own, which says it"
     )
     max_assistant_turns: Positive = key(8, "the last turn that a sample may have; calls in it are not made")
-    max_parallel_calls: Positive = key(1, "calls of a turn that are made, its first ones")
-    max_tool_response_length: Positive = key(256, "tokens of an answer that are kept; a longer one is cut")
+    max_parallel_calls: Positive = key(1, "calls of a turn that are answered, its first ones")
+    max_tool_response_length: Positive = key(256, "tokens of an answer, with the mark of a cut; a longer one is cut")
     tool_response_truncate_side: Literal["left", "middle", "right"] = key(
         "middle", "what is kept of a longer one: its left part, its right part, or both ends (middle)"
     )

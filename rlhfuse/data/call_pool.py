@@ -8,25 +8,35 @@ be stopped if it never returns. What became of a call is its `Outcome`: none tha
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import atexit
+import errno
 import multiprocessing as mp
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
+from rlhfuse.base.errors import NO_ROOM, RewardError
 
 ASYNC_AT_ONCE = 64
 POLL_SECONDS = 0.05
-WATCH_SECONDS = 0.01  # between two looks at async calls
-Told = tuple[int, tuple[Any, str, float]]  # a call's number; its value, what failed, and its seconds
+GRACE_SECONDS = 1.0  # in which a process ends a late async call, unless another that does not await holds it up
+AWAKE_SECONDS = 1.0  # what counts, at most, of the time between two looks: a job that was stopped looks late
+TRIES = 3  # of a call, and of a start, which the machine ends
+# Signals by which a process ends through its own fault; it is the machine, or somebody, that sends the others.
+OWN_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP)
+OF_THE_MACHINE = (*NO_ROOM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+Told = tuple[int, Any, str, float, bool]  # a call's number; its value, what failed, its seconds, whether by the machine
 
 
 class Callee(Protocol):
@@ -52,125 +62,195 @@ class Callee(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call. `error`: why there is no value."""
+    """What became of a call. `error`: why there is no value; `lost`: the machine failed, TRIES times, not the call."""
 
     call: Any
     value: Any
     error: str
     seconds: float
+    lost: bool = False
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A process, as its parent has it. Its clock stands still while it, or this process, is stopped."""
+
+    process: BaseProcess
+    pipe: Connection
+    ready: bool = False  # it has loaded the callee
+    began: dict[int, float] = field(default_factory=dict)  # its calls, and when they began by its clock
+    seconds: float = 0.0
+    looked: float = 0.0
+
+    def now(self) -> float:
+        before, self.looked = self.looked, time.monotonic()
+        with suppress(OSError):  # it has ended, or there is no /proc
+            if Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+                return self.seconds
+        self.seconds += min(self.looked - before, AWAKE_SECONDS)
+        return self.seconds
+
+    def end(self) -> None:
+        """End it, and all that it has started; returns when it has ended."""
+        assert self.process.pid, "it was started"
+        if self.process.exitcode is None:
+            _end_started(self.process.pid)
+        with suppress(OSError):  # it has no group yet, or that is empty
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
 
 
 class CallPool:
     """Owns `workers` processes that have loaded `load(*arguments)`; what these start ends with them. To be closed.
 
-    `setting` is the name of `timeout_seconds`, for messages.
+    A thread attends to them, and replaces those that end. A call is made again where the machine failed, or another
+    call in its process. `setting` is the name of `timeout_seconds`, for messages.
     """
 
     def __init__(
         self, load: Callable[..., Callee], arguments: Sequence[Any], workers: int, timeout_seconds: float, setting: str
     ) -> None:
-        self._callee, self._workers, self._timeout = load(*arguments), workers, timeout_seconds
-        self._is_async = self._callee.is_async  # asked for each call and each time that outcomes are
+        self._callee, self._timeout = load(*arguments), timeout_seconds
+        self.at_once = ASYNC_AT_ONCE if self._callee.is_async else 1  # calls that a process has under way
         self._late = f"no result after {timeout_seconds:g} s ({setting})"
-        context = mp.get_context("spawn")  # a fork would copy the engine, its threads and its sockets
-        self._groups = context.SimpleQueue()  # process groups: one of each worker, with all that it starts
-        shared = load, arguments, timeout_seconds, self._late, self._groups
-        self._pool = ProcessPool(workers, initializer=_start, initargs=shared, context=context)
-        self._ended: dict[int, int] = {}  # process -> its exit code
-        _note_every_end(self._pool, self._ended)
+        self._context = mp.get_context("spawn")  # a fork would copy the engine, its threads and its sockets
+        self._load, self._arguments = load, arguments
+        self._submitted, self._closing, self._bell = 0, False, os.eventfd(0)
+        self._new: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._failure: BaseException | None = None  # of the thread, whose are from here on
         self._calls: dict[int, Any] = {}  # by number, of which the outcome is not known
-        self._submitted = 0
-        self._waiting: list[int] = []  # async ones that no process has
-        self._held: dict[int, int] = {}  # async ones -> the process that has them
-        self._tasks: dict[ProcessFuture, Sequence[int]] = {}  # under way, with the calls that they bring
-        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the tasks
-        assert self._pool.active  # to ask starts the processes, which load while prompts are prefilled
-
-    @property
-    def at_once(self) -> int:
-        """Calls that a process has under way at once."""
-        return ASYNC_AT_ONCE if self._is_async else 1
+        self._waiting: list[int] = []  # those that no process has
+        self._tries: dict[int, int] = {}
+        self._alone: set[int] = set()  # calls that may have ended their process, or another beside them
+        self._starts = 0  # processes that ended before they were ready, since one was
+        self._workers = [self._begin() for _ in range(workers)]  # they load while prompts are prefilled
+        atexit.register(self.close)
+        self._thread = threading.Thread(target=self._run, name="calls", daemon=True)
+        self._thread.start()
 
     def submit(self, calls: Sequence[Any]) -> None:
         """Begin them; returns at once."""
         for call in calls:
-            number, self._submitted = self._submitted, self._submitted + 1
-            self._calls[number] = call
-            if self._is_async:
-                self._waiting.append(number)
-            else:
-                self._schedule([number], _make, number, call, timeout=self._timeout)
-        self._attend()
+            self._new.put((self._submitted, call))
+            self._submitted += 1
+        os.eventfd_write(self._bell, 1)
 
     def outcomes(self, seconds: float = 0.0) -> list[Outcome]:
         """What calls came to since the last time; waits so long where there may be none yet."""
-        self._attend()
-        told = self._ends()
+        found: list[Outcome] = []
         with suppress(queue.Empty):
             while True:
-                task = self._done.get(timeout=seconds)
-                told += self._read(task, self._tasks.pop(task))
-                seconds = 0.0
-        self._attend()
-        return [Outcome(self._calls.pop(number), *rest) for number, rest in told if number in self._calls]
+                found.append(self._done.get(timeout=0.0 if found else seconds))
+        if self._failure and not found:
+            raise self._failure
+        return found
 
     def close(self) -> None:
         """End the processes, and those that the user's code has started."""
-        self._pool.stop()
-        self._pool.join()
-        while not self._groups.empty():
-            with suppress(ProcessLookupError):
-                os.killpg(self._groups.get(), signal.SIGKILL)
+        atexit.unregister(self.close)
+        self._closing = True
+        for worker in [*self._workers]:  # the thread may wait for one
+            worker.end()
+        self._thread.join()
+        for worker in self._workers:
+            worker.end()
 
-    def _schedule(self, numbers: Sequence[int], function: Callable, *arguments: Any, timeout: float | None) -> None:
-        task = self._pool.schedule(function, arguments, timeout=timeout)
-        self._tasks[task] = numbers
-        task.add_done_callback(self._done.put)
+    # in the thread ---------------------------------------------------------------------------------------------------
 
-    def _attend(self) -> None:
-        """Have every process bring what its async calls came to, and give it its part of new ones."""
-        while self._is_async and self._calls and len(self._tasks) < self._workers:
-            part = -(-len(self._waiting) // (self._workers - len(self._tasks)))
-            numbers, self._waiting = self._waiting[:part], self._waiting[part:]
-            self._schedule(numbers, _bring, [(number, self._calls[number]) for number in numbers], timeout=None)
-
-    def _read(self, task: ProcessFuture, numbers: Sequence[int]) -> list[Told]:
+    def _run(self) -> None:
         try:
-            process, told = task.result()
-        except ProcessExpired as error:
-            return [self._expired(number, error.exitcode) for number in numbers]
-        except concurrent.futures.TimeoutError:
-            return [(n, (None, f"{self._callee.about(self._calls[n])} {self._late}", self._timeout)) for n in numbers]
-        for number in numbers:
-            self._held[number] = process
-        for number, _ in told:
-            self._held.pop(number, None)
-        return told
+            while not self._closing:
+                if self._bell in wait([self._bell, *(worker.pipe for worker in self._workers)], POLL_SECONDS):
+                    os.eventfd_read(self._bell)
+                while not self._new.empty():
+                    number, call = self._new.get()
+                    self._calls[number] = call
+                    self._waiting.append(number)
+                for worker in [*self._workers]:
+                    self._attend(worker)
+                self._assign()
+        except BaseException as failure:  # raised where outcomes are waited for
+            self._failure = failure
 
-    def _ends(self) -> list[Told]:
-        """Ends of async calls whose process is no more."""
-        lost = [number for number, process in self._held.items() if process in self._ended]
-        return [self._expired(number, self._ended[self._held.pop(number)]) for number in lost]
+    def _begin(self) -> _Worker:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=_work, args=(theirs, self._load, self._arguments, self._timeout, self._late), name="call worker"
+        )
+        process.start()
+        theirs.close()
+        return _Worker(process, ours)
 
-    def _expired(self, number: int, code: int) -> Told:
-        about = self._callee.about(self._calls[number])
-        return number, (None, f"{about} its process ended with exit code {code}", 0.0)
+    def _assign(self) -> None:
+        """Give waiting calls to the processes that have the fewest; one that is to be alone gets one to itself."""
+        while self._waiting:
+            number, free = self._waiting[0], [worker for worker in self._workers if worker.ready]
+            free = [one for one in free if not one.began or not self._alone & {number, *one.began}]
+            worker = min(free, key=lambda one: len(one.began), default=None)
+            if worker is None or len(worker.began) == self.at_once:
+                return
+            worker.began[self._waiting.pop(0)] = worker.now()
+            with suppress(OSError):  # it has just ended, which is seen next
+                worker.pipe.send((number, self._calls[number]))
 
+    def _attend(self, worker: _Worker) -> None:
+        """Take in what a process says; replace it where it has ended, cannot go on, or is held up by a late call."""
+        code = worker.process.exitcode
+        try:
+            while worker.pipe.poll():
+                if (said := worker.pipe.recv()) is False:
+                    return self._replace(worker)
+                worker.ready, self._starts = True, 0
+                if said is not True:
+                    del worker.began[said[0]]
+                    self._tell(*said)
+        except (EOFError, OSError):
+            worker.process.join(GRACE_SECONDS)
+            code = worker.process.exitcode or 0
+        if code is not None:
+            return self._ended(worker, code)
+        now = worker.now() if worker.began else 0.0
+        over = {number: now - began - self._timeout for number, began in worker.began.items()}
+        late = [number for number, seconds in over.items() if seconds > 0]
+        if late and (self.at_once == 1 or max(over.values()) > GRACE_SECONDS):
+            return self._replace(worker, self._late, self._timeout)
+        for number in late:
+            with suppress(OSError):
+                worker.pipe.send((number, None))
 
-def _note_every_end(pool: ProcessPool, ended: dict[int, int]) -> None:
-    """Let `pool` fail the call of a process that ended with exit code 0, too, which it takes for its own doing; and
-    note every end."""
-    manager = pool._pool_manager.worker_manager
-    inspect = manager.inspect_workers
+    def _ended(self, worker: _Worker, code: int) -> None:
+        """What a process has done to itself is what its call came to."""
+        self._starts += not worker.ready
+        if self._starts == TRIES:
+            raise RewardError(f"processes that load {self._arguments[0]} ended with exit code {code}, {TRIES} times")
+        machine = code < 0 and -code not in OWN_SIGNALS
+        self._replace(worker, f"its process ended with exit code {code}", 0.0, machine)
 
-    def inspect_all() -> tuple:
-        before = tuple(manager.workers.values())
-        found = inspect()
-        found += tuple((w.pid, 0) for w in before if w.exitcode == 0 and w.pid not in manager.workers)
-        ended.update(found)
-        return found
+    def _replace(self, worker: _Worker, why: str = "", seconds: float = 0.0, machine: bool = False) -> None:
+        """End it and begin another; `why`: what its call came to, if it has only one. All else is made again, alone."""
+        if why and len(worker.began) == 1:  # of several it is not known which is to blame
+            number, _ = worker.began.popitem()
+            self._tell(number, None, f"{self._callee.about(self._calls[number])} {why}", seconds, machine)
+        worker.end()
+        worker.pipe.close()
+        self._alone.update(worker.began)
+        self._waiting[:0] = worker.began
+        self._workers.remove(worker)
+        if not self._closing:
+            self._workers.append(self._begin())
 
-    manager.inspect_workers = inspect_all
+    def _tell(self, number: int, value: Any, error: str, seconds: float, machine: bool = False) -> None:
+        """What a call came to; where the machine failed, it is made again, TRIES times in all."""
+        tries = self._tries[number] = self._tries.get(number, 0) + 1
+        if machine and tries < TRIES:
+            self._waiting.insert(0, number)
+            return
+        del self._tries[number]
+        self._alone.discard(number)
+        error += f", {TRIES} times" if machine else ""
+        self._done.put(Outcome(self._calls.pop(number), value, error, seconds, machine))
 
 
 # in the worker --------------------------------------------------------------------------------------------------
@@ -190,83 +270,91 @@ def _start(load: Callable[..., Callee], arguments: Sequence[Any], timeout: float
         _worker.update(calls=_AsyncCalls(callee, timeout, late))
 
 
-def _make(number: int, call: Any) -> tuple[int, list[Told]]:
-    """Make one call, in this thread."""
-    callee: Callee = _worker["callee"]
-    return os.getpid(), [_told(callee, number, call, time.monotonic(), lambda: callee.invoke(call))]
-
-
-def _bring(calls: Sequence[tuple[int, Any]]) -> tuple[int, list[Told]]:
-    """Begin async calls, and bring what others have come to since the last time."""
-    begun: _AsyncCalls = _worker["calls"]
-    for call in calls:
-        begun.new.put(call)
-    told: list[Told] = []
-    with suppress(queue.Empty):
+def _work(pipe: Connection, load: Callable[..., Callee], arguments: Sequence[Any], timeout: float, late: str) -> None:
+    """Load the callee and say True; then make calls as they come, and say what each came to."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _start(load, arguments, timeout, late, queue.SimpleQueue())  # its group's number is its own, which the parent knows
+    callee, say = _worker["callee"], partial(_say, pipe, _standard_files())
+    pipe.send(True)
+    with suppress(EOFError, OSError):  # the parent is gone
+        if callee.is_async:
+            _worker["calls"].serve(pipe, say)
         while True:
-            told.append(begun.told.get(timeout=0.0 if told else POLL_SECONDS))
-    return os.getpid(), told
+            number, call = pipe.recv()
+            say(_told(callee, number, call, time.monotonic(), partial(callee.invoke, call)))
+    _end()
+
+
+def _say(pipe: Connection, files: Any, told: Told) -> None:
+    """Say what a call came to; and False, as the last, where it or the machine has broken this process."""
+    try:
+        pipe.send(told)
+        if not told[-1] and _standard_files() == files:
+            return
+        pipe.send(False)
+    except OSError:  # the call has closed the pipe
+        _end_started(os.getpid())
+        os._exit(1)
+    _end()
+
+
+def _standard_files() -> Any:
+    """What standard input, output and error are, None where one is closed: that fails the calls after it."""
+    streams = sys.stdin, sys.stdout, sys.stderr
+    with suppress(OSError):
+        return [(os.fstat(number)[:3], getattr(stream, "closed", None)) for number, stream in enumerate(streams)]
 
 
 def _told(callee: Callee, number: int, call: Any, began: float, returned: Callable[[], Any]) -> Told:
     try:
         value = callee.result(returned(), call)
-        return number, (value, "", time.monotonic() - began)
+        return number, value, "", time.monotonic() - began, False
     except BaseException as error:  # SystemExit included: whatever leaves the function is its failure
-        return number, (None, callee.failed(error, call), time.monotonic() - began)
+        machine = isinstance(error, OSError) and error.errno in OF_THE_MACHINE
+        return number, None, callee.failed(error, call), time.monotonic() - began, machine
 
 
 class _AsyncCalls:
-    """Calls under way in a loop in a thread of its own, while another begins, watches and ends them."""
+    """Calls under way in a loop in this thread, while another takes new ones in."""
 
     def __init__(self, callee: Callee, timeout_seconds: float, late: str) -> None:
         self._callee, self._timeout, self._late = callee, timeout_seconds, late
-        self.new: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self.told: queue.SimpleQueue[Told] = queue.SimpleQueue()
-        self._running: dict[concurrent.futures.Future, tuple[int, Any, float]] = {}  # and when the call began
-        self._loop = _loop_of_its_own()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._loop = asyncio.new_event_loop()
+        self._running: dict[int, tuple[Any, asyncio.Task]] = {}
 
-    def _watch(self) -> None:
-        running = self._running
+    def serve(self, pipe: Connection, say: Callable[[Told], None]) -> None:
+        """Until the parent is gone."""
+        self._say = say
+        threading.Thread(target=self._receive, args=(pipe,), daemon=True).start()
         while True:
-            with suppress(queue.Empty):
-                while len(running) < ASYNC_AT_ONCE:
-                    number, call = self.new.get(timeout=0.0 if running else None)
-                    awaited = asyncio.run_coroutine_threadsafe(_awaited(self._callee, call), self._loop)
-                    running[awaited] = number, call, time.monotonic()
-            done, _ = concurrent.futures.wait(running, WATCH_SECONDS, concurrent.futures.FIRST_COMPLETED)
-            for task in done:
-                number, call, began = running.pop(task)
-                self.told.put(_told(self._callee, number, call, began, task.result))
-            late = [task for task, (*_, began) in running.items() if time.monotonic() > began + self._timeout]
-            self._end(late, self._late, self._timeout)
-            if late and not _answers(self._loop):
-                self._end([*running], "a call beside it, that does not await, held up its process", 0.0)
-                self._loop = _loop_of_its_own()
+            with suppress(SystemExit, KeyboardInterrupt):  # a call's result, which also ends the loop
+                self._loop.run_forever()
 
-    def _end(self, tasks: Sequence[concurrent.futures.Future], why: str, seconds: float) -> None:
-        for task in tasks:
-            number, call, _ = self._running.pop(task)
+    def _receive(self, pipe: Connection) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                self._loop.call_soon_threadsafe(self._take, *pipe.recv())
+        _end()
+
+    def _take(self, number: int, call: Any) -> None:
+        """Begin a call; None: it is late."""
+        if call is not None:
+            task = self._loop.create_task(_awaited(self._callee, call))
+            self._running[number] = call, task
+            task.add_done_callback(partial(self._done, number, time.monotonic()))
+        elif number in self._running:
+            call, task = self._running.pop(number)
             task.cancel()
-            self.told.put((number, (None, f"{self._callee.about(call)} {why}", seconds)))
+            self._say((number, None, f"{self._callee.about(call)} {self._late}", self._timeout, False))
+
+    def _done(self, number: int, began: float, task: asyncio.Task) -> None:
+        if number in self._running:
+            call, _ = self._running.pop(number)
+            self._say(_told(self._callee, number, call, began, task.result))
 
 
 async def _awaited(callee: Callee, call: Any) -> Any:
     return await callee.invoke(call)
-
-
-def _loop_of_its_own() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-def _answers(loop: asyncio.AbstractEventLoop) -> bool:
-    with suppress(concurrent.futures.TimeoutError):
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=1.0)
-        return True
-    return False
 
 
 def _end_with_parent() -> None:
@@ -278,14 +366,19 @@ def _end_with_parent() -> None:
 
 def _end(*_: object) -> None:
     """End this process and all that it has started, in whatever session, without cleaning up: it may be stuck."""
+    _end_started(os.getpid())
+    os.killpg(0, signal.SIGKILL)
+
+
+def _end_started(process: int) -> None:
+    """End what a living process has started, and what that has."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    started = [os.getpid()]
-    for process in started:
-        started += [child for child, parent in parents.items() if parent == process]
+    started = [process]
+    for each in started:
+        started += [child for child, parent in parents.items() if parent == each]
     for pid in started[1:]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    os.killpg(0, signal.SIGKILL)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from os.path import commonprefix
@@ -51,6 +52,9 @@ FORMATS = {
 _USER = {"role": "user", "content": "u"}
 _AS_TEXT = "\ue000", "\ue001"  # around what looks like a special token in an answer and is to be text
 _CUT = "...(truncated)..."
+_UNKNOWN = "unknown"  # the name of a tool in a call that names none
+_NAME = re.compile(r'"name"\s*:\s*"([\w.-]{1,64})"')
+_MOST_CALLS = 32  # that are read of a turn with a broken one
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,10 @@ class ChatTurns:
         self._names = [schema["function"]["name"] for schema in schemas]
         self._own = getattr(tokenizer, "response_template", None)
         self._template = self._own or FORMATS[format]
+        calls = self._template["fields"].get("tool_calls", {})
+        marks = [calls["open"]] if isinstance(calls.get("open"), str) else calls.get("open", ())
+        self._opens = calls.get("open_pattern") or "|".join(map(re.escape, marks)) or r"(?!)"
+        self.longest = max(map(len, tokenizer.get_vocab()))  # characters of a token
         added = tokenizer.added_tokens_decoder.values()
         special = sorted((str(token) for token in added if token.special), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
@@ -92,45 +100,75 @@ class ChatTurns:
 
     def asked(self, turn: Sequence[int]) -> list[AskedCall]:
         """The calls of a turn, its drawn tokens; none where it has none, or did not end as a turn with calls does."""
+        return self._read(turn)[0]
+
+    def _read(self, turn: Sequence[int]) -> tuple[list[AskedCall], dict[str, Any]]:
+        """Calls of a turn, and its message without them."""
         if not turn or turn[-1] not in self.ends:
-            return []
+            return [], {}
         text = self._tokenizer.decode(list(turn if self._own else turn[:-1]), skip_special_tokens=False)
         try:
-            message = self._tokenizer.parse_response(text, self._template, prefix=self._head, tools=self._schemas)
-            return [_asked(call) for call in message.get("tool_calls") or []]
-        except Exception as error:  # whatever a model writes
-            fault = f"Error: a call is malformed ({' '.join(str(error).split())[:120]})"
-            return [AskedCall(self._names[0], {}, fault)]
+            return self._parsed(text)
+        except Exception:  # whatever a model writes
+            return self._parsed_one_by_one(text)
+
+    def _parsed(self, text: str) -> tuple[list[AskedCall], dict[str, Any]]:
+        message = self._tokenizer.parse_response(text, self._template, prefix=self._head, tools=self._schemas)
+        return [_asked(call) for call in message.pop("tool_calls", None) or []], message
+
+    def _parsed_one_by_one(self, text: str) -> tuple[list[AskedCall], dict[str, Any]]:
+        """The calls of a turn with broken ones, each of which is a fault, and stays in the content."""
+        starts, calls, broken = [0], [], ""
+        with suppress(re.error):  # a template's expression that `re` does not know
+            starts = [found.start() for found in re.finditer(self._opens, text)][:_MOST_CALLS] or starts
+        before = text[: starts[0]]
+        for start, end in zip(starts, [*starts[1:], len(text)]):
+            piece = text[start:end]
+            try:
+                found, _ = self._parsed(before + piece)
+                before += "" if found else piece  # it was no call: a thought, say
+            except Exception as error:
+                found, broken = [_malformed(piece, error)], broken + piece
+            calls += found
+        return calls, {"content": before + broken}
 
     def observation(self, ended: int, tools: Sequence[str], answers: Sequence[str]) -> tuple[int, ...]:
         """What the model observes behind a turn that the token `ended` ended: answers, and the head of a new turn."""
         texts = [self._marked(answer) for answer in answers]
-        tools = [tool if tool in self._names else self._names[0] for tool in tools]
+        plain = re.compile(r"[\w.-]{1,64}").fullmatch
+        tools = [tool if plain(tool) and not self._special.search(tool) else _UNKNOWN for tool in tools]
         whole, at = self._behind(self._end_ids[ended], tools, texts)
         return tuple(self._encoded(whole[at:]))
 
     def shortened(self, answer: str, most: int, side: str) -> str:
-        """An answer of at most `most` tokens: its left or right part, or both ends (middle), with a mark of the cut."""
-        ids = self._as_text(answer)
-        if len(ids) <= most:
-            return answer
-        left = {"left": most, "middle": most // 2, "right": 0}[side]
-        first, last = (self._tokenizer.decode(part) for part in (ids[:left], ids[len(ids) - (most - left) :]))
-        return first.strip("\ufffd") + _CUT + last.strip("\ufffd")
+        """An answer of at most `most` tokens: its left or right part, or both ends (middle), with a mark of the cut
+        where that leaves room."""
+        ids, mark, cut = self._as_text(answer), len(self._as_text(_CUT)), answer
+        room, over = most - mark if mark < most else most, len(ids) - most
+        while over > 0 and room >= 0:
+            left = {"left": room, "middle": room // 2, "right": 0}[side]
+            first, last = (self._tokenizer.decode(part) for part in (ids[:left], ids[len(ids) - (room - left) :]))
+            cut = first.strip("\ufffd") + (_CUT if mark < most else "") + last.strip("\ufffd")
+            over = len(self._as_text(cut)) - most
+            room -= max(over, 1)
+        return cut
 
-    def messages(self, pieces: Sequence[tuple[Sequence[int], bool]]) -> list[dict[str, Any]]:
-        """Chat turns of a response's runs of tokens (drawn or not), as TRL gives them to a reward function."""
+    def messages(
+        self, drawn: Sequence[Sequence[int]], said: Sequence[Sequence[tuple[str, str]]]
+    ) -> list[dict[str, Any]]:
+        """Chat turns of a response, as TRL gives them to a reward function: each drawn turn, and behind it a turn for
+        each of its answers, (tool, text)."""
         found: list[dict[str, Any]] = []
-        for tokens, drawn in pieces:
-            text = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
-            turn: dict[str, Any] = {
-                "role": "assistant" if drawn else "tool",
-                "content": text if drawn else text.strip(),
-            }
-            if drawn and (calls := self.asked(tokens)):
-                functions = [{"name": call.tool, "arguments": call.arguments} for call in calls]
-                turn["tool_calls"] = [{"type": "function", "function": function} for function in functions]
-            found.append(turn)
+        for number, tokens in enumerate(drawn):
+            calls, message = self._read(tokens)
+            if functions := [{"name": call.tool, "arguments": call.arguments} for call in calls if not call.fault]:
+                written = [{"type": "function", "function": function} for function in functions]
+                found.append({"role": "assistant", "content": "", **message, "tool_calls": written})
+            else:
+                text = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+                found.append({"role": "assistant", "content": text})
+            if number < len(drawn) - 1:
+                found += [{"role": "tool", "name": tool, "content": text} for tool, text in said[number]]
         return found
 
     # how the template writes -----------------------------------------------------------------------------------------
@@ -225,12 +263,21 @@ class ChatTurns:
         return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
+def _malformed(text: str, error: Exception) -> AskedCall:
+    named = _NAME.search(text)
+    fault = f"Error: a call is malformed ({' '.join(str(error).split())[:120]})"
+    return AskedCall(named[1] if named else _UNKNOWN, {}, fault)
+
+
 def _asked(call: Any) -> AskedCall:
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
-        return AskedCall("", {}, "Error: a call needs a name and arguments")
+        return AskedCall(_UNKNOWN, {}, "Error: a call needs a name and arguments")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return AskedCall(name, {}, _malformed("", error).fault)
     return AskedCall(name, arguments)

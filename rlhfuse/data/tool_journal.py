@@ -11,6 +11,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, StringConstraints
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import AppendFile
@@ -21,11 +24,16 @@ FILES = "tool_calls.*.jsonl"
 REPLAY = "rollout.multi_turn.replay"
 
 
+def _check_base64(text: str) -> str:
+    base64.b64decode(text, validate=True)
+    return text
+
+
 @dataclass(frozen=True)
 class JournalEntry:
     """A call and its answer. `iteration` names the samples, as 3, 3/round-1 or 3/val; `error` is '' or what failed."""
 
-    iteration: str
+    iteration: Annotated[str, StringConstraints(pattern=r"^-?[0-9]{1,18}(/.*)?$")]
     sample_id: int
     number: int
     digest: str
@@ -34,7 +42,7 @@ class JournalEntry:
     answer: str
     error: str
     seconds: float
-    state: str | None = None  # of the environment after the call, in base 64
+    state: Annotated[str, AfterValidator(_check_base64)] | None = None  # of the environment after the call, in base 64
 
     @staticmethod
     def of(

@@ -14,6 +14,7 @@ import json
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
@@ -35,11 +36,14 @@ class ToolCall:
     seed: int  # of the run
     row: Mapping[str, Any]  # of the prompt file
     state: bytes | None = None  # of the environment; None: it is new
+    source: str = ""  # `ToolSet.digest`
 
     @property
     def digest(self) -> str:
-        """SHA-256 of name and arguments."""
-        return hashlib.sha256(json.dumps([self.tool, self.arguments], sort_keys=True).encode()).hexdigest()
+        """SHA-256 of all that the answer depends on, besides the sample and the call's number."""
+        state = hashlib.sha256(self.state).hexdigest() if self.state is not None else None
+        facts = [self.tool, self.arguments, self.seed, repr(self.row), state, self.source]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     @property
     def own(self) -> dict[str, Any]:
@@ -59,9 +63,11 @@ class ToolSet:
     name: str  # as the configuration has it
     functions: Mapping[str, Callable[..., Any]]  # by name; of an environment those of its class
     environment: type | None = None
+    digest: str = ""  # SHA-256 of the file
+    most: int = 1 << 20  # characters of an answer that are kept, of each end
 
     @staticmethod
-    def load(name: str) -> ToolSet:
+    def load(name: str, most: int = 1 << 20) -> ToolSet:
         """Import them. Raises InputError naming what is missing, or clashes."""
         source, colon, attribute = name.rpartition(":")
         if not colon:
@@ -76,7 +82,8 @@ class ToolSet:
         else:
             here = {n: f for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"}
             tools = {n: f for n, f in here.items() if f.__module__ == module.__name__}
-        loaded = ToolSet(name, tools, found)
+        digest = hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest() if module.__file__ else ""
+        loaded = ToolSet(name, tools, found, digest, most)
         loaded._check()
         return loaded
 
@@ -164,6 +171,8 @@ class ToolSet:
         """State and text after the call."""
         environment, said = returned
         text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
+        if len(text) > 2 * self.most:  # of which the middle is cut out anyway, once it is counted in tokens
+            text = text[: self.most] + text[-self.most :]
         return (None if environment is None else pickle.dumps(environment)), text
 
     def failed(self, error: BaseException, call: ToolCall) -> str:

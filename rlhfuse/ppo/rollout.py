@@ -71,7 +71,7 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        return self.finish_reason == "length"
+        return self.finish_reason == "length" and not self.failed
 
     @property
     def turns(self) -> list[TokenSpan]:

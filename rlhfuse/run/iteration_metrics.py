@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -102,9 +102,10 @@ def tool_metrics(report: GenInferReport, leaders: Sequence[ToolStats]) -> dict[s
     """Turns, calls and seconds of pauses of the samples, and what part of the calls failed; nothing without tools."""
     if not report.turns:
         return {}
-    calls: dict[int, int] = defaultdict(int)
-    for sample, count in (item for stats in leaders for item in stats.calls.items()):
-        calls[sample] += count
+    calls, failures = Counter(), Counter()
+    for stats in leaders:
+        calls.update(stats.calls)
+        failures.update(stats.failures)
     samples = [rollout.sample_id for rollout in report.rollouts]
     pauses = [sum(pause for _, pause, _ in report.turns[sample]) for sample in samples]
     of_samples: dict[str, Sequence[float]] = {
@@ -116,8 +117,16 @@ def tool_metrics(report: GenInferReport, leaders: Sequence[ToolStats]) -> dict[s
     metrics: dict[str, float] = {}
     for name, values in of_samples.items():
         metrics |= {f"{name}/min": min(values), f"{name}/max": max(values), f"{name}/mean": sum(values) / len(values)}
-    failures = sum(stats.failures for stats in leaders)
-    return metrics | {"tool/failure_frequency": failures / max(sum(calls.values()), 1)}
+    made, failed = (
+        sum(of[sample] for sample in samples) for of in (calls, failures)
+    )  # none of groups that were dropped
+    return metrics | {"tool/failure_frequency": failed / max(made, 1)}
+
+
+def failing_tools(leaders: Sequence[ToolStats]) -> dict[str, str]:
+    """Tool -> its last error, of those that have failed in every call."""
+    answered = {tool for stats in leaders for tool in stats.answered}
+    return {tool: last for stats in leaders for tool, last in stats.failed.items() if tool not in answered}
 
 
 def training_metrics(results: Sequence[MinibatchResult], ranks: Sequence[IterationStats]) -> dict[str, float]:

@@ -25,6 +25,7 @@ from rlhfuse.ppo.rollout import Rollout, RolloutBatch, given
 from rlhfuse.run.iteration_metrics import (
     IterationStats,
     PhaseTimer,
+    failing_tools,
     fusion_metrics,
     lengths_of,
     memory_metrics,
@@ -83,6 +84,7 @@ class IterationRecorder:
         self._closed: float | None = None  # when the last iteration was, its log not included
         self._logging = 0.0  # seconds of that log
         self._recorded = 0  # iterations of this process
+        self._failing: set[str] = set()  # tools that were said to fail
 
     def begin(self, iteration: int) -> PhaseTimer:
         """Begin an iteration, now."""
@@ -130,7 +132,12 @@ class IterationRecorder:
 
     def _metrics(self, done: IterationResult, ranks: Sequence[IterationStats]) -> dict[str, Any]:
         metrics = training_metrics(done.minibatches, ranks) | reward_metrics(done.report)
-        metrics |= tool_metrics(done.report, [stats.tools for stats in ranks if stats.tools])
+        leaders = [stats.tools for stats in ranks if stats.tools]
+        metrics |= tool_metrics(done.report, leaders)
+        for tool, error in failing_tools(leaders).items():
+            if tool not in self._failing:
+                self._failing.add(tool)
+                print(f"warning: tool {tool} has failed in all its calls, the last with: {error}", flush=True)
         metrics |= fusion_metrics(done.report, done.threshold, self._plan.batch.instances)
         for key in ("reshard", "adv", "train"):  # by one rank's clock, so that the parts add up to the iteration
             metrics[f"timing_s/{key}"] = ranks[0].seconds[key]

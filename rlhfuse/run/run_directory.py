@@ -20,6 +20,7 @@ from rlhfuse.base.errors import InputError, writing
 from rlhfuse.base.files import remove_leftovers, sync
 from rlhfuse.base.launcher import launcher_command
 from rlhfuse.config.settings import TrainerConfig
+from rlhfuse.data.tool_journal import FILES as JOURNALS
 from rlhfuse.monitor.run_lock import RunLock
 from rlhfuse.parallel.collectives import from_rank_0, raise_on_all_ranks
 from rlhfuse.run.checkpoint.checkpoint import METRICS, checkpoints_in, is_own
@@ -28,7 +29,7 @@ from rlhfuse.run.preflight import RunInputs, check_output
 PREEMPTED = "preempted"  # whoever started the run is to start it again
 KEPT = (  # of an attempt; the metrics last, because a folder without them has nothing to keep
     *("config.yaml", "plan.json", "schedule.json", "costs.json", "trace.json", "tensorboard", "wandb_id", "export"),
-    *("forecast.json", "report.html", "samples.jsonl", METRICS),
+    *("forecast.json", "report.html", "samples.jsonl", JOURNALS, METRICS),
 )
 
 
@@ -106,8 +107,11 @@ def prepare(folder: Path, inputs: RunInputs) -> None:
     check_output(inputs.config)  # once more: a run that has just ended may have written since
     for place in (folder, folder / "checkpoints", folder / "export", folder / "export" / "best"):
         remove_leftovers(place)
-    if not is_own(inputs.resume, folder) and (kept := keep_attempt(folder)):
-        print(f"{folder} has no checkpoint of the attempt before: what it wrote is kept in {kept}", flush=True)
+    if not is_own(inputs.resume, folder):
+        if kept := keep_attempt(folder):
+            print(f"{folder} has no checkpoint of the attempt before: what it wrote is kept in {kept}", flush=True)
+        for journal in folder.glob(JOURNALS):  # of one that did no iteration
+            journal.unlink()
 
 
 def keep_attempt(folder: Path) -> Path | None:
@@ -119,8 +123,8 @@ def keep_attempt(folder: Path) -> Path | None:
     kept = next(attempt for attempt in names if not (attempt / METRICS).exists())
     kept.mkdir(exist_ok=True)
     for name in KEPT:
-        if (folder / name).exists():
-            os.replace(folder / name, kept / name)
+        for file in folder.glob(name):
+            os.replace(file, kept / file.name)
     return kept
 
 

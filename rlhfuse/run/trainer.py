@@ -153,11 +153,8 @@ class Trainer:
         """Every rank knows what turns ask for; the first one of each instance has the processes that call tools."""
         if not (tools := self.inputs.tools):
             return None
-        goes_on = self.config.trainer.resume != "never"
-        resumed = self.inputs.resume.iteration if self.inputs.resume else 0
-        return ToolCaller(
-            self.config, tools, self.rank, folder, self.models.place.decoders.is_leader, resumed if goes_on else None
-        )
+        resumed = self.inputs.resume.iteration if self.inputs.resume else None
+        return ToolCaller(self.config, tools, self.rank, folder, self.models.place.decoders.is_leader, resumed)
 
     def iterate(self, iteration: int) -> IterationRecord:
         """One PPO iteration; a collective."""

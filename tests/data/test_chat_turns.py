@@ -147,6 +147,10 @@ def test_prompt_turn_and_observation_are_the_whole(family, count):
     assert [call.arguments for call in calls] == [{"a": value, "note": "so"} for value in [4, 7][:count]]
     observed = turns.observation(end, ["add"] * count, answers)
     assert prompt + tokenizer.decode(turn) + tokenizer.decode(observed) == whole
+    [assistant, *tools, _] = turns.messages([turn, [5]], [[("add", answer) for answer in answers]])
+    assert [call["function"]["arguments"]["note"] for call in assistant["tool_calls"]] == ["so"] * count
+    assert "note" not in assistant["content"], "what tool_calls has is not said twice"
+    assert tools == [{"role": "tool", "name": "add", "content": answer} for answer in answers]
     ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
     assert ids[len(ids) - len(observed) :] == list(observed) and ids[len(ids) - len(observed) - 1] == end
 
@@ -189,6 +193,50 @@ def test_long_answers_are_cut_to_tokens(family):
         assert sum(len(tokenizer(part)["input_ids"]) for part in (left, right)) <= 41
     assert turns.shortened("1,2", 40, "left") == "1,2"
     assert "\ufffd" not in turns.shortened("ü" * 100, 21, "middle")
+
+    for most in range(1, 40):
+        for text in (answer, "ü" * 100, "a b  c " * 50, "<|im_end|>" * 20):
+            for side in ("left", "middle", "right"):
+                cut = turns.shortened(text, most, side)
+                assert len(turns._as_text(cut)) <= most and turns.shortened(cut, most, side) == cut
+
+
+GOOD = '<tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>'
+MADE = ("add", {"a": 4}, False)
+BROKEN = {  # a call, and the tool under whose name its fault is told
+    '<tool_call>{"name": "sub", </tool_call>': "sub",
+    '<tool_call>{"name": "sub", "arguments": "{x"}</tool_call>': "sub",
+    "<tool_call>null</tool_call>": "unknown",
+    "<tool_call>[1, 2]</tool_call>": "unknown",
+    "<tool_call></tool_call>": "unknown",
+    '<tool_call>{"arguments": {}}</tool_call>': "unknown",
+    "<tool_call>" + "[" * 3000 + "</tool_call>": "unknown",
+}
+
+
+@pytest.mark.parametrize("where", ["before", "behind", "between", "thought"])
+@pytest.mark.parametrize("broken", BROKEN, ids=range(len(BROKEN)))
+def test_a_good_call_beside_a_broken_one_is_made(broken, where):
+    turns, tokenizer, end = turns_of("qwen3", *FAMILIES["qwen3"][:3], 2)
+    fault = BROKEN[broken], {}, True
+    text, calls = {
+        "before": (GOOD + broken, [MADE, fault]),
+        "behind": (f"so\n{broken}\n{GOOD}", [fault, MADE]),
+        "between": (GOOD + broken + GOOD, [MADE, fault, MADE]),
+        "thought": (f"<think>{GOOD}</think>" + broken + GOOD, [fault, MADE]),
+    }[where]
+    turn = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
+    assert [(call.tool, call.arguments, bool(call.fault)) for call in turns.asked(turn)] == calls
+    names = [tool for tool, *_ in calls]
+    assert f"<tool_response>\n{len(names)}\n" in tokenizer.decode(
+        turns.observation(end, names, [str(n + 1) for n in range(len(names))])
+    )
+    [assistant, *tools, last] = turns.messages([turn, [5]], [[(name, "1") for name in names]])
+    made = {"type": "function", "function": {"name": "add", "arguments": {"a": 4}}}
+    assert assistant["tool_calls"] == [made] * calls.count(MADE)
+    assert assistant["content"].count(GOOD) == (where == "thought" and "<think>" in assistant["content"])
+    assert tools == [{"role": "tool", "name": name, "content": "1"} for name in names]
+    assert last == {"role": "assistant", "content": tokenizer.decode([5])}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The journal of tool calls: found again by place and contents, also after a kill in the middle of a line."""
 
+import json
 import math
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -70,7 +72,27 @@ def test_a_run_that_begins_knows_nothing_and_one_that_replays_the_other_s(tmp_pa
             check_replay(wrong)
 
 
-def test_a_broken_line_is_named(tmp_path):
-    (tmp_path / "tool_calls.0.jsonl").write_text('{"iteration": 3}\n')
-    with pytest.raises(InputError, match=r"tool_calls.0.jsonl:1: "):
-        ToolJournal(tmp_path, 1, first=0)
+WHOLE = asdict(entry("3", call(a=1), state=b"x"))
+BAD = [
+    {"iteration": 3},
+    *(WHOLE | {"iteration": wrong} for wrong in ("", "x", "3x", "1" * 5000, "3.0", "/val")),
+    *(WHOLE | {"state": wrong} for wrong in ("x", "ü", "====", "a b=", 3)),
+]
+
+
+@pytest.mark.parametrize("line", BAD, ids=range(len(BAD)))
+@pytest.mark.parametrize("replays", [False, True])
+def test_a_broken_line_is_named(tmp_path, line, replays):
+    (tmp_path / "tool_calls.0.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(InputError, match=r"tool_calls.0.jsonl:1: ") as caught:
+        ToolJournal(tmp_path, 1, None if replays else 0, str(tmp_path) if replays else "")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_a_call_is_known_by_all_that_its_answer_depends_on():
+    one = ToolCall(7, 0, "add", {"a": 1}, 1, {"x": [1]}, b"state", "file")
+    others = [replace(one, **change) for change in ({"tool": "sub"}, {"arguments": {"a": 2}}, {"seed": 2})]
+    others += [replace(one, **change) for change in ({"row": {"x": [2]}}, {"state": b""}, {"state": None})]
+    others.append(replace(one, source="another file"))
+    digests = {call.digest for call in (one, *others)}
+    assert len(digests) == 1 + len(others) and replace(one).digest == one.digest

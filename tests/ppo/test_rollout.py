@@ -53,6 +53,14 @@ def test_sent_bit_for_bit(sample_id, logprobs, reason, parts):
             assert same, field.name
 
 
+def test_a_failed_sample_is_not_one_that_was_cut():
+    ends = [("length", False), ("length", True), ("stop", False)]
+    rollouts = [
+        Rollout(n, (5,), (6,), torch.zeros(1), reason, failed=failed) for n, (reason, failed) in enumerate(ends)
+    ]
+    assert RolloutBatch.from_rollouts(rollouts).truncated.tolist() == [True, False, False]
+
+
 def test_rollout_refuses_what_does_not_fit():
     with pytest.raises(InputError, match="sample 3: old_logprobs has shape"):
         Rollout(3, (1,), (2, 3), torch.zeros(1), "stop")

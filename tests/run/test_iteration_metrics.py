@@ -13,6 +13,7 @@ from rlhfuse.parallel.optimizer import StepResult
 from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.run.iteration_metrics import (
     IterationStats,
+    failing_tools,
     fusion_metrics,
     lengths_of,
     memory_metrics,
@@ -22,6 +23,7 @@ from rlhfuse.run.iteration_metrics import (
     training_metrics,
     turn_metrics,
 )
+from rlhfuse.run.sampling.tool_caller import ToolStats
 from rlhfuse.simulator.lengths import Turn
 
 SECONDS = {"timing_s/train": 4.0, "fusion/gen_infer_seconds": 2.0, "timing_s/step": 10.0}
@@ -87,6 +89,11 @@ def test_turns_are_told_where_there_are_tools():
     turns = {second: [[tokens[1], 0.0, 0]], first: [[tokens[0], 0.0, 0]]}
     assert turn_metrics(batch, GenInferReport(turns=turns)) == {"lengths/turns": [turns[first], turns[second]]}
     assert lengths_of(batch, turns=turns).turns == ((Turn(tokens[0], 0.0, 0),), (Turn(tokens[1], 0.0, 0),))
+
+
+def test_tools_that_always_fail_are_told():
+    leaders = [ToolStats(failed={"a": "x", "b": "y"}, answered={"c"}), ToolStats(failed={"a": "z"}, answered={"b"})]
+    assert failing_tools(leaders) == {"a": "z"} and failing_tools([]) == {}
 
 
 def test_a_failed_sample_is_in_no_part_of_a_mixed_score():

@@ -48,12 +48,13 @@ def enter_late(rank: int, *arguments) -> list[str] | str:
 
 def attempt(run_dir: Path, text: str = '{"iteration": 0}\n') -> None:
     """What a killed attempt leaves that has saved nothing."""
-    for name in ("metrics.jsonl", "samples.jsonl", "plan.json", "tensorboard/events", "notes.txt"):
+    for name in ("metrics.jsonl", "samples.jsonl", "plan.json", "tensorboard/events", "notes.txt", *JOURNALS):
         (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (run_dir / name).write_text(text)
 
 
-OF_ATTEMPT = ("metrics.jsonl", "plan.json", "samples.jsonl", "tensorboard/events")
+JOURNALS = ("tool_calls.0.jsonl", "tool_calls.3.jsonl")
+OF_ATTEMPT = ("metrics.jsonl", "plan.json", "samples.jsonl", "tensorboard/events", *JOURNALS)
 
 
 def test_auto_keeps_what_an_attempt_without_checkpoint_left(workers, config, tmp_path):
@@ -66,7 +67,9 @@ def test_auto_keeps_what_an_attempt_without_checkpoint_left(workers, config, tmp
         assert (run_dir / f"attempt-{number}" / "metrics.jsonl").read_text() == '{"iteration": 0}\n'
     attempt(run_dir, "")  # has done nothing
     found = workers.run(enter, config, run_dir, "trainer.resume=auto")[0]
-    assert "metrics.jsonl" in found and not [name for name in found if "attempt-3" in name]
+    assert (
+        "metrics.jsonl" in found and not {*JOURNALS} & {*found} and not [name for name in found if "attempt-3" in name]
+    )
     assert not (run_dir / RUN_LOCK).exists()
 
 

@@ -17,7 +17,7 @@ from rlhfuse.base.errors import InputError
 EXACT = {"megatron-core"}  # another version than ours is as good as none
 # What the program imports beside torch, numpy, numba, transformers, tokenizers, safetensors, pyarrow, matplotlib,
 # tensorboard, rich, jinja2 and pyyaml, which images with CUDA torch have.
-ALONE = ("megatron-core==0.16.1", "omegaconf==2.4.0", "pebble", "scipy")
+ALONE = ("megatron-core==0.16.1", "omegaconf==2.4.0", "scipy")
 WITH_NEEDS = ("pydantic>=2.10",)
 # flashinfer's kernels are compiled on the machine; of what it asks for the rest is for other GPUs.
 KERNELS = ("flashinfer-python==0.6.4", "apache-tvm-ffi<0.2", "einops", "tabulate", "click", "nvidia-ml-py")

@@ -15,7 +15,7 @@ from gpu_checks.bench import Bench
 from gpu_checks.result import require
 
 PACKAGES = (
-    "torch triton numpy numba scipy megatron-core omegaconf pydantic pebble transformers tokenizers safetensors "
+    "torch triton numpy numba scipy megatron-core omegaconf pydantic transformers tokenizers safetensors "
     "pyarrow rich tensorboard matplotlib jinja2 flash-attn flashinfer-python apache-tvm-ffi transformer-engine"
 ).split()
 MODULES = ("megatron.core", "rlhfuse.run.launch", "triton", "flashinfer", "flash_attn")

@@ -27,7 +27,8 @@ from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 
-Response = tuple[Sequence[int], Sequence[Sequence[int]]]  # its tokens, and the runs of them that were observed
+# Its tokens, the runs of them that were observed, and by turn (tool, text) of each answer, where these are asked for.
+Response = tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[tuple[str, str]]]]
 
 
 class FunctionRewarder:
@@ -45,17 +46,16 @@ class FunctionRewarder:
         reward = inputs.config.reward
         self._tokenizer, self._stops = inputs.tokenizer, inputs.config.rollout.stop
         self._in_groups, self._progress = reward.signature == "trl", progress
-        self._chat = inputs.tools.turns if inputs.tools else None
+        self._chat = inputs.tools.turns if inputs.tools and self._in_groups else None
+        self._tools = caller if self._chat else None  # of whose answers the function is told
         name, load = reward.function, RewardFunction.load
         self._caller = caller if name == REWARD else None  # whose environments say the scores
         if self._caller:
             name, load = inputs.config.rollout.multi_turn.function_tool_path, EnvironmentReward.load
         limits = reward.workers, reward.timeout_seconds
         self._workers = RewardWorkers(name, reward.signature, *limits, progress, load, pool)
-        self._clock, self._lock = (
-            clock,
-            clock.Lock(),
-        )  # what follows, and submitting, is the main thread's and the mail's
+        self._clock = clock
+        self._lock = clock.Lock()  # what follows, and submitting, is the main thread's and the mail's
         self.begin((), 1)
 
     def begin(self, prompts: Sequence[Prompt], copies: int) -> None:
@@ -72,7 +72,8 @@ class FunctionRewarder:
         """Take finished samples; returns at once. Raises RewardError when an earlier one failed."""
         if self._failure:
             raise self._failure
-        self._take({rollout.sample_id: (rollout.response_tokens, rollout.observed) for rollout in rollouts})
+        said = self._tools.said if self._tools else lambda _: ()
+        self._take({one.sample_id: (one.response_tokens, one.observed, said(one.sample_id)) for one in rollouts})
 
     def news(self) -> dict[int, float]:
         """As `RewardWorkers.news`."""
@@ -89,10 +90,15 @@ class FunctionRewarder:
             iteration, place, _ = sample_origin(sample)
             return began[sample if self._copies == 1 else sample_id(iteration, place, 0)]
 
-        elsewhere = [rollout for rollout in meeting.finished if began[rollout.sample_id] != here]
-        self.submit([rollout for rollout in elsewhere if home(rollout.sample_id) == here])
-        self._met, self._homes = meeting, {sample: home(sample) for sample in meeting.unfinished}
+        ended = {rollout.sample_id: rollout for rollout in meeting.finished}
+        come = [sample for sample in ended if began[sample] != here == home(sample)]
+        gone = [sample for sample in ended if began[sample] == here != home(sample)]
+        if not self._tools:  # else what tools said is known where they ended
+            self.submit([ended[sample] for sample in come])
+            come = gone = []
+        self._met, self._homes = meeting, {sample: home(sample) for sample in (*meeting.unfinished, *come, *gone)}
         self._awaited = {sample for sample, instance in self._homes.items() if instance == here}
+        self.submit([ended[sample] for sample in gone])
         if self._awaited:
             store = meeting.store.reconnect()
             self._mail = self._clock.Thread(target=self._read_mail, args=(store, here), name="reward-mail", daemon=True)
@@ -148,12 +154,13 @@ class FunctionRewarder:
         tokens = tuple(tuple(group[sample][0]) for sample in samples)
         texts = tuple(text_before_stop(list(response), self._stops, self._tokenizer.decode) for response in tokens)
         state = self._caller.state(samples[0]) if self._caller else None
-        turns = tuple(self._turns(*group[sample]) for sample in samples) if self._chat and self._in_groups else ()
+        turns = tuple(self._turns(*group[sample]) for sample in samples) if self._chat else ()
         return RewardCall(samples, prompt.row, prompt.text, texts, tokens, prompt.where, turns, state)
 
-    def _turns(self, tokens: Sequence[int], observed: Sequence[Sequence[int]]) -> Sequence[Mapping[str, Any]]:
+    def _turns(
+        self, tokens: Sequence[int], observed: Sequence[Sequence[int]], said: Sequence[Sequence[tuple[str, str]]]
+    ) -> Sequence[Mapping[str, Any]]:
         """Chat turns of a response: those that were drawn, and answers between them."""
         assert self._chat, "only with tools a response has several"
-        spans = [((start, end), False) for start, end in observed]
-        spans += [(span, True) for span in drawn_spans([(start, end) for start, end in observed], len(tokens))]
-        return self._chat.messages([(tokens[start:end], drawn) for (start, end), drawn in sorted(spans)])
+        spans = drawn_spans([(start, end) for start, end in observed], len(tokens))
+        return self._chat.messages([tokens[start:end] for start, end in spans], said)

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Thread
 
 from rlhfuse.base.clock import Clock
-from rlhfuse.base.errors import InputError
+from rlhfuse.base.errors import InputError, RewardError
 from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.data.call_pool import CallPool
@@ -32,10 +32,12 @@ TIMEOUT = "rollout.multi_turn.timeout_seconds"
 
 @dataclass
 class ToolStats:
-    """Calls that a leader had answered in an iteration, by sample, and how many of them failed."""
+    """Calls that a leader had answered in an iteration, by sample, and those of them that failed."""
 
     calls: dict[int, int] = field(default_factory=dict)
-    failures: int = 0
+    failures: dict[int, int] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # tool -> its last error
+    answered: set[str] = field(default_factory=set)  # tools
 
 
 @dataclass(eq=False)
@@ -74,7 +76,8 @@ class ToolCaller:
         self._pool: CallPool | None = None
         if leads:
             settings = self._settings
-            path, limit = (settings.function_tool_path,), settings.timeout_seconds
+            characters = settings.max_tool_response_length * self._chat.longest
+            path, limit = (settings.function_tool_path, characters), settings.timeout_seconds
             self._journal = ToolJournal(folder, rank, first, settings.replay)
             self._pool = pool(ToolSet.load, path, settings.workers, limit, TIMEOUT)
         self._clock, self._lock = clock, clock.Lock()  # what follows is the main thread's and the mail's
@@ -92,6 +95,7 @@ class ToolCaller:
         self._under_way: dict[int, tuple[_Turn, ToolCall]] = {}  # calls, by the identity of a call
         self._ready: dict[int, Answer] = {}
         self._states: dict[int, bytes | None] = {}
+        self._said: dict[int, list[list[tuple[str, str]]]] = {}  # tool and text of each answer, by turn
         self._handed: set[int] = set()  # samples that left before their answer was there
         self._awaited: set[int] = set()  # samples that came, of which nothing was found yet
         self._store: IterationStore | None = None
@@ -161,6 +165,12 @@ class ToolCaller:
             self._look_for([sample_id])
             return self._states.get(sample_id)
 
+    def said(self, sample_id: int) -> list[list[tuple[str, str]]]:
+        """Tool and text of each answer, for each turn of a sample that ended here."""
+        with self._lock:
+            self._look_for([sample_id])
+            return self._said.get(sample_id, [])
+
     def take_stats(self) -> ToolStats:
         """Calls of all rounds since the last time."""
         taken, self._stats = self._stats, ToolStats()
@@ -192,7 +202,8 @@ class ToolCaller:
             return
         number = turn.number * self._settings.max_parallel_calls + place
         row = self._prompts[sample_origin(sample)[1]].row
-        call = ToolCall(sample, number, asked.tool, asked.arguments, self._seed, row, self._states.get(sample))
+        state, source = self._states.get(sample), self._tools.digest
+        call = ToolCall(sample, number, asked.tool, asked.arguments, self._seed, row, state, source)
         if known := self._journal.find(self._iteration, call):
             self._take(turn, known)
             return
@@ -208,8 +219,11 @@ class ToolCaller:
             turn, _ = self._under_way.pop(id(call), (None, None))
             if turn is None:  # of an iteration that did not wait for it
                 continue
+            if outcome.lost:
+                what = f"tool {call.tool} of sample {call.sample_id}"
+                raise RewardError(f"{what} was not answered: {outcome.error.removeprefix('Error: ')}")
             state, text = outcome.value if not outcome.error else (call.state, outcome.error)
-            text = text.encode(errors="replace").decode()
+            text = self._shortened(text.encode(errors="replace").decode())
             entry = JournalEntry.of(self._iteration, call, text, outcome.error, outcome.seconds, state)
             self._journal.append(entry)
             self._take(turn, entry)
@@ -221,16 +235,24 @@ class ToolCaller:
         self._states[sample] = entry.state_bytes
         stats.calls[sample] = stats.calls.get(sample, 0) + 1
         if entry.error:
-            stats.failures += 1
+            stats.failures[sample] = stats.failures.get(sample, 0) + 1
+            stats.failed[entry.tool] = entry.error
             turn.failed = self._settings.on_tool_failure == "fail"
+        else:
+            stats.answered.add(entry.tool)
+
+    def _shortened(self, text: str) -> str:
+        settings = self._settings
+        return self._chat.shortened(text, settings.max_tool_response_length, settings.tool_response_truncate_side)
 
     def _answer(self, turn: _Turn) -> Answer:
         waited = self._clock.now() - turn.began
         if turn.failed:
             return Answer(turn.sample_id, (), True, waited)
-        most, side = self._settings.max_tool_response_length, self._settings.tool_response_truncate_side
-        texts = [self._chat.shortened(turn.texts[place], most, side) for place in range(len(turn.asked))]
-        tokens = self._chat.observation(turn.ended, [call.tool for call in turn.asked], texts)
+        tools = [call.tool for call in turn.asked]
+        texts = [self._shortened(turn.texts[place]) for place in range(len(turn.asked))]
+        self._said.setdefault(turn.sample_id, []).append([*zip(tools, texts)])
+        tokens = self._chat.observation(turn.ended, tools, texts)
         return Answer(turn.sample_id, tokens if len(tokens) <= turn.room else (), False, waited)
 
     # samples that move -----------------------------------------------------------------------------------------------
@@ -238,7 +260,8 @@ class ToolCaller:
     def _send(self, store: IterationStore, sample: int) -> None:
         state, answer = self._states.get(sample), self._ready.pop(sample, None)
         kept = None if state is None else base64.b64encode(state).decode()
-        store.put(LEFT + str(sample), json.dumps([kept, asdict(answer) if answer else None]).encode())
+        told = [kept, asdict(answer) if answer else None, self._said.get(sample, [])]
+        store.put(LEFT + str(sample), json.dumps(told).encode())
 
     def _send_late(self, store: IterationStore) -> None:
         """Send the answers of samples that left as they come, in a thread of its own."""
@@ -261,7 +284,7 @@ class ToolCaller:
                 self._awaited.discard(sample)
                 if isinstance(said := json.loads(data), str):
                     raise InputError(f"sample {sample}, whose tools were called elsewhere: {said}")
-                state, answer = said
+                state, answer, self._said[sample] = said
                 self._states[sample] = None if state is None else base64.b64decode(state)
                 if answer:
                     self._ready[sample] = Answer(**answer | {"tokens": tuple(answer["tokens"])})

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from testkit.programs import eventually
 from testkit.tool_run import write_tool_run
 
-from rlhfuse.base.errors import InputError
+from rlhfuse.base.errors import InputError, RewardError
 from rlhfuse.base.json_values import read_json_lines
 from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.load import load_config
@@ -18,7 +18,7 @@ from rlhfuse.run.run_tools import find_tools
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 
 WAITS = '''
-import time
+import os, signal, time
 from pathlib import Path
 
 class Waits:
@@ -36,6 +36,10 @@ class Waits:
             time.sleep(0.001)
         if word == "w8":
             raise ValueError("w12")
+        if word == "w7":
+            return "w10 " * 3_000_000
+        if word == "w6":
+            os.kill(os.getpid(), signal.SIGKILL)
         self.words.append(word)
         return " ".join(self.words)
 '''
@@ -109,7 +113,8 @@ def test_calls_of_a_turn_are_made_one_on_the_other_and_written_down(world):
     caller.submit(sample, 2, turn(4, 12), 4)
     assert answer_of(caller, sample).tokens == ()  # w2 w10 w11 w12 w1 has no room
     stats = caller.take_stats()
-    assert stats.calls == {sample: 4} and stats.failures == 1 and not caller.take_stats().calls
+    assert stats.calls == {sample: 4} and stats.failures == {sample: 1} and not caller.take_stats().calls
+    assert stats.failed == {"count": "Error: ValueError: w12"} and stats.answered == {"count"}
     written = journal(world, 0)
     assert [entry.number for entry in written] == [0, 1, 2, 4] and written[2].error == "Error: ValueError: w12"
     assert written[1].state == written[2].state != written[3].state
@@ -152,8 +157,27 @@ def test_answers_and_states_follow_samples_that_move(world):
     world.go()
     moved = answer_of(there, waits)
     assert moved.tokens == words(2, 9, 1) and there.state(waits) and there.waiting() == ""
+    assert [there.said(sample) for sample in (waits, ready)] == [[[["count", f"w{n}"]]] for n in (9, 10)]
+    assert there.said(decodes) == [[["count", "w11"]], [("count", "w11 w12")]]
     here.begin("1", ())
     assert here.answers() == []
+
+
+def test_a_long_answer_is_cut_before_it_is_written_down(world):
+    caller, sample = world.caller(), sample_id(0, 0, 0)
+    caller.submit(sample, 0, turn(4, 7), 40)
+    answer = answer_of(caller, sample)
+    assert answer.tokens[:2] == words(2, 10) and len(answer.tokens) <= 8  # a mark before and behind
+    [entry] = journal(world, 0)
+    assert 0 < len(entry.answer) < 100 and caller.said(sample) == [[("count", entry.answer)]]
+
+
+def test_what_the_machine_ends_is_no_answer(world):
+    caller, sample = world.caller(), sample_id(0, 0, 0)
+    caller.submit(sample, 0, turn(4, 6), 40)
+    with pytest.raises(RewardError, match=f"tool count of sample {sample} .*exit code -9, 3 times"):
+        eventually(lambda: caller.answers())
+    assert not journal(world, 0)
 
 
 def test_a_journal_that_cannot_be_written_ends_who_waits(world, monkeypatch):

@@ -240,7 +240,7 @@ class Life:
         critic, reward = [*models, None, None][:2]
         scorer = Scorer(None, critic, reward, 100, 1.0, torch.device("cpu"), clock=clock)
         prompts = [Prompt((7, 8), {}) for _ in range(setting.wanted * setting.most)]
-        tools = SimpleNamespace(tools=SimpleNamespace(environment=None, fault=lambda *_: ""), turns=Chat())
+        tools = SimpleNamespace(tools=SimpleNamespace(environment=None, digest="", fault=lambda *_: ""), turns=Chat())
         tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
         inputs = SimpleNamespace(
             config=self.config, tokenizer=tokenizer, tools=tools if setting.tools else None, prompts=prompts
@@ -251,7 +251,7 @@ class Life:
             caller = ToolCaller(self.config, tools, rank, self._folder, group.is_leader, None, clock, pool)
         if setting.signature and group.is_leader:
             pool = partial(StandInPool, simulation, setting.reward_seconds, self._scored)
-            rewarder = FunctionRewarder(inputs, say, None, clock, pool)
+            rewarder = FunctionRewarder(inputs, say, caller, clock, pool)
         stage = InterStage(
             place=place,
             engine=engine,

@@ -82,6 +82,8 @@ def observation(texts: Sequence[str]) -> tuple[int, ...]:
 class Chat:
     """How turns call tools and how answers are written."""
 
+    longest = 8  # characters of a token
+
     def asked(self, turn: Sequence[int]) -> list[AskedCall]:
         return [AskedCall("f", {"n": int(turn[0])})] if turn[-1] == CALL else []
 
@@ -91,8 +93,9 @@ class Chat:
     def observation(self, ended: int, names: Sequence[str], texts: Sequence[str]) -> tuple[int, ...]:
         return observation(texts)
 
-    def messages(self, turns: Sequence[Any]) -> list[Any]:
-        return [*turns]
+    def messages(self, turns: Sequence[Any], said: Sequence[Any]) -> list[Any]:
+        assert len(said) >= len(turns) - 1, "the answers of a sample have not followed it"
+        return []
 
 
 @dataclass(eq=False)
