@@ -23,6 +23,8 @@ from typing import Any, Protocol
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from rlhfuse.base.launcher import end_with_parent
+
 ASYNC_AT_ONCE = 64
 POLL_SECONDS = 0.05
 WATCH_SECONDS = 0.01  # between two looks at async calls
@@ -73,8 +75,9 @@ class CallPool:
         self._is_async = self._callee.is_async  # asked for each call and each time that outcomes are
         self._late = f"no result after {timeout_seconds:g} s ({setting})"
         context = mp.get_context("spawn")  # a fork would copy the engine, its threads and its sockets
-        self._groups = context.SimpleQueue()  # process groups: one of each worker, with all that it starts
-        shared = load, arguments, timeout_seconds, self._late, self._groups
+        # process groups: one of each worker, with all that it starts. A queue would have locks in /dev/shm
+        self._groups, told = context.Pipe(duplex=False)
+        shared = load, arguments, timeout_seconds, self._late, told
         self._pool = ProcessPool(workers, initializer=_start, initargs=shared, context=context)
         self._ended: dict[int, int] = {}  # process -> its exit code
         _note_every_end(self._pool, self._ended)
@@ -118,9 +121,9 @@ class CallPool:
         """End the processes, and those that the user's code has started."""
         self._pool.stop()
         self._pool.join()
-        while not self._groups.empty():
+        while self._groups.poll():
             with suppress(ProcessLookupError):
-                os.killpg(self._groups.get(), signal.SIGKILL)
+                os.killpg(self._groups.recv(), signal.SIGKILL)
 
     def _schedule(self, numbers: Sequence[int], function: Callable, *arguments: Any, timeout: float | None) -> None:
         task = self._pool.schedule(function, arguments, timeout=timeout)
@@ -180,10 +183,10 @@ _worker: dict[str, Any] = {}  # what a worker's process has from its start on; e
 
 def _start(load: Callable[..., Callee], arguments: Sequence[Any], timeout: float, late: str, groups: Any) -> None:
     os.setpgid(0, 0)
-    groups.put(os.getpid())
+    groups.send(os.getpid())
     signal.signal(signal.SIGTERM, _end)  # as pebble stops it
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a batch system's notice to all processes: an iteration ends first
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _end_with_parent()
     callee = load(*arguments)
     _worker.update(callee=callee)
     if callee.is_async:
@@ -270,22 +273,30 @@ def _answers(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _end_with_parent() -> None:
-    parent = mp.parent_process()
+    """Have a process beside this worker end it with its parent: no thread would run while a call holds the interpreter.
+
+    The kernel would end the worker alone, and not what it has started.
+    """
+    worker, parent = os.getpid(), mp.parent_process()
     assert parent is not None
+    if os.fork():
+        end_with_parent(os.getppid(), 0)
+        return
+    end_with_parent(worker)
     parent.join()
     _end()
 
 
 def _end(*_: object) -> None:
-    """End this process and all that it has started, in whatever session, without cleaning up: it may be stuck."""
+    """End a worker's group and all that it has started, in whatever session, without cleaning up: it may be stuck."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    started = [os.getpid()]
+    started = [os.getpgrp()]
     for process in started:
         started += [child for child, parent in parents.items() if parent == process]
-    for pid in started[1:]:
+    for pid in {*started} - {os.getpgrp(), os.getpid()}:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     os.killpg(0, signal.SIGKILL)
