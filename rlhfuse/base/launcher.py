@@ -1,7 +1,4 @@
-"""What a launcher, such as torchrun, says of the job in the environment of its processes, and the end that they share.
-
-A process that outlives its parent keeps memory, ports and locks that nobody can find, so the kernel ends it.
-"""
+"""What a launcher, such as torchrun, says in the environment of its processes; the end that they have in common."""
 
 from __future__ import annotations
 
@@ -22,31 +19,25 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal, 0 for none, when the thread that started it in process `parent` ends.
-
-    Whatever the parent ends by, and whatever this process does then. Sends it now if `parent` has ended already.
-    """
+    """Have the kernel send this process a signal, 0 for none, once the thread of `parent` that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it has ended
         os.kill(os.getpid(), number)
 
 
 def begin_rank() -> None:
-    """Prepare a rank, or a process that a rank's pool of processes has started, for its life; without either, nothing.
-
-    To be called before modules are imported that take long to load.
-    """
+    """Prepare a rank, or a worker of a rank, before it imports what takes long to load; without a launcher nothing."""
     if "RANK" in os.environ:  # signals that come while modules load, some of which would ignore them, wait
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGUSR1])
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid())
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it was there before any rank
-            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            try:
-                socket.create_connection(place, STORE_SECONDS).close()
-            except OSError as error:  # another one does not say that nobody listens
-                if isinstance(error, ConnectionRefusedError):
-                    sys.exit(f"error: the launcher has ended: nothing listens at {place[0]}:{place[1]}, its store")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # which was there before any rank
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            socket.create_connection(place, STORE_SECONDS).close()
+        except OSError as error:  # others do not say that nobody listens
+            if isinstance(error, ConnectionRefusedError):
+                sys.exit(f"error: the launcher has ended: nothing listens at {place[0]}:{place[1]}, its store")
 
 
 def local_rank() -> int:

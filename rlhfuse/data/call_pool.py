@@ -94,6 +94,10 @@ class CallPool:
         """Calls that a process has under way at once."""
         return ASYNC_AT_ONCE if self._is_async else 1
 
+    def under_way(self) -> int:
+        """Calls that have not ended, for any thread to ask; of async ones those of which the end is not known here."""
+        return len(self._calls) if self._is_async else sum(not task.done() for task in [*self._tasks])
+
     def submit(self, calls: Sequence[Any]) -> None:
         """Begin them; returns at once."""
         for call in calls:
@@ -273,14 +277,11 @@ def _answers(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Have a process beside this worker end it with its parent: no thread would run while a call holds the interpreter.
-
-    The kernel would end the worker alone, and not what it has started.
-    """
+    """Start a process that ends this worker with its parent: a thread would wait where a call holds the interpreter."""
     worker, parent = os.getpid(), mp.parent_process()
     assert parent is not None
     if os.fork():
-        end_with_parent(os.getppid(), 0)
+        end_with_parent(os.getppid(), 0)  # by which what the worker starts would stay
         return
     end_with_parent(worker)
     parent.join()

@@ -25,7 +25,7 @@ class RewardWorkers:
         load: Callable[[str, str], RewardFunction] = RewardFunction.load,
     ) -> None:
         self._pool = CallPool(load, (name, signature), workers, timeout_seconds, "reward.timeout_seconds")
-        self._progress = progress
+        self._progress, self.under_way = progress, self._pool.under_way
         self._pending: set[int] = set()  # samples
         self._at_once = 1  # samples of the largest call so far
         self._scores: dict[int, float] = {}
