@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
 import sys
 import warnings
 from functools import partial
@@ -22,11 +21,10 @@ from pathlib import Path
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
 
-if "RANK" in os.environ:  # what comes while modules load, some of which would pass it over, waits for who answers it
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGUSR1])
-
 from rlhfuse.base.cuda_environment import set_cuda_environment
+from rlhfuse.base.launcher import begin_rank
 
+begin_rank()
 set_cuda_environment(os.environ)  # before any of the following imports torch
 
 from rlhfuse.base.errors import InputError, run_program

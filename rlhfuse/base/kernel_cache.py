@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from rlhfuse.base.launcher import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ def _compile_all(missing: Sequence[KernelGroup], progress: Callable[[str], None]
 
 
 def _compile(group: KernelGroup, tell: Callable[[str], None]) -> None:
-    with subprocess.Popen(group.words, stdout=subprocess.PIPE, text=True) as process:
+    ends = partial(end_with_parent, os.getpid())
+    with subprocess.Popen(group.words, stdout=subprocess.PIPE, text=True, preexec_fn=ends) as process:
         assert process.stdout is not None
         for line in process.stdout:
             tell(line.strip())

@@ -1,15 +1,43 @@
-"""What a launcher, such as torchrun, says of the job in the environment of its processes."""
+"""What a launcher, such as torchrun, says in the environment of its processes; the end that they have in common."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
+import signal
+import socket
+import sys
 from pathlib import Path
 
 from rlhfuse.base.errors import InputError
 
 PATIENCE_SECONDS = "30"  # torchrun's with ranks that it has told to end
+STORE_SECONDS = 5.0  # how long the job's store may take to accept a connection
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal, 0 for none, once the thread of `parent` that started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it has ended
+        os.kill(os.getpid(), number)
+
+
+def begin_rank() -> None:
+    """Prepare a rank, or a worker of a rank, before it imports what takes long to load; without a launcher nothing."""
+    if "RANK" in os.environ:  # signals that come while modules load, some of which would ignore them, wait
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGUSR1])
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid())
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # which was there before any rank
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            socket.create_connection(place, STORE_SECONDS).close()
+        except OSError as error:  # others do not say that nobody listens
+            if isinstance(error, ConnectionRefusedError):
+                sys.exit(f"error: the launcher has ended: nothing listens at {place[0]}:{place[1]}, its store")
 
 
 def local_rank() -> int:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhfuse.base.errors import NO_ROOM, RewardError
+from rlhfuse.base.launcher import end_with_parent
 
 ASYNC_AT_ONCE = 64
 POLL_SECONDS = 0.05
@@ -129,6 +130,10 @@ class CallPool:
         atexit.register(self.close)
         self._thread = threading.Thread(target=self._run, name="calls", daemon=True)
         self._thread.start()
+
+    def under_way(self) -> int:
+        """Calls that have not ended, for any thread to ask."""
+        return self._new.qsize() + len(self._calls)
 
     def submit(self, calls: Sequence[Any]) -> None:
         """Begin them; returns at once."""
@@ -258,12 +263,12 @@ class CallPool:
 _worker: dict[str, Any] = {}  # what a worker's process has from its start on; empty in every other
 
 
-def _start(load: Callable[..., Callee], arguments: Sequence[Any], timeout: float, late: str, groups: Any) -> None:
+def _start(load: Callable[..., Callee], arguments: Sequence[Any], timeout: float, late: str) -> None:
     os.setpgid(0, 0)
-    groups.put(os.getpid())
-    signal.signal(signal.SIGTERM, _end)  # as pebble stops it
+    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a batch system's notice to all processes: an iteration ends first
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _end_with_parent()
     callee = load(*arguments)
     _worker.update(callee=callee)
     if callee.is_async:
@@ -272,8 +277,7 @@ def _start(load: Callable[..., Callee], arguments: Sequence[Any], timeout: float
 
 def _work(pipe: Connection, load: Callable[..., Callee], arguments: Sequence[Any], timeout: float, late: str) -> None:
     """Load the callee and say True; then make calls as they come, and say what each came to."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _start(load, arguments, timeout, late, queue.SimpleQueue())  # its group's number is its own, which the parent knows
+    _start(load, arguments, timeout, late)
     callee, say = _worker["callee"], partial(_say, pipe, _standard_files())
     pipe.send(True)
     with suppress(EOFError, OSError):  # the parent is gone
@@ -358,15 +362,20 @@ async def _awaited(callee: Callee, call: Any) -> Any:
 
 
 def _end_with_parent() -> None:
-    parent = mp.parent_process()
+    """Start a process that ends this worker with its parent: a thread would wait where a call holds the interpreter."""
+    worker, parent = os.getpid(), mp.parent_process()
     assert parent is not None
+    if os.fork():
+        end_with_parent(os.getppid(), 0)  # by which what the worker starts would stay
+        return
+    end_with_parent(worker)
     parent.join()
     _end()
 
 
 def _end(*_: object) -> None:
-    """End this process and all that it has started, in whatever session, without cleaning up: it may be stuck."""
-    _end_started(os.getpid())
+    """End a worker's group and all that it has started, in whatever session, without cleaning up: it may be stuck."""
+    _end_started(os.getpgrp())
     os.killpg(0, signal.SIGKILL)
 
 
@@ -379,6 +388,6 @@ def _end_started(process: int) -> None:
     started = [process]
     for each in started:
         started += [child for child, parent in parents.items() if parent == each]
-    for pid in started[1:]:
+    for pid in {*started[1:]} - {os.getpid()}:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

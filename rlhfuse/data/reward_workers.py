@@ -26,7 +26,7 @@ class RewardWorkers:
         pool: Callable[..., CallPool] = CallPool,
     ) -> None:
         self._pool = pool(load, (name, signature), workers, timeout_seconds, "reward.timeout_seconds")
-        self._progress = progress
+        self._progress, self.under_way = progress, self._pool.under_way
         self._pending: set[int] = set()  # samples
         self._at_once = 1  # samples of the largest call so far
         self._scores: dict[int, float] = {}

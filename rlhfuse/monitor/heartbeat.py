@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 RUNNING, DONE, TERMINATED, INTERRUPTED, FAILED, LEFT = "running", "done", "terminated", "interrupted", "failed", "left"
+STUCK_SECONDS = 20.0  # of waiting by all ranks with nothing under way that could end it; at most `hang_seconds`
 STUCK_AT_MOST = 4  # ranks in the line about a hang
 PLACES_AT_MOST = 64  # ranks in the list of places
 EXIT_DEAD_PEER = 1
@@ -52,7 +53,14 @@ class ProcessName:
 
 
 class Waiting(str):
-    """What a rank does while only others can let it go on: no work, and no sign that it is stuck itself."""
+    """What a rank does while only others can let it go on: no work, and no sign that it is stuck itself.
+
+    It may be in a transfer or a collective, which may take long though all wait in it.
+    """
+
+
+class WaitingForWork(Waiting):
+    """What a rank does while its leader asks again and again for work or a decision, which come in no transfer."""
 
 
 class WaitingOutside(Waiting):
@@ -71,11 +79,14 @@ class Heartbeat:
     state: str = RUNNING
     because: str = ""
     waiting: bool = False  # for other ranks
+    for_work: bool = False
+    calls: int = 0  # of a reward function or tools, under way in processes of this rank
 
     def now_in(self, doing: str) -> Heartbeat:
         """As before, but in `doing`; that is progress unless it is `Waiting`."""
         waits, outside = isinstance(doing, Waiting), isinstance(doing, WaitingOutside)
-        return replace(self, doing=doing, waiting=waits and not outside, progress=self.progress + (not waits))
+        progress, for_work = self.progress + (not waits), isinstance(doing, WaitingForWork)
+        return replace(self, doing=doing, waiting=waits and not outside, for_work=for_work, progress=progress)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -109,12 +120,13 @@ class Verdict:
 class PeerTable:
     """The latest heartbeat of every peer and since when it has said the same. Decides; does nothing."""
 
-    def __init__(self, own: Heartbeat, limits: Limits, now: float) -> None:
-        self._own, self._limits = own, limits
+    def __init__(self, own: Heartbeat, limits: Limits, now: float, world_size: int) -> None:
+        self._own, self._limits, self._world_size = own, limits, world_size
         self._latest: dict[int, Heartbeat] = {}
         self._changed: dict[int, float] = {}  # when a peer's counter was last seen to grow
         self._read: dict[int, float] = {}  # when a peer was last read
         self._progressed = now  # when any rank's progress was last seen to grow
+        self._worked = now  # when any was last seen to do anything but wait, itself or in a call
 
     @property
     def heartbeats(self) -> list[Heartbeat]:
@@ -125,18 +137,23 @@ class PeerTable:
         before = self._latest.get(beat.rank)
         if before is None or (beat.counter, beat.state) != (before.counter, before.state):
             self._changed[beat.rank] = now
-        if before is None or beat.progress != before.progress:
-            self._progressed = now
+        self._note_work(before, beat, now)
         self._latest[beat.rank], self._read[beat.rank] = beat, now
 
     def woke(self, now: float) -> None:
         """This process was not running for a while: what it missed says nothing about the others, whose time begins."""
-        self._progressed, self._changed = now, dict.fromkeys(self._changed, now)
+        self._progressed = self._worked = now
+        self._changed = dict.fromkeys(self._changed, now)
 
     def note_own(self, own: Heartbeat, now: float) -> None:
-        if own.progress != self._own.progress:
-            self._progressed = now
+        self._note_work(self._own, own, now)
         self._own = own
+
+    def _note_work(self, before: Heartbeat | None, beat: Heartbeat, now: float) -> None:
+        if before is None or beat.progress != before.progress:
+            self._progressed = self._worked = now
+        if not beat.waiting or beat.calls:
+            self._worked = now
 
     def verdict(self, now: float) -> Verdict | None:
         """The first reason to leave, the root cause before its consequences; None while all is well."""
@@ -156,9 +173,19 @@ class PeerTable:
                 yield Verdict(f"{beat} {how} for {silence:.0f} s; {self.last_word(beat, now)}")
         stopped = (b for b in beats if b.state in EXIT_STOPPED)
         yield from (Verdict(f"{b} was {b.state} in: {b.doing}", EXIT_STOPPED[b.state]) for b in stopped)
+        if (waited := self._all_wait(now)) > min(STUCK_SECONDS, self._limits.hang_seconds):
+            idle = f"every rank has waited for others for {waited:.0f} s, and no call is under way"
+            yield Verdict(f"the job is stuck: {idle}")
         stuck = now - self._progressed
         if stuck > self._limits.hang_seconds:
             yield Verdict(f"no rank made progress for {stuck:.0f} s; {self._stuck()}")
+
+    def _all_wait(self, now: float) -> float:
+        """Seconds up to the oldest sign of life in which all waited, with no transfer or call that could end it."""
+        known = [self._own, *self.heartbeats]
+        runs = len(known) == self._world_size and all(beat.state == RUNNING for beat in known)
+        transfers = not any(beat.for_work for beat in known)  # a collective of all ends after who looks for work comes
+        return min(self._changed.values(), default=now) - self._worked if runs and not transfers else 0.0
 
     def _stuck(self) -> str:
         """Who does not wait for another rank, and so holds the others up."""

@@ -75,7 +75,8 @@ class Watchdog:
         # peers in the order of reading: neighbours read different ranks at the same time
         self._peers = [(rank + step) % world_size for step in range(1, world_size)]
         self._own = Heartbeat(rank, ProcessName.own(), 0, 0, guard.doing)
-        self._table = PeerTable(self._own, limits, time.monotonic())
+        self._table = PeerTable(self._own, limits, time.monotonic(), world_size)
+        self.calls_under_way: Callable[[], int] = lambda: 0  # in processes of this rank; the thread asks
         self._stopping = threading.Event()
         self._due = threading.Event()  # the thread is wanted before its next heartbeat
         self._wanted: Verdict | None = None  # the guard's, by which the thread is to leave
@@ -95,7 +96,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         heard = {signal.SIGTERM: lambda *_: None, signal.SIGINT: self._interrupt}  # torchrun sends SIGTERM to survivors
         self._old_handlers = {number: signal.signal(number, handler) for number, handler in heard.items()}
-        self._table = PeerTable(self._own, self._limits, time.monotonic())
+        self._table = PeerTable(self._own, self._limits, time.monotonic(), len(self._peers) + 1)
         self.guard.watchdog = self
         self._beat()
         self._thread.start()
@@ -146,7 +147,7 @@ class Watchdog:
                 self._leave(self._terminated() if wanted.exit_code == EXIT_STOPPED[TERMINATED] else wanted)
 
     def _beat(self) -> None:
-        beat = replace(self._own, counter=self._counter)
+        beat = replace(self._own, counter=self._counter, calls=self.calls_under_way())
         self._table.note_own(beat, time.monotonic())
         self._ask(self._store.set, _key(self._rank), beat.to_json())
 

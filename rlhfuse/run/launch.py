@@ -127,6 +127,7 @@ def run_job(inputs: RunInputs, name: str, rank: int, device: Device, guard: Guar
             guard.file = directory.path / PREEMPTED if rank == 0 else None
             plan = agree_on_plan(inputs, directory.path, rank, device)
             trainer = Trainer(inputs, plan, rank, device, store, watchdog.progress, directory.path)
+            watchdog.calls_under_way = trainer.calls_under_way
             RunLoop(trainer, directory, watchdog).fit()
             dist.barrier()
     return directory.path

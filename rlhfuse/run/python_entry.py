@@ -5,7 +5,6 @@ The caller's process stays as it is, without torch, process groups and signal ha
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -15,16 +14,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError
+from rlhfuse.base.launcher import end_with_parent
 from rlhfuse.config.load import load_config
 from rlhfuse.data.reward_function import name_of, raise_in_reward_file
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.monitor.metrics import read_metrics
-
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ def _run(command: Sequence[str]) -> None:
 
     It ends as by SIGTERM when this process ends before it.
     """
-    libc = ctypes.CDLL(None)
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder) / "error.json"
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # a reward's module is found as here
@@ -86,7 +84,7 @@ def _run(command: Sequence[str]) -> None:
             command,
             env=environment,
             start_new_session=True,  # a terminal's Ctrl-C reaches this process alone
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
         )
         try:
             code = process.wait()

@@ -156,6 +156,10 @@ class Trainer:
         resumed = self.inputs.resume.iteration if self.inputs.resume else None
         return ToolCaller(self.config, tools, self.rank, folder, self.models.place.decoders.is_leader, resumed)
 
+    def calls_under_way(self) -> int:
+        """Calls of reward function and tools that have not ended, in processes of this rank."""
+        return sum(one.under_way() for one in (self.rewarder, self.caller) if one)
+
     def iterate(self, iteration: int) -> IterationRecord:
         """One PPO iteration; a collective."""
         timer = self.recorder.begin(iteration)

@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 
+import psutil
 import pytest
+from testkit.programs import eventually
 
 from rlhfuse.base.kernel_cache import KernelGroup, compile_apart, is_cached
 
@@ -52,6 +54,26 @@ def kernel(tmp_path, monkeypatch):
 
 def group(kernel, said) -> KernelGroup:
     return KernelGroup((kernel,), "kernel_of_a_test", (str(said),))
+
+
+PARENT = """
+import sys
+from kernel_of_a_test import double
+from rlhfuse.base.kernel_cache import KernelGroup, compile_apart
+
+compile_apart([KernelGroup((double,), "kernel_of_a_test", tuple(sys.argv[1:]))])
+"""
+
+
+def test_a_compiler_ends_with_a_killed_parent(programs, kernel, tmp_path):
+    said = tmp_path / "said"
+    parent = programs.start(sys.executable, "-c", PARENT, said, tmp_path / "never")
+    eventually(lambda: said.exists() and said.read_text())
+    compilers = psutil.Process(parent.pid).children()
+    parent.kill()
+    parent.wait()
+    assert len(compilers) == 1
+    eventually(lambda: not compilers[0].is_running() or compilers[0].status() == psutil.STATUS_ZOMBIE)
 
 
 def test_what_another_process_compiled_is_loaded(kernel, tmp_path, capfd):

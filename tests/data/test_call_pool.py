@@ -103,7 +103,7 @@ def all_of(pool, calls):
     found = []
     while len(found) < len(calls):
         found += pool.outcomes(0.05)
-    assert pool.outcomes() == []
+    assert pool.outcomes() == [] and pool.under_way() == 0
     return sorted((one.call, one.value, one.error) for one in found)
 
 
@@ -132,8 +132,10 @@ def test_a_call_that_fails_fails_alone(pool, name):
 
 @pytest.mark.parametrize("name", ["Plain", "Waits"])
 def test_a_call_that_is_late_leaves_its_neighbours_alone(pool, name):
-    late = ("forever", None, "forever: no result after 3 s (some.key)")
-    assert all_of(pool(name, timeout=3.0), ["forever", *["fine"] * 9]) == [*[MADE[1]] * 9, late]
+    late, calls = ("forever", None, "forever: no result after 3 s (some.key)"), pool(name, timeout=3.0)
+    assert all_of(calls, ["forever", *["fine"] * 9]) == [*[MADE[1]] * 9, late]
+    calls.submit(["forever"])
+    assert calls.under_way() == 1
 
 
 def test_one_that_does_not_await_holds_up_its_process_alone(pool):

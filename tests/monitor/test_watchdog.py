@@ -12,12 +12,14 @@ from rlhfuse.monitor.heartbeat import (
     FAILED,
     INTERRUPTED,
     LEFT,
+    STUCK_SECONDS,
     TERMINATED,
     Heartbeat,
     Limits,
     PeerTable,
     ProcessName,
     Waiting,
+    WaitingForWork,
     WaitingOutside,
     process_status,
 )
@@ -34,7 +36,7 @@ def beat(rank, process=FAR, counter=0, progress=0, doing="generation step 3", **
 
 
 def table():
-    return PeerTable(beat(0, HERE), LIMITS, now=0.0)
+    return PeerTable(beat(0, HERE), LIMITS, now=0.0, world_size=3)
 
 
 def test_heartbeat_reads_back():
@@ -115,7 +117,7 @@ def test_a_peer_that_leaves_while_it_is_read_is_not_the_cause():
     """Rank 1 wrote why it leaves, and ended, after it was read for the second time."""
     store = ScriptedStore(beat(1, HERE), beat(1, GONE), beat(1, GONE, state=LEFT, because="rank 2 died"))
     watchdog = Watchdog(store, rank=0, world_size=2, limits=LIMITS, guard=Guard(0, 540))
-    watchdog._table = PeerTable(beat(0, HERE), Limits(watchdog_seconds=-1), now=0.0)
+    watchdog._table = PeerTable(beat(0, HERE), Limits(watchdog_seconds=-1), now=0.0, world_size=2)
     assert watchdog._look(1).report == "rank 2 died (found by rank 1)"
 
 
@@ -157,6 +159,67 @@ def test_waiting_is_no_progress_and_who_does_not_wait_is_named():
     assert "no rank made progress for 197 s" in peers.verdict(300).report
     peers.note_own(beat(0, HERE, progress=1), 300)
     assert peers.verdict(300) is None
+
+
+LOOKS, MEETS = WaitingForWork("inference: waiting for work"), Waiting("barrier")
+QUIET = {0: LOOKS, 1: LOOKS, 2: MEETS}  # rank -> what it does; the last has met nobody yet
+
+
+@pytest.mark.parametrize(
+    "doing, fields, stuck",
+    [
+        ({}, {}, True),
+        ({2: LOOKS}, {}, True),
+        ({0: MEETS, 1: MEETS}, {}, False),  # all in one collective, which may move much
+        ({1: WaitingOutside("tool f of sample 3")}, {}, False),
+        ({1: "generation step 3"}, {}, False),
+        ({0: "generation step 3"}, {}, False),
+        ({}, {"calls": 1}, False),
+        ({}, {"state": "done"}, False),
+        ({2: None}, {}, False),  # not heard of
+    ],
+)
+def test_a_job_is_stuck_where_all_wait_and_nothing_is_under_way(doing, fields, stuck):
+    peers, now = table(), 0.0
+    ranks = {rank: beat(rank, FAR if rank else HERE).now_in(what) for rank, what in (QUIET | doing).items() if what}
+    ranks[1] = dataclasses.replace(ranks[1], **fields)
+
+    def pass_second(who=(0, 1, 2)):
+        nonlocal now
+        now += 1
+        for rank in ranks.keys() & {*who}:
+            ranks[rank] = dataclasses.replace(ranks[rank], counter=int(now))
+        for rank in ranks.keys() - {0}:
+            peers.note(ranks[rank], now)
+        peers.note_own(ranks[0], now)
+        return peers.verdict(now)
+
+    begun = 1  # the first is when they are seen to wait
+    assert not any([pass_second() for _ in range(begun + int(STUCK_SECONDS))])
+    assert bool(verdict := pass_second()) == stuck
+    if stuck:
+        assert "stuck" in verdict.report and verdict.exit_code == 1
+        ranks[2] = dataclasses.replace(ranks[2], progress=1)  # it has worked meanwhile, and waits again
+        assert not any([pass_second() for _ in range(begun + int(STUCK_SECONDS))])
+        peers.woke(now)  # or this process has not run
+        assert not any([pass_second() for _ in range(int(STUCK_SECONDS))])
+        assert not any([pass_second(who=(0, 2)) for _ in range(5)])  # as if rank 1 did not run
+        assert pass_second() and "stuck" in peers.verdict(now).report
+
+
+def test_ranks_that_are_read_seldom_are_stuck_once_their_waits_are_known_to_overlap():
+    peers = table()
+    for now in (0, 30, 60):
+        peers.note_own(beat(0, HERE).now_in(LOOKS), now)
+        peers.note(beat(1, counter=now).now_in(MEETS), now)
+        assert peers.verdict(now) is None
+    peers.note(beat(2, counter=60).now_in(LOOKS), 60)  # its first word
+    assert peers.verdict(60) is None
+    for rank, now in ((1, 75), (2, 85)):
+        peers.note(beat(rank, counter=now).now_in(LOOKS), now)
+        assert peers.verdict(now) is None
+    peers.note(beat(1, counter=85).now_in(LOOKS), 85)
+    assert peers.verdict(85).report.endswith("is under way") and "25 s" in peers.verdict(85).report
 
 
 class CountingStore:
@@ -226,7 +289,7 @@ def test_unheard_since_counts_only_running_ranks():
 
 
 def test_the_lowest_rank_left_reports_the_places():
-    peers = PeerTable(beat(3, HERE), LIMITS, now=0.0)
+    peers = PeerTable(beat(3, HERE), LIMITS, now=0.0, world_size=3)
     peers.note(beat(0, GONE, doing="step 0"), 0)
     peers.note(beat(1, state=FAILED, doing="step 1"), 0)
     assert peers.reporter() == 3
@@ -258,7 +321,7 @@ class SlowDeathStore(ScriptedStore):
 def failing(*beats):
     store = SlowDeathStore(*beats)
     watchdog = Watchdog(store, 0, 2, LIMITS, Guard(0, 540, exit_process=lambda code: None))
-    watchdog._table = PeerTable(beat(0, HERE), LIMITS, now=0.0)
+    watchdog._table = PeerTable(beat(0, HERE), LIMITS, now=0.0, world_size=3)
     watchdog._leave_by_error("RuntimeError: Connection closed by peer")
     return store.said
 

@@ -79,7 +79,7 @@ def test_a_start_from_a_slow_disk_is_no_hang(tmp_path, monkeypatch):
     """Reading models takes longer than trainer.hang_seconds, and every tensor is progress. The clock is the test's; the
     verdict is the watchdog's, asked at the end of every read."""
     own, now = Heartbeat(0, ProcessName.own(), 0, 0, "start"), 0.0
-    table, verdicts = PeerTable(own, Limits(hang_seconds=HANG_SECONDS), now), []
+    table, verdicts = PeerTable(own, Limits(hang_seconds=HANG_SECONDS), now, world_size=1), []
 
     def slow(part, self, name, *which, **more):
         nonlocal now

@@ -23,7 +23,7 @@ from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, TensorP
 from rlhfuse.fusion.inter.tools import Pauses, Tools
 from rlhfuse.gen.core.sequence import GenerationResult
 from rlhfuse.gen.engine import Engine
-from rlhfuse.monitor.heartbeat import Waiting
+from rlhfuse.monitor.heartbeat import WaitingForWork
 from rlhfuse.ppo.rollout import Rollout
 
 IDLE_SECONDS = 0.002  # sleep of an instance that has nothing left to decode before the trigger
@@ -167,7 +167,7 @@ class Generation:
         if not decoded and self._pauses and self.engine.samples:
             doing = self._pauses.waiting(doing)
         elif not decoded:
-            doing = Waiting(f"generation: nothing left to decode here{known}")
+            doing = WaitingForWork(f"generation: nothing left to decode here{known}")
         self.progress(doing)
         stop, place, end, answers = decision.pass_on(*decided, self._pauses.announce() if self._pauses else 0)
         if self.stream:

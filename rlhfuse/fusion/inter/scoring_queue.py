@@ -16,7 +16,7 @@ from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.iteration_store import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, IterationStore
 from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.inter.report import RankEvents
-from rlhfuse.monitor.heartbeat import Waiting
+from rlhfuse.monitor.heartbeat import WaitingForWork
 from rlhfuse.ppo.rollout import Rollout
 
 WAIT_SECONDS = 5.0  # a leader that waits for work lets its group know, so that no collective times out
@@ -70,7 +70,7 @@ class ScoringQueue:
         """
         packs = self._packs(finished, self._workers)
         while True:
-            self.progress(Waiting("inference: waiting for work"))
+            self.progress(WaitingForWork("inference: waiting for work"))
             choice = self._next(packs, streamed) if self._group.is_leader else (WAIT, 0, 0)
             kind, first, last = self._group.broadcast(*choice)
             if kind == DONE:

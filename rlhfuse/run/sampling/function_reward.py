@@ -22,7 +22,7 @@ from rlhfuse.data.tool_set import REWARD, EnvironmentReward
 from rlhfuse.fusion.inter.inference import Meeting
 from rlhfuse.fusion.inter.iteration_store import LAST_PAUSE_SECONDS, IterationStore
 from rlhfuse.gen.stop_text import text_before_stop
-from rlhfuse.monitor.heartbeat import Waiting
+from rlhfuse.monitor.heartbeat import WaitingForWork
 from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.sampling.tool_caller import ToolCaller
@@ -107,11 +107,15 @@ class FunctionRewarder:
     def finish(self) -> dict[int, float]:
         """Sample id -> what the function said of everything that was called here; waits. Raises RewardError."""
         if self._mail:
-            self._progress(Waiting("inference: waiting for samples that the reward function scores here"))
+            self._progress(WaitingForWork("inference: waiting for samples that the reward function scores here"))
             self._mail.join()
         if self._failure:
             raise self._failure
         return self._workers.finish()
+
+    def under_way(self) -> int:
+        """Calls that have not ended."""
+        return self._workers.under_way()
 
     def take_calls(self) -> tuple[int, int, float]:
         """As `RewardWorkers.take_calls`."""

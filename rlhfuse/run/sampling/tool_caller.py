@@ -176,6 +176,10 @@ class ToolCaller:
         taken, self._stats = self._stats, ToolStats()
         return taken
 
+    def under_way(self) -> int:
+        """Calls that have not ended."""
+        return self._pool.under_way() if self._pool else 0
+
     def close(self) -> None:
         """End the processes."""
         if self._pool:

@@ -149,6 +149,7 @@ class Life:
         self.reports: dict[int, Any] = {}
         self.ends: dict[int, str] = {}  # rank -> the error by which it ended
         self.beats = [Heartbeat(r, ProcessName("h", f"m{r}", r, ""), 0, 0, "start") for r in range(setting.ranks)]
+        self._pools: dict[int, list[Any]] = {rank: [] for rank in range(setting.ranks)}
         self._doing, self._progress = ["start"] * setting.ranks, [0] * setting.ranks
         self._asked_for: set[int] = set()  # samples of which the reward function was asked
         self._round, self._at_barrier = (
@@ -246,12 +247,17 @@ class Life:
             config=self.config, tokenizer=tokenizer, tools=tools if setting.tools else None, prompts=prompts
         )
         rewarder = caller = None
+
+        def pool(seconds: float, value: Any, *_: Any) -> StandInPool:
+            self._pools[rank].append(made := StandInPool(simulation, seconds, value))
+            return made
+
         if setting.tools:
-            pool = partial(StandInPool, simulation, setting.tool_seconds, self._answer)
-            caller = ToolCaller(self.config, tools, rank, self._folder, group.is_leader, None, clock, pool)
+            calls = partial(pool, setting.tool_seconds, self._answer)
+            caller = ToolCaller(self.config, tools, rank, self._folder, group.is_leader, None, clock, calls)
         if setting.signature and group.is_leader:
-            pool = partial(StandInPool, simulation, setting.reward_seconds, self._scored)
-            rewarder = FunctionRewarder(inputs, say, caller, clock, pool)
+            calls = partial(pool, setting.reward_seconds, self._scored)
+            rewarder = FunctionRewarder(inputs, say, caller, clock, calls)
         stage = InterStage(
             place=place,
             engine=engine,
@@ -313,9 +319,10 @@ class Life:
                 break
             for rank in {*range(self.setting.ranks)} - dead:
                 beat = self.beats[rank].now_in(self._doing[rank])
-                self.beats[rank] = replace(beat, counter=counter, progress=self._progress[rank])
+                calls = sum(pool.under_way() for pool in self._pools[rank])
+                self.beats[rank] = replace(beat, counter=counter, progress=self._progress[rank], calls=calls)
             for rank in left:
-                table = tables.setdefault(rank, PeerTable(self.beats[rank], LIMITS, now))
+                table = tables.setdefault(rank, PeerTable(self.beats[rank], LIMITS, now, self.setting.ranks))
                 table.note_own(self.beats[rank], now)
                 for other in self.beats:
                     if other.rank != rank:

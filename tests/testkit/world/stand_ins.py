@@ -249,7 +249,7 @@ class StandInPool:
 
     at_once = 1
 
-    def __init__(self, simulation: Simulation, seconds: float, value: Any, *_: Any) -> None:
+    def __init__(self, simulation: Simulation, seconds: float, value: Any) -> None:
         self._simulation, self._seconds, self._value = simulation, seconds, value
         self._due: list[tuple[float, Any]] = []
 
@@ -265,6 +265,9 @@ class StandInPool:
         ready = [call for due, call in self._due if due <= now]
         self._due = [(due, call) for due, call in self._due if due > now]
         return [Outcome(call, *self._value(call), 1e-3) for call in ready]
+
+    def under_way(self) -> int:
+        return len(self._due)
 
     def close(self) -> None:
         self._due.clear()
