@@ -8,7 +8,7 @@ import sys
 
 import psutil
 import pytest
-from testkit.programs import eventually
+from testkit.programs import PATHS, eventually
 
 from rlhfuse.base.kernel_cache import KernelGroup, compile_apart, is_cached
 
@@ -67,8 +67,9 @@ compile_apart([KernelGroup((double,), "kernel_of_a_test", tuple(sys.argv[1:]))])
 
 def test_a_compiler_ends_with_a_killed_parent(programs, kernel, tmp_path):
     said = tmp_path / "said"
-    parent = programs.start(sys.executable, "-c", PARENT, said, tmp_path / "never")
-    eventually(lambda: said.exists() and said.read_text())
+    words = sys.executable, "-c", PARENT, said, tmp_path / "never"
+    parent = programs.start(*words, PYTHONPATH=f"{tmp_path}{os.pathsep}{PATHS}")
+    eventually(lambda: parent.poll() or (said.exists() and said.read_text()))
     compilers = psutil.Process(parent.pid).children()
     parent.kill()
     parent.wait()
