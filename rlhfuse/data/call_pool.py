@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
+
+from rlhfuse.base.errors import end_started
 
 ASYNC_AT_ONCE = 64
 POLL_SECONDS = 0.05
@@ -278,14 +279,5 @@ def _end_with_parent() -> None:
 
 def _end(*_: object) -> None:
     """End this process and all that it has started, in whatever session, without cleaning up: it may be stuck."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    started = [os.getpid()]
-    for process in started:
-        started += [child for child, parent in parents.items() if parent == process]
-    for pid in started[1:]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    end_started(os.getpid())
     os.killpg(0, signal.SIGKILL)

@@ -15,9 +15,9 @@ from typing import Any
 from rlhfuse.base.sample_ids import prompt_groups, sample_id, sample_origin
 from rlhfuse.base.token_spans import drawn_spans
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.reward_function import RewardCall, RewardFunction
+from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
-from rlhfuse.data.tool_set import REWARD, EnvironmentReward
+from rlhfuse.data.tool_set import REWARD
 from rlhfuse.fusion.inter.inference import Meeting
 from rlhfuse.fusion.inter.iteration_store import LAST_PAUSE_SECONDS, IterationStore
 from rlhfuse.gen.stop_text import text_before_stop
@@ -38,11 +38,10 @@ class FunctionRewarder:
         self._tokenizer, self._stops = inputs.tokenizer, inputs.config.rollout.stop
         self._in_groups, self._progress = reward.signature == "trl", progress
         self._chat = inputs.tools.turns if inputs.tools else None
-        name, load = reward.function, RewardFunction.load
-        self._caller = caller if name == REWARD else None  # whose environments say the scores
-        if self._caller:
-            name, load = inputs.config.rollout.multi_turn.function_tool_path, EnvironmentReward.load
-        self._workers = RewardWorkers(name, reward.signature, reward.workers, reward.timeout_seconds, progress, load)
+        self._caller = caller if REWARD in reward.function else None  # whose environments say the scores
+        tools = inputs.config.rollout.multi_turn.function_tool_path
+        asked = reward.function, reward.signature, reward.function_weights, tools
+        self._workers = RewardWorkers(asked, reward.workers, reward.timeout_seconds, progress)
         self._lock = threading.Lock()  # what follows, and submitting, is the main thread's and the mail's
         self.begin((), 1)
 
