@@ -8,7 +8,6 @@ from rlhfuse.base.errors import InputError, RewardError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
-from rlhfuse.data.tool_set import REWARD
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.run.checkpoint.checkpoint import is_finished
@@ -33,13 +32,13 @@ def dry_run(config: RunConfig, world_size: int | None, tries_reward: bool = True
 
 
 def check_start(config: RunConfig, ranks: int, tries_reward: bool = True) -> bool:
-    """Check what `ranks` ranks will, and print what the reward function says of one row. Raises InputError.
+    """Check what `ranks` ranks will, and print what the reward functions say of one row. Raises InputError.
 
     Returns whether they will use GPUs.
     """
     if not is_finished(config):
         inputs = check_inputs(config, ranks)
-        if tries_reward and config.reward.function not in ("", REWARD):
+        if tries_reward and config.reward.function:
             print(try_reward(inputs), flush=True)
     return device_of(config.trainer) == "cuda"
 
@@ -61,13 +60,15 @@ def try_reward(inputs: RunInputs) -> str:
         part = slice(first, first + in_one)
         ids = tuple(range(count)[part])
         calls.append(RewardCall(ids, prompt.row, prompt.text, tuple(texts[part]), tuple(tokens[part]), prompt.where))
-    reward = config.reward
+    reward, tools = config.reward, config.rollout.multi_turn.function_tool_path
+    asked = reward.function, reward.signature, reward.function_weights, tools
     try:
-        with closing(RewardWorkers(reward.function, reward.signature, 1, reward.timeout_seconds)) as workers:
+        with closing(RewardWorkers(asked, 1, reward.timeout_seconds)) as workers:
             workers.submit(calls)
             scores, (_, _, seconds) = workers.finish(), workers.take_calls()
     except RewardError as error:
         how = "tried before the start on the prompt's own text, cut shorter from sample to sample, down to none"
         raise InputError(f"{error} ({how}; --no-try-reward leaves it out)") from None
     told = f"{min(scores.values()):.4g} to {max(scores.values()):.4g}, {seconds / count:.2g} s a call"
-    return f"reward.function={reward.function}: tried on {prompt.where}, {count} texts, from all of it to none: {told}"
+    tried = f"tried on {prompt.where}, {count} texts, from all of it to none: {told}"
+    return f"reward.function={', '.join(reward.function)}: {tried}"

@@ -10,6 +10,7 @@ import atexit
 import errno
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -27,6 +28,9 @@ RANK_0_FIRST_SECONDS = 5.0
 # when torchrun noticed, so the words of those who saw it are dated before
 BEFORE_NOTICED_SECONDS = 10
 LAST_WORD = "RLHFUSE_LAST_WORD"  # set for ranks whose launcher prints, last of all, the line that a rank leaves
+EXIT_SECONDS = 10.0  # for exit functions, of which a user's file may have registered one that never returns
+STARTED_BY = "RLHFUSE_STARTED_BY"  # marks what a program starts, and what that starts, whoever is its parent later
+SERVICES = (b"multiprocessing.resource_tracker", b"wandb-core")  # end by themselves when they have done their work
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota used up, above the limit of a file's size
 
 
@@ -73,17 +77,39 @@ def writing(path: str | Path, otherwise: str = "make it writable") -> Iterator[N
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with `code`: exit functions run and output is flushed, but nothing is torn down.
+    """End this process with `code`: exit functions run and output is flushed, but nothing is torn down or waited for.
 
-    For processes that were in a process group: a gloo thread that frees a tensor while the interpreter is torn down
-    aborts the process ("terminate called without an active exception").
+    Torn down, a gloo thread that frees a tensor aborts the process; waited for, a thread of a user's file may not end.
     """
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # as the interpreter: waits for non-daemons
+    end_started(os.getpid())  # of some an exit function waits for the end
+    threading.Thread(target=lambda: time.sleep(EXIT_SECONDS) or _leave_now(code), daemon=True).start()
     atexit._run_exitfuncs()
+    _leave_now(code)
+
+
+def _leave_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(BrokenPipeError):
+        with suppress(BrokenPipeError, ValueError):  # which a user's file may have closed
             stream.flush()
+    mark = os.environ.get(STARTED_BY, "")
+    end_started(os.getpid(), mark.encode() if f"/{os.getpid()}-" in mark else None)
     os._exit(code)
+
+
+def end_started(process: int, mark: bytes | None = None) -> None:
+    """End what `process`, which lives, has started, and what that has, in whatever session; and who has the mark."""
+    parents, started = {}, [process]
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended, or is another user's
+            parents[pid := int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            if mark and mark in stat.with_name("environ").read_bytes():
+                started.append(pid)
+    for each in started:
+        started += [pid for pid, parent in parents.items() if parent == each and pid not in started]
+    for pid in {*started[1:]} - {os.getpid()}:
+        with suppress(OSError):
+            if not any(name in Path(f"/proc/{pid}/cmdline").read_bytes() for name in SERVICES):
+                os.kill(pid, signal.SIGKILL)
 
 
 def leave_message(text: str) -> bool:
@@ -118,7 +144,7 @@ def _print_error(told: str, trace: str = "") -> None:
 def run_program(
     main: Callable[[], int | None], tear_down: bool = True, prints: Callable[[str, float], bool] | None = None
 ) -> None:
-    """Run `main` and leave the process with its exit code; without `tear_down`, by `leave`.
+    """Run `main` and leave the process with its exit code; without `tear_down`, or where threads are left, by `leave`.
 
     An InputError prints `error: ...` on stderr and exits with 2. Where torchrun set RANK: from rank 0 if that meets it,
     else from one rank that does, which says so; `prints(what, seconds)` tells whether this rank is the one, after
@@ -126,7 +152,8 @@ def run_program(
     such a line as well, from whichever rank is first, exit code 1; what is no error of the user's has its traceback
     before it. Every rank leaves its line for torchrun's table. Ctrl-C exits with 130.
     """
-    rank = os.environ.get("RANK")
+    rank, before = os.environ.get("RANK"), threading.enumerate()
+    os.environ[STARTED_BY] = f"{os.environ.get(STARTED_BY, '')}/{os.getpid()}-{time.time_ns()}"
     try:
         code = main() or 0
     except InputError as error:
@@ -147,13 +174,13 @@ def run_program(
         code = EXIT_INTERRUPTED
     except Exception as error:
         expected = isinstance(error, RewardError | FloatingPointError)
-        if rank is None and not expected:
+        if rank is None and not expected and tear_down:
             raise
-        told = f"error: {_one_line(error) if expected else f'rank {rank}: {type(error).__name__}: {_one_line(error)}'}"
+        told = f"error: {'' if expected else f'rank {rank or 0}: {type(error).__name__}: '}{_one_line(error)}"
         leave_message(told)
         if rank is None or prints is None or prints("failure", 0.0):
             _print_error(told, "" if expected else traceback.format_exc())
         code = EXIT_FAILED
-    if not tear_down:
+    if not tear_down or any(not thread.daemon for thread in threading.enumerate() if thread not in before):
         leave(code)
     sys.exit(code)

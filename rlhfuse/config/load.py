@@ -42,6 +42,7 @@ ALL_AUTO = {  # what the word auto for the group `parallel` stands for
     **dict.fromkeys(SCORERS, ""),
 }
 LISTS = {str: ("a list of texts like [a.jsonl, b.jsonl]", "a text"), int: ("a list of ids like [2, 7]", "an id >= 0")}
+LISTS |= {float: ("a list of numbers like [1, 0.5]", "a number")}
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -122,6 +122,8 @@ def _models(config: RunConfig) -> Iterator[str]:
             yield f"reward.{kind}_weight={weight} weighs a {kind}, but reward.{source} is not set"
         if weight == 0 and getattr(reward, source):
             yield f"reward.{kind}_weight=0.0 discards what reward.{source} gives; drop reward.{source}"
+    if (weights := reward.function_weights) and len(weights) != (count := len(reward.function)):
+        yield f"reward.function_weights={[*weights]} must be one for each of reward.function, {count}, or left out"
     if not algorithm.has_critic and config.critic.path:
         yield f"algorithm.name={algorithm.name} has no critic, but critic.path={config.critic.path}; drop critic.path"
 
@@ -138,7 +140,7 @@ def _ends(config: RunConfig) -> Iterator[str]:
 def _tools(config: RunConfig) -> Iterator[str]:
     tools, rollout = config.rollout.multi_turn, config.rollout
     if not tools.enable:
-        if config.reward.function == "get_reward":
+        if "get_reward" in config.reward.function:
             yield "reward.function=get_reward is an environment's: set rollout.multi_turn.enable=true"
         return
     if not tools.function_tool_path:
@@ -291,6 +293,7 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (FOR_GPUS, lambda config: config.trainer.device == "cpu", "trainer.device=cpu"),
     (("parallel.reward_inference",), _has_no(Role.REWARD), "there is no reward model"),
     (FUNCTIONS, lambda config: not config.reward.function, "reward.function is not set"),
+    (FUNCTIONS[:1], lambda config: config.reward.function == ("get_reward",), "get_reward is called for one sample"),
     (SEARCHED, lambda config: config.fusion.intra_stage != "search", "fusion.intra_stage is not search"),
     (SEARCHED[1:], lambda config: bool(config.fusion.schedule), "fusion.schedule is given"),
     (TRIGGERS, lambda config: not config.fusion.inter_stage, "fusion.inter_stage=false"),

@@ -24,6 +24,7 @@ from rlhfuse.config.values import (
     Decay,
     Duration,
     Float,
+    Functions,
     Layout,
     LayoutOrDefault,
     Name,
@@ -97,11 +98,12 @@ class ReferenceConfig(Settings):
 
 class RewardConfig(Settings):
     path: PathText = key("", "reward model, a scalar head: Hugging Face folder or hub name; empty = only the function")
-    function: PathText = key(
-        "",
-        "module:function or FILE.py:function; empty = only the model; get_reward = that of the environment in "
-        "rollout.multi_turn",
+    function: Functions = key(
+        (),
+        "module:function or FILE.py:function, or a list of such, whose weighted scores are added; empty = only the "
+        "model; get_reward = that of the environment in rollout.multi_turn",
     )
+    function_weights: tuple[Float, ...] = key((), "one for each function of a list; empty = 1 each")
     signature: Literal["auto", "verl", "trl"] = key(
         "auto", "how the function is called: verl, trl, or auto: as the names of its parameters say"
     )

@@ -13,6 +13,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
 )
 from pydantic_core import CoreSchema, core_schema
 
@@ -124,6 +125,11 @@ Wait = Annotated[float, Field(gt=0, le=LONGEST_SECONDS), _REAL]
 Text = Annotated[str, AfterValidator(_not_missing)]
 Duration = Annotated[Text, AfterValidator(lambda text: seconds_of(text) and text)]
 PathText = Annotated[Text, AfterValidator(_possible_path)]  # a file or folder, or a name that may not be one
+Functions = Annotated[  # one may stand without brackets
+    tuple[Annotated[PathText, Field(strict=True)], ...],
+    BeforeValidator(lambda given: [*filter(None, [given])] if isinstance(given, str) else given),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
 Name = Annotated[Text, Field(strict=True)]  # not even a number
 TokenId = Annotated[int, _WHOLE, AfterValidator(_not_negative)]
 Layout = Annotated[str, AfterValidator(_check_layout)]  # or AUTO, until planning/search has chosen one

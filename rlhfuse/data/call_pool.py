@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhfuse.base.errors import NO_ROOM, RewardError
+from rlhfuse.base.errors import NO_ROOM, RewardError, end_started
 from rlhfuse.base.launcher import end_with_parent
 
 ASYNC_AT_ONCE = 64
@@ -95,7 +95,7 @@ class _Worker:
         """End it, and all that it has started; returns when it has ended."""
         assert self.process.pid, "it was started"
         if self.process.exitcode is None:
-            _end_started(self.process.pid)
+            end_started(self.process.pid)
         with suppress(OSError):  # it has no group yet, or that is empty
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -297,7 +297,7 @@ def _say(pipe: Connection, files: Any, told: Told) -> None:
             return
         pipe.send(False)
     except OSError:  # the call has closed the pipe
-        _end_started(os.getpid())
+        end_started(os.getpid())
         os._exit(1)
     _end()
 
@@ -375,19 +375,5 @@ def _end_with_parent() -> None:
 
 def _end(*_: object) -> None:
     """End a worker's group and all that it has started, in whatever session, without cleaning up: it may be stuck."""
-    _end_started(os.getpgrp())
+    end_started(os.getpgrp())
     os.killpg(0, signal.SIGKILL)
-
-
-def _end_started(process: int) -> None:
-    """End what a living process has started, and what that has."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    started = [process]
-    for each in started:
-        started += [child for child, parent in parents.items() if parent == each]
-    for pid in {*started[1:]} - {os.getpid()}:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)

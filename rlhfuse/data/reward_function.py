@@ -12,11 +12,13 @@ import importlib
 import importlib.util
 import inspect
 import math
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +27,10 @@ from rlhfuse.base.errors import InputError, RewardError
 
 # Parameters by which a function's signature is known; others may be names of a trl row's columns.
 OWN_PARAMETERS = {"verl": {"solution_str"}, "trl": {"prompts", "completions", "completion_ids"}}
-FILE_MODULE = "reward_function_"  # and the file's stem: what a file is imported as, never __main__
+FILE_MODULE = "reward_function_"  # and the file's stem: what a file is imported as where another module has its name
+OF_STATE = "state"  # the signature of an environment's get_reward, which no setting names: (state, row) -> number
+TIMERS = signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF
+NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)  # that have a length all the same
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -58,7 +63,7 @@ class RewardFunction:
     """The function itself, under the name that the configuration calls it by."""
 
     name: str
-    signature: str  # verl or trl
+    signature: str  # verl, trl or OF_STATE
     function: Callable[..., Any]
 
     @staticmethod
@@ -75,16 +80,15 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        call = type(self.function).__call__ if callable(self.function) else None
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+        return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
 
-    def about(self, call: RewardCall) -> str:
-        """Beginning of a message about a call."""
-        return call.about(self.name)
+    def scores(self, call: RewardCall) -> dict[int, float | None]:
+        """Call it; as `result`."""
+        return self.result(self.function(**self.arguments(call)), call)
 
-    def invoke(self, call: RewardCall) -> Any:
-        """What it returns; of an async function something to await."""
-        return self.function(**self.arguments(call))
+    async def awaited(self, call: RewardCall) -> dict[int, float | None]:
+        """The same of an async function."""
+        return self.result(await self.function(**self.arguments(call)), call)
 
     def check(self, row: Mapping[str, Any], prompt: str | list[dict[str, str]], where: str) -> None:
         """Raise InputError unless the row has what the signature needs and the function takes it; no call is made."""
@@ -111,6 +115,8 @@ class RewardFunction:
 
     def arguments(self, call: RewardCall) -> dict[str, Any]:
         """Keyword arguments of the call; of a trl row's columns those that the function takes."""
+        if self.signature == OF_STATE:
+            return {"state": call.state, "row": call.row}
         if self.signature == "verl":
             return {
                 "data_source": call.row["data_source"],
@@ -133,11 +139,15 @@ class RewardFunction:
             return offered
         return {parameter.name: offered[parameter.name] for parameter in taken if parameter.name in offered}
 
-    def result(self, returned: Any, call: RewardCall) -> dict[int, float]:
-        """Sample id -> score, of what a call gave back. Raises RewardError naming function, sample and row."""
+    def result(self, returned: Any, call: RewardCall) -> dict[int, float | None]:
+        """Sample id -> score, or the None that it gave. Raises RewardError naming function, sample and row."""
         samples = call.sample_ids
         if self.signature == "trl":
-            if not hasattr(returned, "__len__") or isinstance(returned, (str, Mapping)):
+            if (
+                isinstance(returned, NO_LISTS)
+                or not hasattr(returned, "__len__")
+                or getattr(returned, "shape", 1) == ()
+            ):
                 raise RewardError(f"{call.about(self.name)} returned {_short(returned)}, not a list of numbers")
             if len(returned) != len(samples):
                 raise RewardError(
@@ -145,12 +155,15 @@ class RewardFunction:
                 )
             values = list(returned)
         else:
-            values = [returned.get("score") if isinstance(returned, Mapping) else returned]
-        return {sample: self._number(value, call, sample) for sample, value in zip(samples, values)}
+            values = [returned["score"] if isinstance(returned, Mapping) and "score" in returned else returned]
+        return {s: None if value is None else self._number(value, call, s) for s, value in zip(samples, values)}
 
     def _number(self, value: Any, call: RewardCall, sample: int) -> float:
+        """The number that `value` is, an array's or tensor's without dimensions too; no text is one."""
         try:
-            score = float(value)
+            number = value.item() if getattr(value, "shape", None) == () else value
+            is_number = hasattr(number, "__float__") and not getattr(number, "shape", ())
+            score = float(number if is_number else "none")
         except (TypeError, ValueError, OverflowError):
             raise RewardError(f"{call.about(self.name, [sample])} returned {_short(value)}, not a number") from None
         if not math.isfinite(score):
@@ -161,7 +174,7 @@ class RewardFunction:
         """A message about an exception that it raised, with the line of the function's file that did."""
         if isinstance(error, RewardError):  # of `result`
             return str(error)
-        return f"{self.about(call)} raised {described(error)}{self._line_of(error)}"
+        return f"{call.about(self.name)} raised {described(error)}{self._line_of(error)}"
 
     def _line_of(self, error: BaseException) -> str:
         """The innermost line of the function's own file that `error` came through."""
@@ -207,32 +220,57 @@ def raise_in_reward_file() -> None:
     """Raise ReachedTrain where the caller is called by a file that is imported for its reward function."""
     frame = sys._getframe(1)
     while frame := frame.f_back:
-        if str(frame.f_globals.get("__name__")).startswith(FILE_MODULE):
+        if frame.f_code is _from_file.__code__:
             raise ReachedTrain
 
 
 def load_module(source: str, key: str, name: str) -> ModuleType:
-    """Import the module or FILE.py `source` that the setting KEY=NAME names. Raises InputError."""
+    """Import the module or FILE.py `source` that KEY=NAME names; no signal or timer is changed. Raises InputError."""
+    timers = {timer: signal.getitimer(timer) for timer in TIMERS}
+    handled = signal.valid_signals() - {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
+    handlers = {number: signal.getsignal(number) for number in handled}
     try:
         return _from_file(Path(source), key) if source.endswith(".py") else importlib.import_module(source)
     except InputError:
         raise
     except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
-        raise InputError(f"{key}={name}: {source} cannot be imported ({described(error)})") from None
+        missing = isinstance(error, ModuleNotFoundError)
+        fix = "; install it, or name a file as FILE.py:NAME, which finds modules beside it" if missing else ""
+        raise InputError(f"{key}={name}: {source} cannot be imported ({described(error)}){fix}") from None
+    finally:
+        for timer, before in timers.items():
+            signal.setitimer(timer, *before)
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)
 
 
-def _from_file(file: Path, key: str) -> ModuleType:
-    if not file.is_file():
-        raise InputError(f"{key}: file {file} does not exist")
-    name = f"{FILE_MODULE}{file.stem}"
-    if name in sys.modules and sys.modules[name].__file__ == str(file):
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None, f"{file} is no Python file"
-    module = importlib.util.module_from_spec(spec)
+def _from_file(path: Path, key: str) -> ModuleType:
+    """The module of a file, one however its path is written; it may import what lies beside it, after all others."""
+    if not path.is_file():
+        raise InputError(f"{key}: file {path} does not exist")
+    file = path.resolve()
+    for name, module in [*sys.modules.items()]:
+        known = str(getattr(module, "__dict__", {}).get("__file__"))
+        if known.endswith(file.name) and not name.startswith("__") and Path(known).resolve() == file:
+            return module
+    sys.path += [at for at in dict.fromkeys(map(str, (path.absolute().parent, file.parent))) if at not in sys.path]
+    importlib.invalidate_caches()  # it may be just written
+    name, found = file.stem, PathFinder.find_spec(file.stem)
+    if not found or Path(str(found.origin)).resolve() != file:
+        name = f"{FILE_MODULE}{name}"
+    while name in sys.modules:
+        name += "_"
+    loader = SourceFileLoader(name, str(file))  # whatever its name ends with: it may have been reached by a link
+    spec = importlib.util.spec_from_file_location(name, file, loader=loader)
+    module = importlib.util.module_from_spec(spec)  # pyright: ignore[reportArgumentType]  # it is one: its loader is given
     sys.modules[name] = module  # dataclasses and pickle look their module up
-    with suppress(ReachedTrain):
-        spec.loader.exec_module(module)
+    try:
+        with suppress(ReachedTrain):
+            loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
     return module
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.data.reward_function import RewardCall, RewardFunction, described, load_module
+from rlhfuse.data.reward_function import OF_STATE, RewardFunction, described, load_module
 
 KEY = "rollout.multi_turn.function_tool_path"
 OWN = "call"  # the parameter that is not the model's
@@ -202,16 +202,9 @@ async def _beside(environment: Any, returned: Any) -> tuple[Any, Any]:
     return environment, await returned
 
 
-class EnvironmentReward(RewardFunction):
-    """get_reward() of the environment in which a sample ended, as a reward function of one sample."""
-
-    @staticmethod
-    def load(name: str, signature: str) -> RewardFunction:
-        """`name`: of the environment, FILE.py:CLASS. Raises InputError for one without get_reward."""
-        tools = ToolSet.load(name)
-        if not callable(getattr(tools.environment, REWARD, None)):
-            raise InputError(f"reward.function={REWARD}: {KEY}={name} is no class with {REWARD}(self)")
-        return EnvironmentReward(REWARD, signature, tools.reward)
-
-    def invoke(self, call: RewardCall) -> Any:
-        return self.function(call.state, call.row)
+def environment_reward(name: str) -> RewardFunction:
+    """get_reward() of the environment `name`, FILE.py:CLASS, as a function of one sample. Raises InputError."""
+    tools = ToolSet.load(name)
+    if not callable(getattr(tools.environment, REWARD, None)):
+        raise InputError(f"reward.function={REWARD}: {KEY}={name} is no class with {REWARD}(self)")
+    return RewardFunction(REWARD, OF_STATE, tools.reward)

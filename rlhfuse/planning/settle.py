@@ -79,7 +79,7 @@ def settle_but_layouts(config: RunConfig, facts: Facts) -> SettledRun:
     made = config.with_(
         trainer={"device": device, "hardware": known(config.trainer.hardware, gpu or AUTO)},
         data={"max_prompt_tokens": known(config.data.max_prompt_tokens, facts.longest_prompt or AUTO)},
-        reward={"signature": known(config.reward.signature, facts.signature)},
+        reward={"signature": known(facts.signature, config.reward.signature)},
     )
     made = resolve_batch(without_shared_graphs(resolve_device(made)))
     run = SettledRun(config, made, facts.specs, facts.world_size, facts.host)

@@ -28,8 +28,7 @@ from rlhfuse.config.values import AUTO
 from rlhfuse.costs.hardware import GPU_NAMES
 from rlhfuse.costs.machine import Host
 from rlhfuse.data.prompts import Prompt, PromptSet, load_prompts
-from rlhfuse.data.reward_function import RewardFunction
-from rlhfuse.data.tool_set import REWARD, EnvironmentReward
+from rlhfuse.data.reward_workers import RewardSum
 from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
 from rlhfuse.models.layers.transformer_engine import choose_layers
 from rlhfuse.models.tokenizer import chat_tokens, load_tokenizer, resolve_tokens
@@ -91,7 +90,7 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False, host: Ho
     every = (*prompts.prompts, *val_prompts.prompts)
     tools = find_tools(config, specs[Role.ACTOR], tokenizer, every)
     if config.reward.function:
-        facts = replace(facts, signature=check_reward_function(config, every))
+        facts = replace(facts, signature=check_reward_functions(config, every))
     resume = find_checkpoint(config)
     compile_for_drafts()
     if resume:
@@ -214,18 +213,17 @@ def own_tokenizer(config: RunConfig) -> Path | None:
     return None if name == config.actor.path else resolve_checkpoint(name, "actor.tokenizer")
 
 
-def check_reward_function(config: RunConfig, prompts: Iterable[Prompt]) -> str:
-    """Import the function and hold it against every row; returns its signature.
+def check_reward_functions(config: RunConfig, prompts: Iterable[Prompt]) -> str:
+    """Import the functions and hold them against every row; returns their signature.
 
     Raises InputError naming function, file and line.
     """
-    if config.reward.function == REWARD:
-        EnvironmentReward.load(config.rollout.multi_turn.function_tool_path, "verl")
-        return "verl"
-    loaded = RewardFunction.load(config.reward.function, config.reward.signature)
+    reward, tools = config.reward, config.rollout.multi_turn.function_tool_path
+    functions = RewardSum.load(reward.function, reward.signature, tools=tools).functions
     for prompt in prompts:
-        loaded.check(prompt.row, prompt.text, prompt.where)
-    return loaded.signature
+        for function in functions:
+            function.check(prompt.row, prompt.text, prompt.where)
+    return "trl" if functions[0].signature == "trl" else "verl"
 
 
 def find_models(config: RunConfig) -> ModelFolders:

@@ -36,7 +36,7 @@ class FinishedRun:
 
 def train(
     config: Mapping[str, Any] | str | Path,
-    reward: Callable[..., Any] | str | None,
+    reward: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None,
     ranks: int | None,
     overrides: Sequence[str],
 ) -> FinishedRun:
@@ -49,7 +49,9 @@ def train(
     file = None if isinstance(config, Mapping) else config
     settings = [*(_arguments(config) if isinstance(config, Mapping) else ()), *overrides]
     if reward is not None:
-        settings += _arguments({"reward": {"function": reward if isinstance(reward, str) else name_of(reward)}})
+        listed = reward if isinstance(reward, (list, tuple)) else [reward]
+        names = [one if isinstance(one, str) else name_of(one) for one in listed]
+        settings += _arguments({"reward": {"function": names}})
     loaded = load_config(file, settings)
     if not loaded.trainer.output_dir:
         name = f"{Path(file or 'run').stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

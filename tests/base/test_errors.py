@@ -64,7 +64,7 @@ def test_ranks_say_once_that_the_run_has_stopped_or_was_given_bad_input(monkeypa
 
 def test_a_program_may_leave_without_being_torn_down(programs):
     source = """
-import atexit, threading
+import atexit, threading, time
 from rlhfuse.base.errors import run_program
 
 class Kept:
@@ -75,21 +75,15 @@ kept = Kept()
 kept.itself = kept
 atexit.register(print, "exit function")
 
-def last():
-    threading.main_thread().join()  # the interpreter says that it has ended before it waits for others
-    print("thread")
-
 def main():
-    threading.Thread(target=last).start()
-    print("main", end=" ", flush=True)
+    if THREAD:  # as a user's file starts it
+        threading.Thread(target=time.sleep, args=(1e6,)).start()
+    print("main")
     return 3
 
 run_program(main, tear_down=TEAR_DOWN)
 """
-    said = {}
-    for tear_down in (True, False):
-        done = programs.python("-c", source.replace("TEAR_DOWN", str(tear_down)))
+    for tear_down, thread, last in (True, False, ["torn down"]), (False, False, []), (True, True, []):
+        done = programs.python("-c", source.replace("TEAR_DOWN", str(tear_down)).replace("THREAD", str(thread)))
         assert (done.returncode, done.stderr) == (3, "")
-        said[tear_down] = done.stdout.split("\n")[:-1]
-    assert said[False] == ["main thread", "exit function"]
-    assert said[True] == [*said[False], "torn down"]
+        assert done.stdout.split() == [*"main exit function".split(), *" ".join(last).split()]

@@ -134,6 +134,7 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
         ("algorithm.overlong_penalty=1 algorithm.overlong_tokens=500", "overlong_tokens=500 > rollout"),
         ("reward.path=''", "reward.path is not set, nor is reward.function"),
         ("reward.function_weight=2", "weighs a function, but reward.function is not set"),
+        ("reward.function=[m:f,m:g] reward.function_weights=[1]", "must be one for each of reward.function, 2"),
         ("reward.function=m:f reward.model_weight=0", "discards what reward.path gives; drop reward.path"),
         ("algorithm.score_scale=0", "discards every score"),
         (

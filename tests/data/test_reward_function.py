@@ -136,7 +136,7 @@ def calling(file):
     made = []
 
     def start(function, signature="verl", count=1, timeout=540.0, **more):
-        made.append(RewardWorkers(f"{file}:{function}", signature, count, timeout, **more))
+        made.append(RewardWorkers(([f"{file}:{function}"], signature), count, timeout, **more))
         return made[-1]
 
     yield start
@@ -151,7 +151,7 @@ def calling(file):
     "name, message",
     [
         ("length", "not of the form module:function"),
-        ("no_such_module_at_all:f", "no_such_module_at_all cannot be imported (ModuleNotFoundError"),
+        ("no_such_module_at_all:f", "'no_such_module_at_all'); install it, or name a file as FILE.py:NAME"),
         ("/nowhere/mine.py:length", "file /nowhere/mine.py does not exist"),
         ("{file}:nothing", "has no function nothing"),
         ("{file}:NUMBER", "has no function NUMBER"),
@@ -162,9 +162,10 @@ def calling(file):
 def test_functions_that_are_not_there(tmp_path, file, name, message):
     (tmp_path / "broken.py").write_text("import math\nmath.nothing\n")
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(InputError) as caught:
-        RewardFunction.load(name.format(file=file, folder=tmp_path), "verl")
-    assert message in str(caught.value)
+    for _ in range(2):  # what fails is executed anew
+        with pytest.raises(InputError) as caught:
+            RewardFunction.load(name.format(file=file, folder=tmp_path), "verl")
+        assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,6 @@ def test_auto_finds_the_signature_by_the_parameters_names_or_asks(tmp_path, para
         asked = f"{own}: set reward.signature=verl or reward.signature=trl"
         assert str(caught.value) == f"reward.function={name} takes {signature} {asked}"
         assert RewardFunction.load(name, "trl").signature == "trl"
-    del sys.modules["reward_function_mine"]
 
 
 def test_chat_prompts_make_chat_completions(file):
@@ -322,28 +322,6 @@ def test_failures_name_function_and_sample(calling, function, first, text, messa
     assert not multiprocessing.active_children()
 
 
-def test_numbers_of_a_call(file):
-    dictionary = RewardFunction.load(f"{file}:length", "verl")
-    assert dictionary.result({"score": 2.5, "other": "ignored"}, call(0, "")) == {0: 2.5}
-    assert dictionary.result(True, call(0, "")) == {0: 1.0}
-    for wrong in ({}, {"other": 1.0}, 10**400, [1.0], "1,0"):
-        with pytest.raises(RewardError, match="sample 4 of p.jsonl:5: returned .*, not a number"):
-            dictionary.result(wrong, call(4, ""))
-    listed, three = RewardFunction.load(f"{file}:words", "trl"), together("a", "b", "c")
-    assert listed.result([3], call(0, "")) == {0: 3.0}
-    assert listed.result([3, 1, 2], three) == {16: 3.0, 17: 1.0, 18: 2.0}
-    for wrong, message in (
-        ([1.0], "samples 16 to 18 of p.jsonl:3: returned 1 numbers for 3 samples"),
-        ([], "samples 16 to 18 of p.jsonl:3: returned 0 numbers for 3 samples"),
-        (1.0, "samples 16 to 18 of p.jsonl:3: returned 1.0, not a list of numbers"),
-        ([1.0, None, 2.0], "sample 17 of p.jsonl:3: returned None, not a number"),
-        ([1.0, 2.0, float("inf")], "sample 18 of p.jsonl:3: returned inf; a score must be finite"),
-    ):
-        with pytest.raises(RewardError) as caught:
-            listed.result(wrong, three)
-        assert message in str(caught.value)
-
-
 def test_a_trl_function_has_all_samples_of_a_prompt(calling, file):
     """Columns and prompts are repeated for each, as TRL does; what fails names them all, and the line at fault."""
     ranked, failing = calling("ranks", "trl"), calling("ranks", "trl")
@@ -365,7 +343,7 @@ from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
 if __name__ == "__main__":
     row = {"data_source": "x", "reward_model": {"ground_truth": 1}}
-    workers = RewardWorkers(f"{sys.argv[1]}:runs_programs", "verl", 1, 1e4)
+    workers = RewardWorkers(([f"{sys.argv[1]}:runs_programs"], "verl"), 1, 1e4)
     workers.submit([RewardCall((1,), row, "p", (sys.argv[2],), ((),))])
     print(multiprocessing.active_children()[0].pid, flush=True)
     time.sleep(1e4)

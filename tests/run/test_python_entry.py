@@ -28,6 +28,9 @@ def one_for_all(completions):
 def shorter(prompts, completions, **columns):
     return [-0.01 * len(text.split()) for text in completions]
 
+def never(completions):
+    return [None for text in completions]
+
 with open("read.txt", "a") as file:
     file.write(f"{__name__}\\n")
 settings = {"reward": {"path": ""}, "algorithm": {"name": "grpo"}, "trainer": {"iterations": 2, "output_dir": "run"}}
@@ -36,7 +39,7 @@ try:
     rlhfuse.train("run.yaml", reward=one_for_all, ranks=2, overrides=given)
 except ValueError as error:
     print("refused:", type(error).__name__, os.path.exists("run"))
-run = rlhfuse.train("run.yaml", reward=shorter, ranks=2, overrides=given)
+run = rlhfuse.train("run.yaml", reward=[shorter, never], ranks=2, overrides=given)
 print("folder:", run.folder, "scores:", [row["critic/score/mean"] for row in run.metrics])
 """
 
@@ -122,4 +125,4 @@ def test_a_script_without_a_guard_trains_and_is_read_down_to_its_call(programs, 
     assert f"folder: run scores: {scores}" in done.stdout and len(scores) == 2 and max(scores) < 0
     assert "tried on" in done.stdout and "done: run" in done.stdout
     read = (folder / "read.txt").read_text().split()
-    assert read[0] == "__main__" and set(read[1:]) == {"reward_function_script"}
+    assert read[0] == "__main__" and set(read[1:]) == {"script"}

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from testkit.paths import ROOT
+from testkit.programs import call_tool
 from testkit.tool_run import TOOLS, write_tool_run
 
 from rlhfuse.base.errors import InputError
@@ -78,3 +80,19 @@ def test_tools_that_cannot_be_used_are_refused(folder, settings, message):
 def test_runs_that_have_no_use_for_tools_are_refused(folder, settings, message):
     with pytest.raises(InputError, match=message):
         checked(folder, *settings.split())
+
+
+@pytest.mark.parametrize("signature", ["auto", "trl"])
+def test_the_environment_of_the_guide_trains_by_a_relative_path(folder, tmp_path, monkeypatch, signature):
+    """Its reward is tried as every other, and called for one sample whatever the signature of functions is."""
+    text = (ROOT / "docs" / "howto" / "tools.md").read_text()
+    (tmp_path / "shelf.py").write_text(text[text.index("class Shelf:") :].partition("```")[0])
+    row = json.loads((folder / "prompts.jsonl").read_text().splitlines()[0])
+    (tmp_path / "books.jsonl").write_text((json.dumps(row | {"books": ["w3"]}) + "\n") * 8)
+    monkeypatch.chdir(tmp_path)
+    given = ("rollout.multi_turn.function_tool_path=shelf.py:Shelf", "reward.function=get_reward")
+    given += ("data.train_files=[books.jsonl]", f"reward.signature={signature}")
+    done = call_tool("train_ppo", "--dry-run", "--config", folder / "run.yaml", *given)
+    assert done.returncode == 0, done.stderr
+    assert "reward.function=get_reward: tried on books.jsonl:1, 2 texts, from all of it to none: 0 to 0" in done.stdout
+    assert ("reward.signature=trl (get_reward" in done.stdout) == (signature == "trl")

@@ -107,7 +107,7 @@ class RunCompatibility:
                 if self.contents[key] != other.contents[key]:
                     had = f"other contents of {key} ({stored})"
                     raise InputError(f"{where} was saved with {had}; bring them back, or begin anew in another folder")
-            elif mine != stored:
+            elif mine not in (stored, [stored]):  # one function of a list was a text
                 raise InputError(f"{where} was saved with {key}={stored}, this run has {mine}; set {key}={stored}")
 
     def layout_diff(self, other: RunCompatibility) -> str:

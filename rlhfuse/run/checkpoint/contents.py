@@ -26,8 +26,8 @@ def contents_of(config: RunConfig, models: Mapping[Role, Path], tokenizer: Path)
             f"{file.name} {file_digest(file)}" for file in words if file.exists()
         )
         digests |= {f"{role}.path": _model_digest(folder) for role, folder in models.items()}
-        if ":" in config.reward.function:
-            digests["reward.function"] = _function_digest(config.reward.function)
+        if functions := [_function_digest(name) for name in config.reward.function if ":" in name]:
+            digests["reward.function"] = functions[0] if len(functions) == 1 else _joint_digest(functions)
         if tools := config.rollout.multi_turn.enable and config.rollout.multi_turn.function_tool_path:
             name = tools if tools.rpartition(":")[1] else f"{tools}:"
             digests["rollout.multi_turn.function_tool_path"] = _function_digest(name)

@@ -16,9 +16,9 @@ from rlhfuse.base.sample_ids import prompt_groups, sample_id, sample_origin
 from rlhfuse.base.token_spans import drawn_spans
 from rlhfuse.data.call_pool import CallPool
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.reward_function import RewardCall, RewardFunction
+from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
-from rlhfuse.data.tool_set import REWARD, EnvironmentReward
+from rlhfuse.data.tool_set import REWARD
 from rlhfuse.fusion.inter.inference import Meeting
 from rlhfuse.fusion.inter.iteration_store import LAST_PAUSE_SECONDS, IterationStore
 from rlhfuse.gen.stop_text import text_before_stop
@@ -48,12 +48,10 @@ class FunctionRewarder:
         self._in_groups, self._progress = reward.signature == "trl", progress
         self._chat = inputs.tools.turns if inputs.tools and self._in_groups else None
         self._tools = caller if self._chat else None  # of whose answers the function is told
-        name, load = reward.function, RewardFunction.load
-        self._caller = caller if name == REWARD else None  # whose environments say the scores
-        if self._caller:
-            name, load = inputs.config.rollout.multi_turn.function_tool_path, EnvironmentReward.load
-        limits = reward.workers, reward.timeout_seconds
-        self._workers = RewardWorkers(name, reward.signature, *limits, progress, load, pool)
+        self._caller = caller if REWARD in reward.function else None  # whose environments say the scores
+        tools = inputs.config.rollout.multi_turn.function_tool_path
+        asked = reward.function, reward.signature, reward.function_weights, tools
+        self._workers = RewardWorkers(asked, reward.workers, reward.timeout_seconds, progress, pool)
         self._clock = clock
         self._lock = clock.Lock()  # what follows, and submitting, is the main thread's and the mail's
         self.begin((), 1)

@@ -48,6 +48,15 @@ def test_files_may_move(whole, moved):
     now.check(whole[1], "c")
 
 
+def test_each_function_of_a_list_is_compared(whole, moved):
+    both = f"reward.function=[{whole[0]}/score.py:score,{moved}/score.py:score]"
+    before = facts_of(whole[0], both)
+    facts_of(whole[0], both).check(before, "c")
+    (moved / "score.py").write_text(REWARD.format(2.0))
+    with pytest.raises(InputError, match="other contents of reward.function"):
+        facts_of(whole[0], both).check(before, "c")
+
+
 def test_what_the_device_decides_compares_with_what_was_given(whole):
     folder, facts = whole
     facts_of(folder, "trainer.dtype=float32", "rollout.block_tokens=16").check(facts, "c")
