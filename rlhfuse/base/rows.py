@@ -1,4 +1,4 @@
-"""Rows of a table that somebody hands in: a file of jsonl (also .jsonl.gz), json, csv or parquet, by its name."""
+"""Rows of a table that somebody hands in: a file of jsonl (also .gz), json, csv, parquet or arrow, by its name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import CHECK, open_file, read_lines, read_text
 from rlhfuse.base.json_values import json_value
 
-FORMATS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
+FORMATS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet", ".arrow")
 
 
 def read_rows(path: str | Path, fix: str = CHECK) -> Iterator[tuple[int, Any]]:
@@ -20,10 +20,10 @@ def read_rows(path: str | Path, fix: str = CHECK) -> Iterator[tuple[int, Any]]:
     Raises InputError naming file, place and fix for what cannot be read.
     """
     name = Path(path).name.lower()
-    readers = {".jsonl": _lines, ".jsonl.gz": _lines, ".json": _list, ".csv": _csv, ".parquet": _parquet}
+    readers = {".jsonl": _lines, ".jsonl.gz": _lines, ".json": _list, ".csv": _csv}
     for end in FORMATS:
         if name.endswith(end):
-            return readers[end](path, fix)
+            return readers.get(end, _table)(path, fix)
     kind = "a folder" if Path(path).is_dir() else "of no known kind"
     raise InputError(f"{path} is {kind}; use one of {', '.join(FORMATS)}")
 
@@ -53,13 +53,19 @@ def _csv(path: str | Path, fix: str) -> Iterator[tuple[int, Any]]:
         raise InputError(f"{path}:{reader.reader.line_num}: not valid CSV ({error})") from None
 
 
-def _parquet(path: str | Path, fix: str) -> Iterator[tuple[int, Any]]:
+def _table(path: str | Path, fix: str) -> Iterator[tuple[int, Any]]:
     import pyarrow  # here, because no other format needs it and loading takes a while
     import pyarrow.parquet
 
+    kind = Path(path).suffix[1:].lower()
     with open_file(path, fix) as stream:
         try:
-            rows = pyarrow.parquet.read_table(stream).to_pylist()
+            if kind == "parquet":
+                rows = pyarrow.parquet.read_table(stream).to_pylist()
+            else:
+                files = {b"ARROW1": pyarrow.ipc.open_file}  # others are streams, as of the datasets library
+                opener = files.get(stream.read(6), pyarrow.ipc.open_stream)
+                rows = opener(stream.seek(0) or stream).read_all().to_pylist()
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise InputError(f"{path} is not a readable parquet file ({error})") from None
+            raise InputError(f"{path} is not a readable {kind} file ({' '.join(str(error).split())})") from None
     yield from enumerate(rows, start=1)

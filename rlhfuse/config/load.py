@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import StringIO
@@ -18,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from yaml import CollectionEndEvent, CollectionStartEvent, SafeLoader, YAMLError, parse
+from yaml import CollectionEndEvent, CollectionStartEvent, SafeLoader, ScalarEvent, YAMLError, parse, safe_load
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import read_text
@@ -37,6 +38,10 @@ LONGEST = 200  # characters of what was given that are said again
 BOUNDS = ("gt", "ge", "lt", "le")
 UNKNOWN = ("extra_forbidden", "invalid_key")
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Literal: "a text"}
+KINDS[dict] = "a mapping"
+OLD_NUMBER = re.compile(
+    r"[-+]?(0[0-7_]+|[1-9][\d_]*(:[0-5]?\d)+|\d[\d_]*(:[0-5]?\d)+\.[\d_]*)", re.ASCII
+)  # of base 8, 60
 ALL_AUTO = {  # what the word auto for the group `parallel` stands for
     **dict.fromkeys(("actor_train", "critic_train", "generation", "inference", "sequence_parallel"), AUTO),
     **dict.fromkeys(SCORERS, ""),
@@ -124,10 +129,13 @@ def _read(file: Path) -> DictConfig:
 
 
 def _check_nesting(text: str, where: str) -> None:
-    """Raise InputError for what no key takes and what the libraries below do not survive: their recursion is in C."""
+    """Raise InputError for what no key takes, what the recursion in C below does not survive, and old numbers."""
     depth, deep = 0, text.count("${") > DEEPEST
     with suppress(YAMLError):  # which is said when it is loaded
         for event in parse(text, SafeLoader):
+            if isinstance(event, ScalarEvent) and event.implicit[0] and OLD_NUMBER.fullmatch(text := event.value):
+                fix = f"write a number without leading zeros and colons, a text as '{text}'"
+                raise InputError(f"{where}: YAML reads {text} as {safe_load(text)}; {fix}")
             depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
             if deep := deep or depth > DEEPEST:
                 break

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.multi_turn import MultiTurnConfig
@@ -115,7 +115,7 @@ class RewardConfig(Settings):
 
 class DataConfig(Settings):
     train_files: tuple[Name, ...] = key(
-        (), "jsonl, json, csv or parquet files of prompts (see docs/reference/algorithms.md)"
+        (), "jsonl, json, csv, parquet or arrow files of prompts (see docs/reference/algorithms.md)"
     )
     val_files: tuple[Name, ...] = key((), "files of held-out prompts, of the same form: see trainer.eval_every")
     prompt_key: Text = key("prompt", "the row's key that holds the prompt")
@@ -127,6 +127,7 @@ class DataConfig(Settings):
     filter_long_prompts: Truth = key(False, "drop long prompts instead of refusing the file; the count is printed")
     add_bos: AutoOrTruth = key("auto", "auto (as the tokenizer does), true, false")
     apply_chat_template: Truth = key(False, "wrap text prompts as one user turn of the tokenizer's template")
+    chat_template_kwargs: dict[str, JsonValue] = key({}, "mapping for the chat template, as {enable_thinking: false}")
 
 
 class RolloutConfig(Settings):

@@ -23,7 +23,8 @@ class Settings(BaseModel):
 
     def with_(self: Model, **changes: Any) -> Model:
         """This group with other values, validated; a dict stands for changes within a group below it."""
-        below = {name: getattr(self, name).with_(**new) for name, new in changes.items() if isinstance(new, dict)}
+        groups = {name: new for name, new in changes.items() if isinstance(getattr(self, name, None), Settings)}
+        below = {name: getattr(self, name).with_(**new) for name, new in groups.items() if isinstance(new, dict)}
         return type(self)(**{**dict(self), **changes, **below})
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:

@@ -49,6 +49,7 @@ FORMATS = {
         transform=_NAMED,
     ),
 }
+Schema = Mapping[str, Any]  # of a tool
 _USER = {"role": "user", "content": "u"}
 _AS_TEXT = "\ue000", "\ue001"  # around what looks like a special token in an answer and is to be text
 _CUT = "...(truncated)..."
@@ -70,13 +71,14 @@ class ChatTurns:
     """Turns of a tokenizer's chat template with `schemas` of tools. Owns nothing that changes."""
 
     def __init__(
-        self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]], format: str, end_ids: Collection[int], most: int
+        self, tokenizer: Any, schemas: Sequence[Schema], format: str, end_ids: Collection[int], most: int, **words: Any
     ) -> None:
-        """`end_ids`: tokens that end a turn; `most`: answers behind one. Raises InputError for a template that drops
-        calls or answers, refuses `most` of them, or writes otherwise what came before."""
+        """`end_ids`: tokens that end a turn; `most`: answers behind one; `words`: for the template. Raises InputError
+        for one that drops calls or answers, refuses `most` of them, or writes otherwise what came before."""
         if tokenizer.chat_template is None:
             raise InputError("rollout.multi_turn.enable=true: the tokenizer has no chat template, which writes calls")
         self._tokenizer, self._schemas = tokenizer, [dict(schema) for schema in schemas]
+        self._words = words
         self._names = [schema["function"]["name"] for schema in schemas]
         self._own = getattr(tokenizer, "response_template", None)
         self._template = self._own or FORMATS[format]
@@ -174,7 +176,7 @@ class ChatTurns:
     # how the template writes -----------------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[Mapping[str, Any]], head: bool = False) -> str:
-        made = dict(tools=self._schemas, add_generation_prompt=head, tokenize=False)
+        made = dict(tools=self._schemas, add_generation_prompt=head, tokenize=False, **self._words)
         try:
             return self._tokenizer.apply_chat_template(list(messages), **made)
         except Exception as error:  # a template may refuse in any way

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.rows import read_rows
 
-Text = str | list[dict[str, str]]  # plain text, or chat turns {"role": ..., "content": ...}
+Text = str | list[dict[str, Any]]  # plain text, or chat turns {"role": ..., "content": ...}
 _ANSWER = "\n\nAssistant:"
+_MOST_KEYS = 256  # of objects in a column; those of more are tables of words, no records
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -72,13 +73,14 @@ def load_prompts(
     """
     prompts, dropped = [], 0
     for file in map(Path, files):
-        rows = 0
+        rows, first = 0, len(prompts)
         for line, row in read_rows(file, "check data.train_files and data.val_files"):
             rows += 1
             where = f"{file}:{line}"
             text = _prompt_of(row, prompt_key, where, dialogues_as_turns)
+            plain = text if isinstance(text, str) else [{**turn, "content": text_of(turn)} for turn in text]
             try:
-                tokens = tuple(encode(text))
+                tokens = tuple(encode(plain))
             except InputError as error:
                 raise InputError(f"{where}: {error}") from None
             if not tokens:
@@ -94,6 +96,9 @@ def load_prompts(
                 )
         if not rows:
             raise InputError(f"{file} holds no rows; give a file with at least one prompt")
+        for at, row in enumerate(_alike([prompt.row for prompt in prompts[first:]]), start=first):
+            own = {prompt_key: prompts[at].text} if prompt_key in row else {}
+            prompts[at] = replace(prompts[at], row=row | own)
     if not prompts:
         raise InputError(
             f"all {dropped} prompts are longer than data.max_prompt_tokens={max_prompt_tokens}; raise it"
@@ -110,14 +115,15 @@ def _prompt_of(row: Any, key: str, where: str, dialogues_as_turns: bool) -> Text
         return dialogue_prompt(row["chosen"], where, dialogues_as_turns)
     if key not in row:
         raise InputError(f"{where}: no key {key!r}; found {', '.join(map(repr, row)) or 'none'}: set data.prompt_key")
-    value = row[key]
-    words = [value] if isinstance(value, str) else [turn["content"] for turn in value] if _are_turns(value) else []
+    value = _without_none(row[key])
+    fault = "" if isinstance(value, str) else _fault_of(value)
+    words = [] if fault else [value] if isinstance(value, str) else list(map(text_of, value))
     if any("\ud800" <= character <= "\udfff" for text in words for character in text):  # JSON can escape it
         raise InputError(f"{where}: {key} has half a character (a lone surrogate); write it again as UTF-8")
     if any(text.strip() for text in words):
         return value
     raise InputError(
-        f"{where}: {key} is {str(value)[:40]!r}; it must be a non-empty text or a list of "
+        f"{where}: {key} is {str(value)[:40]!r}{fault}; it must be a non-empty text or a list of "
         '{"role": "user", "content": "..."}'
     )
 
@@ -128,8 +134,8 @@ def dialogue_prompt(dialogue: Any, where: str, as_turns: bool = False) -> Text:
     A dialogue is text with "Human:" and "Assistant:" turns, or a list of chat turns (these stay turns). Raises
     InputError naming `where`.
     """
-    if _are_turns(dialogue) and len(dialogue) > 1 and dialogue[-1]["role"] == "assistant":
-        return dialogue[:-1]
+    if not _fault_of(turns := _without_none(dialogue)) and len(turns) > 1 and turns[-1]["role"] == "assistant":
+        return turns[:-1]
     text = dialogue if isinstance(dialogue, str) else ""
     before, mark, _ = text.rpartition(_ANSWER)
     if not mark or not before.strip():
@@ -143,7 +149,40 @@ def dialogue_prompt(dialogue: Any, where: str, as_turns: bool = False) -> Text:
     return [{"role": roles[who], "content": words.strip()} for who, words in zip(pieces[1::2], pieces[2::2])]
 
 
-def _are_turns(value: Any) -> bool:
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        return False
-    return bool(value) and all(isinstance(turn.get(key), str) for turn in value for key in ("role", "content"))
+def text_of(turn: Mapping[str, Any]) -> str:
+    """The text of a turn, whose content may be in blocks {"type": "text", "text"}, or missing beside tool_calls."""
+    content = turn.get("content", "")
+    return content if isinstance(content, str) else "".join(block["text"] for block in content)
+
+
+def _fault_of(turns: Any) -> str:
+    """What is wrong with chat turns, to be put behind them; '' for none."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return ", no list of turns"
+    for number, turn in enumerate(turns, start=1):
+        content = turn.get("content", "" if turn.get("tool_calls") else None)
+        blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        texts = [isinstance(b, dict) and b.get("type") == "text" and b.get("text") for b in blocks]
+        if not all(isinstance(text, str) for text in (turn.get("role"), *texts)):
+            return f", where turn {number} is without role, text or tool_calls, or has content of another kind"
+    return ""
+
+
+def _without_none(value: Any) -> Any:
+    """Chat turns without keys that hold nothing: in a table every turn has the keys of all."""
+    if isinstance(value, list):
+        return [_without_none(part) for part in value]
+    return {k: _without_none(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+def _alike(values: list[Any]) -> list[Any]:
+    """`values`, each object that has keys with those of all, as in a table: None where it lacks one."""
+    if any(isinstance(value, list) for value in values):
+        parts = iter(_alike([part for value in values if isinstance(value, list) for part in value]))
+        return [[next(parts) for _ in value] if isinstance(value, list) else value for value in values]
+    objects = [value for value in values if isinstance(value, dict) and value]
+    keys = dict.fromkeys(key for value in objects for key in value)
+    if not 0 < len(keys) <= _MOST_KEYS:
+        return values
+    rows = zip(*(_alike([value.get(key) for value in objects]) for key in keys))
+    return [dict(zip(keys, next(rows))) if isinstance(value, dict) and value else value for value in values]

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhfuse.base.errors import InputError, RewardError
+from rlhfuse.data.prompts import text_of
 
 # Parameters by which a function's signature is known; others may be names of a trl row's columns.
 OWN_PARAMETERS = {"verl": {"solution_str"}, "trl": {"prompts", "completions", "completion_ids"}}
@@ -92,7 +93,7 @@ class RewardFunction:
 
     def check(self, row: Mapping[str, Any], prompt: str | list[dict[str, str]], where: str) -> None:
         """Raise InputError unless the row has what the signature needs and the function takes it; no call is made."""
-        missing = [key for key in ("data_source", "reward_model") if self.signature == "verl" and key not in row]
+        missing = [key for key in ("data_source", "reward_model") if self.signature == "verl" and row.get(key) is None]
         if missing:
             raise InputError(
                 f"{where}: no key {missing[0]!r}, which reward.signature=verl needs ({{data_source, prompt, "
@@ -101,11 +102,13 @@ class RewardFunction:
         reward_model = row.get("reward_model")
         if self.signature == "verl" and not (isinstance(reward_model, Mapping) and "ground_truth" in reward_model):
             raise InputError(f"{where}: reward_model is {str(reward_model)[:40]!r}; it needs a ground_truth")
+        if self.signature == "trl" and (taken := sorted(OWN_PARAMETERS["trl"] & row.keys())):
+            raise InputError(f"{where}: the column {taken[0]!r} is named as what every trl function gets; rename it")
         try:
             arguments = self.arguments(RewardCall((0,), row, prompt, ("",), ((),)))
             inspect.signature(self.function).bind(**arguments)
         except (TypeError, ValueError) as error:
-            offered = ["prompts", "completions", "completion_ids", *filter(str.isidentifier, row)]
+            offered = ["prompts", "completions", "completion_ids", *row]
             if self.signature == "verl":
                 offered = ["data_source", "solution_str", "ground_truth", "extra_info"]
             raise InputError(
@@ -122,22 +125,25 @@ class RewardFunction:
                 "data_source": call.row["data_source"],
                 "solution_str": call.completions[0],
                 "ground_truth": call.row["reward_model"]["ground_truth"],
-                "extra_info": call.row.get("extra_info"),
+                "extra_info": call.row.get("extra_info") or {},
             }
-        texts: list[Any] = list(call.completions)
+        texts, prompt = list[Any](call.completions), call.prompt
         if call.turns:
             texts = [list(turns) for turns in call.turns]
-        elif not isinstance(call.prompt, str):
-            texts = [[{"role": "assistant", "content": text}] for text in texts]
-        offered = {key: [value] * len(texts) for key, value in call.row.items() if key.isidentifier()} | {
-            "prompts": [call.prompt] * len(texts),
+        elif not isinstance(prompt, str):
+            prompt, begun = (prompt[:-1], prompt[-1:]) if prompt[-1]["role"] == "assistant" else (prompt, [])
+            start = "".join(map(text_of, begun))  # TRL gives the turn whole that responses go on with
+            texts = [[{"role": "assistant", "content": start + text}] for text in texts]
+        offered = {key: [value] * len(texts) for key, value in call.row.items()} | {
+            "prompts": [prompt] * len(texts),
             "completions": texts,
             "completion_ids": [list(ids) for ids in call.completion_ids],
         }
         taken = inspect.signature(self.function).parameters.values()
+        named = {parameter.name for parameter in taken if parameter.kind is not parameter.VAR_KEYWORD}
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
-            return offered
-        return {parameter.name: offered[parameter.name] for parameter in taken if parameter.name in offered}
+            named |= offered.keys() - ({"prompt"} if call.row.get("prompt") == call.prompt else set())  # of `prompts`
+        return {key: value for key, value in offered.items() if key in named}
 
     def result(self, returned: Any, call: RewardCall) -> dict[int, float | None]:
         """Sample id -> score, or the None that it gave. Raises RewardError naming function, sample and row."""

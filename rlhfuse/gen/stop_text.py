@@ -7,6 +7,7 @@ appears with its last byte. A stop text that was complete before the newest toke
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from os.path import commonprefix
 from pathlib import Path
 
@@ -29,9 +30,16 @@ def completes_stop_text(tokens: list[int], stops: tuple[str, ...], detokenize: C
     # Only the end of the response is turned into text, and more of it while that gives too few characters.
     least = max(map(len, stops)) + _SLACK
     window = least
-    while len(before := detokenize(tokens[-window:-1])) < least and window < len(tokens):
+    while len(before := _text(tokens[-window:-1], detokenize)) < least and window < len(tokens):
         window *= 2  # tokens without text, or less than a character each
-    return _find(before, detokenize(tokens[-window:]), stops) is not None
+    return _find(before, _text(tokens[-window:], detokenize), stops) is not None
+
+
+def _text(tokens: list[int], detokenize: Callable[[list[int]], str]) -> str:
+    """Text of tokens that follow others: of a whole text, decoders may drop the space that it begins with."""
+    if "\ufffd" in (first := detokenize(tokens[:1])):  # part of a character, which no other may precede
+        return detokenize(tokens)
+    return detokenize([*tokens[:1], *tokens])[len(first) :]
 
 
 def _find(before: str, text: str, stops: tuple[str, ...]) -> int | None:
@@ -46,11 +54,13 @@ def text_before_stop(tokens: list[int], stops: tuple[str, ...], decode: Callable
 
     `decode`: a tokenizer's, of tokens and `skip_special_tokens`. Stop texts may hold special tokens.
     """
-    whole = decode(tokens, skip_special_tokens=False) if stops else ""
-    at = _find(decode(tokens[:-1], skip_special_tokens=False), whole, stops) if stops else None
+    detokenize = partial(decode, skip_special_tokens=False)
+    whole = _text(tokens, detokenize) if stops else ""
+    at = _find(_text(tokens[:-1], detokenize), whole, stops) if stops else None
     if at is None:
         return decode(tokens, skip_special_tokens=True)
     kept = len(tokens) - 1  # tokens that are text before the stop text alone; the next is so in part
-    while not whole[:at].startswith(before := decode(tokens[:kept], skip_special_tokens=False)):
+    while not whole[:at].startswith(before := _text(tokens[:kept], detokenize)):
         kept -= 1
-    return decode(tokens[:kept], skip_special_tokens=True) + whole[len(before) : at]
+    text = decode(tokens[:kept], skip_special_tokens=True) + whole[len(before) : at]
+    return text if decode(tokens, skip_special_tokens=True).startswith(text[:1]) else text[1:]

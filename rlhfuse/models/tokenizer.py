@@ -9,14 +9,19 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import date
 from operator import itemgetter
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import read_json
+from rlhfuse.config.load import shortened
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RolloutConfig
 from rlhfuse.config.spec import ModelSpec
@@ -24,6 +29,11 @@ from rlhfuse.config.spec import ModelSpec
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SPECIAL = ("bos_token", "eos_token", "unk_token")  # padding is never fed
 TEMPLATE_SECONDS = 10.0  # of one prompt: the sandbox bounds a loop, but not loops in loops
+# Before a template: strftime_now of transformers reads a clock, each process its own.
+_DAY = """{%- macro strftime_now(format) -%}{%- set said = namespace(text=format) -%}
+{%- for kind, text in KINDS.items() -%}{%- set said.text = said.text | replace(kind, text) -%}{%- endfor -%}
+{{- said.text -}}{%- endmacro %}
+"""
 _FIX = "all models read the same tokens, so take one with the actor's tokenizer"
 
 
@@ -42,12 +52,21 @@ def read_tokenizer(path: Path) -> Any:
     if isinstance(said, dict) and said.get("auto_map"):
         fix = "take another, or remove auto_map where a tokenizer of transformers reads its files"
         raise InputError(f"{file}: auto_map asks to run code of the folder, which is not done; {fix}")
+    most = said.get("model_max_length") if isinstance(said, dict) else None
+    if isinstance(most, bool) or not isinstance(most, (int, float, type(None))):
+        raise InputError(f"{file}: model_max_length is {str(most)[:40]!r}; write a number without quotes")
     logging.set_verbosity_error()
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a broken file
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"tokenizer of {path} cannot be read: {reason}") from None
+    with suppress(TemplateSyntaxError):  # which is said when it is used
+        for _, kind, value in Environment().lex("\n".join(_templates(tokenizer).values())):
+            if (kind, value) == ("operator", "**") or (kind == "integer" and len(value) > 7):
+                why = f"its chat template has {value[:20]}, which may compute for longer than any time limit"
+                raise InputError(f"tokenizer of {path}: {why}; take another template")
+    return tokenizer
 
 
 def load_tokenizer(path: Path, spec: ModelSpec) -> Any:
@@ -61,19 +80,34 @@ def load_tokenizer(path: Path, spec: ModelSpec) -> Any:
     return tokenizer
 
 
-def chat_tokens(
-    tokenizer: Any, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-) -> list[int]:
-    """Chat turns {"role", "content"} in the tokenizer's template, with the head of an answer; `tools`: schemas of what
-    it may call. Raises InputError."""
-    if tokenizer.chat_template is None:
+def _templates(tokenizer: Any) -> dict[str, str]:
+    """Its chat templates by name."""
+    found = tokenizer.chat_template or ""
+    return found if isinstance(found, dict) else {"default": str(found)}
+
+
+def fix_day(tokenizer: Any, day: str) -> None:
+    """Let chat templates write `day` (2026-11-28), whatever a clock says."""
+    kinds = [flag + letter for letter in ascii_letters for flag in ("%", "%-")]
+    said = {"%%": "\0", **{kind: date.fromisoformat(day).strftime(kind) for kind in kinds}, "\0": "%"}
+    macro = _DAY.replace("KINDS", repr(said))
+    found = {name: macro + text if "strftime_now" in text else text for name, text in _templates(tokenizer).items()}
+    if found != _templates(tokenizer):
+        tokenizer.chat_template = found if isinstance(tokenizer.chat_template, dict) else found["default"]
+
+
+def chat_tokens(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **words: Any) -> list[int]:
+    """Chat turns {"role", "content"} in the tokenizer's template, with the head of an answer; an assistant's last turn
+    goes on instead. `words`: for the template, like `tools`, the schemas of what may be called. Raises InputError."""
+    if tokenizer.chat_template is None and "chat_template" not in words:
         raise InputError("the prompts are chat turns, but the tokenizer has no chat template; use text prompts")
+    end = "continue_final_message" if turns[-1]["role"] == "assistant" else "add_generation_prompt"
     try:
         with _time_limit(TEMPLATE_SECONDS):
-            named = {"tools": [dict(tool) for tool in tools]} if tools else {}
-            return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False, **named)
+            text = tokenizer.apply_chat_template(turns, tokenize=False, **{end: True}, **words)
     except Exception as error:  # a template may refuse turns in any way
-        raise InputError(f"the tokenizer's chat template refuses the turns ({error})") from None
+        raise InputError(f"the tokenizer's chat template refuses the turns ({shortened(error)})") from None
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def tool_schema(function: Callable[..., Any], hidden: str, where: str) -> dict[str, Any]:

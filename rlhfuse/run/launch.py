@@ -87,16 +87,17 @@ def _train(config: RunConfig, name: str, rank: int, guard: Guard) -> int:
 
 
 def on_every_machine(config: RunConfig, inputs: RunInputs, rank: int) -> RunInputs:
-    """The inputs with what all machines of the run can count on; a collective.
+    """The inputs with what all machines of the run can count on, and rank 0's day; a collective.
 
     Raises JointError naming ranks whose drafts differ all the same, before they wait for each other in vain.
     """
-    hosts = all_gather_objects(inputs.draft.run.host)
+    hosts, days = zip(*all_gather_objects((inputs.draft.run.host, inputs.day)))
     least, on_gpu = Host.least(hosts), inputs.config.trainer.device == "cuda"
-    if len({host.gpu if on_gpu else host for host in hosts}) > 1:
+    differ = len({host.gpu if on_gpu else host for host in hosts}) > 1
+    if differ or len(set(days)) > 1:
         with raise_on_all_ranks():
-            inputs = check_inputs(config, inputs.world_size, host=least)
-        if rank == 0:
+            inputs = check_inputs(config, inputs.world_size, host=least, day=days[0])
+        if rank == 0 and differ:
             print(f"machines differ: the plan is for the least of each, {least}", flush=True)
     if told := difference(all_gather_objects(draft_facts(inputs.draft))):
         raise JointError(told)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.hardware import GPU_NAMES
 from rlhfuse.costs.machine import Host
+from rlhfuse.data.prompt_notes import prompt_notes
 from rlhfuse.data.prompts import Prompt, PromptSet, load_prompts
 from rlhfuse.data.reward_workers import RewardSum
 from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
 from rlhfuse.models.layers.transformer_engine import choose_layers
-from rlhfuse.models.tokenizer import chat_tokens, load_tokenizer, resolve_tokens
+from rlhfuse.models.tokenizer import chat_tokens, fix_day, load_tokenizer, resolve_tokens
 from rlhfuse.parallel.device import device_kind
 from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.planning.draft_kernels import compile_for_drafts
@@ -57,6 +59,7 @@ class RunInputs:
     facts: RunCompatibility
     resume: Checkpoint | None  # None: a fresh start
     tools: RunTools | None = None
+    day: str = ""  # that chat templates write: of the run's first start
 
     @property
     def config(self) -> RunConfig:
@@ -67,11 +70,13 @@ class RunInputs:
         return self.draft.world_size
 
 
-def check_inputs(config: RunConfig, world_size: int, dry: bool = False, host: Host | None = None) -> RunInputs:
+def check_inputs(
+    config: RunConfig, world_size: int, dry: bool = False, host: Host | None = None, day: str = ""
+) -> RunInputs:
     """Read and check everything. Raises InputError with one line that names the value and the fix.
 
     A `dry` run may be for GPUs that are not here, and compares models without tokenizer files by the size of their
-    vocabularies. `host`: what all ranks can count on, in place of what this process finds.
+    vocabularies. `host` and `day`: what all ranks can count on, in place of what this process finds.
     """
     device = device_of(config.trainer, planned=dry)
     check_config(config.with_(trainer={"device": device}))
@@ -85,13 +90,17 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False, host: Ho
     inference_layout(config)
     facts = Facts(specs, world_size, host or this_host(config.trainer), device)
     _check_before_prompts(config, facts)
+    resume = find_checkpoint(config)
+    day = (resume.manifest.state.position.get("day") if resume else None) or day or date.today().isoformat()
+    fix_day(tokenizer, day)
     prompts, val_prompts = all_prompts(config, specs, tokenizer)
     facts = replace(facts, longest_prompt=longest_tokens((prompts, val_prompts)))
-    every = (*prompts.prompts, *val_prompts.prompts)
+    data, every = config.data, (*prompts.prompts, *val_prompts.prompts)
+    ends = {*specs[Role.ACTOR].eos_token_ids, *config.rollout.stop_token_ids, tokenizer.eos_token_id}
+    notes += prompt_notes(tokenizer, every, ends, data.apply_chat_template, data.add_bos, data.chat_template_kwargs)
     tools = find_tools(config, specs[Role.ACTOR], tokenizer, every)
     if config.reward.function:
         facts = replace(facts, signature=check_reward_functions(config, every))
-    resume = find_checkpoint(config)
     compile_for_drafts()
     if resume:
         saved = resume.manifest.facts
@@ -106,7 +115,8 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False, host: Ho
     compatible = RunCompatibility.of(compared, specs, draft.tasks, world_size, tokenizer.get_vocab(), contents)
     if resume:
         check_resumed(resume, run.config, compatible)
-    return RunInputs(draft, (*run.lines, *notes), models, tokenizer, prompts, val_prompts, compatible, resume, tools)
+    notes = (*run.lines, *notes)
+    return RunInputs(draft, notes, models, tokenizer, prompts, val_prompts, compatible, resume, tools, day)
 
 
 def this_host(trainer: TrainerConfig) -> Host:
@@ -146,14 +156,8 @@ def read_prompts(config: RunConfig, tokenizer: Any, key: str = "train_files") ->
     data = config.data
     if not (files := getattr(data, key)):
         return PromptSet(())
-    return load_prompts(
-        files,
-        data.prompt_key,
-        encoder(tokenizer, config),
-        data.max_prompt_tokens,
-        data.filter_long_prompts,
-        dialogues_as_turns=data.apply_chat_template,
-    )
+    limits, in_turns = (data.max_prompt_tokens, data.filter_long_prompts), data.apply_chat_template
+    return load_prompts(files, data.prompt_key, encoder(tokenizer, config), *limits, dialogues_as_turns=in_turns)
 
 
 def all_prompts(config: RunConfig, specs: Mapping[Role, ModelSpec], tokenizer: Any) -> tuple[PromptSet, PromptSet]:
@@ -236,13 +240,13 @@ def find_models(config: RunConfig) -> ModelFolders:
 
 def encoder(tokenizer: Any, config: RunConfig) -> Callable[[Any], list[int]]:
     """Text or chat turns -> token ids, as config.data says, with the schemas of tools."""
-    tools = tool_schemas(config)
+    words = config.data.chat_template_kwargs | ({"tools": tools} if (tools := tool_schemas(config)) else {})
     add = {"auto": None, "true": True, "false": False}[config.data.add_bos]
 
     def encode(prompt: Any) -> list[int]:
         if not isinstance(prompt, str) or config.data.apply_chat_template:
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            return chat_tokens(tokenizer, turns, tools)
+            return chat_tokens(tokenizer, turns, **words)
         if add is None:
             return tokenizer(prompt)["input_ids"]
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]

@@ -223,6 +223,7 @@ class RunLoop:
         return {
             **logs,
             "prompts_drawn": self.trainer.sampler.drawn,
+            "day": self.inputs.day,
             "learning_rate": {role: self.trainer.learning_rate(role, done - 1) or 0.0 for role in self.models.trained},
             "best": asdict(self.best) if self.best else None,
         }

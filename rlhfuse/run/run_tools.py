@@ -46,7 +46,8 @@ def find_tools(config: RunConfig, actor: ModelSpec, tokenizer: Any, prompts: Ite
     tools = ToolSet.load(settings.function_tool_path)
     own = () if rollout.ignore_eos else actor.eos_token_ids
     ends = dict.fromkeys((*own, *rollout.stop_token_ids))
-    turns = ChatTurns(tokenizer, tool_schemas(config), settings.format, [*ends], settings.max_parallel_calls)
+    schemas, words = tool_schemas(config), config.data.chat_template_kwargs
+    turns = ChatTurns(tokenizer, schemas, settings.format, [*ends], settings.max_parallel_calls, **words)
     for number, prompt in enumerate(prompts):
         if isinstance(prompt.text, str) and not config.data.apply_chat_template:
             fix = "give chat turns, or set data.apply_chat_template=true"

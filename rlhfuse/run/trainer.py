@@ -44,7 +44,7 @@ from rlhfuse.run.iteration_recorder import IterationRecord, IterationRecorder, I
 from rlhfuse.run.peak_rate import peak_flops
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.rank_models import DTYPES, build_models, engine_options, requests_of, sampling_params
-from rlhfuse.run.sampling.function_reward import FunctionRewarder
+from rlhfuse.run.sampling.function_reward import AS_DRAWN, FunctionRewarder
 from rlhfuse.run.sampling.group_sampler import GroupSampler
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 from rlhfuse.run.threshold_controller import ThresholdController
@@ -133,7 +133,7 @@ class Trainer:
             device=self.device.torch_device,
             dtype=DTYPES[self.config.trainer.dtype],
             tp_group=place.instance_group if place.decoders.size > 1 else None,
-            detokenize=partial(self.inputs.tokenizer.decode, skip_special_tokens=False),
+            detokenize=partial(self.inputs.tokenizer.decode, skip_special_tokens=False, **AS_DRAWN),
         )
 
     def _release_generation(self) -> None:

@@ -1,5 +1,6 @@
 """The configuration: YAML and dotted overrides, defaults that follow other keys, refusals that help."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def test_overrides_win_over_the_file(tmp_path):
     assert config.threshold() == 5 and load(tmp_path, dump_config(config)) == config
 
 
+KEYS, OLD_NUMBERS = ("seed", "output_dir"), ("010", "-0_10", "12:30", "1:30:00", "1:30.5")  # octal, base 60
 VAL = "data.val_files=[held_out.jsonl]"
 TOOLS = "rollout.multi_turn.enable=true rollout.multi_turn.function_tool_path=t.py"
 
@@ -147,6 +149,7 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
         ("fusion.least_threshold=9 fusion.threshold=8", "fusion.threshold=8 < fusion.least_threshold=9"),
         ("trainer.resume=''", "must be auto, never or the path of a checkpoint"),
         ("trainer.wandb=offline trainer.wandb_project=''", "set it or trainer.wandb=off"),
+        *((f"trainer.{key}={old}", f"YAML reads {old} as ") for key, old in product(KEYS, OLD_NUMBERS)),
         ("data.add_bos=true data.apply_chat_template=true", "data.add_bos=true is for plain text"),
         ("critic.optim.name=sgd trainer.save_every=1", "critic.optim.name=sgd has no checkpoints"),
         ("actor.optim.name=sgd trainer.resume=x", "actor.optim.name=sgd has no checkpoints"),
@@ -232,6 +235,7 @@ def test_whitening_may_be_a_truth_of_yaml(tmp_path):
         ('actor: {path: "' + "${" * 100_000 + '"}', "nested more than 100 deep"),
         ('actor: {path: "${actor.path}"}', r"run.yaml: actor.path: Recursive interpolation detected"),
         (b"actor: {path: \xff}", "run.yaml:1: not UTF-8 .byte 0xff at 14."),
+        *((f"trainer: {{{key}: {old}}}", f"run.yaml: YAML reads {old} as ") for key, old in product(KEYS, OLD_NUMBERS)),
         ("rollout: {temprature: 1}", "run.yaml: unknown key rollout.temprature; did you mean rollout.temperature"),
     ],
 )

@@ -26,6 +26,7 @@ WRONG = {  # what a leaf of a kind refuses, as it stands in a file
     int: ("many", "true", "null", "[1]", "{a: 1}", "1.5", "2024-01-01", "'???'", ".nan"),
     float: ("many", "true", "null", "[1.0]", "{a: 1}", "2024-01-01", "'???'"),
     str: ("[a]", "{a: b}", "null", "'???'"),
+    dict: ("many", "3", "[1]", "null", "true"),
     tuple: ("a.jsonl", "3", "[1]", "[[a]]", "{a: b}", "null", "['???']"),
 }
 CASES = [

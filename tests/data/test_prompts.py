@@ -3,7 +3,9 @@
 import gzip
 import itertools
 import json
+import math
 from collections import Counter
+from datetime import date
 
 import pytest
 from hypothesis import given
@@ -34,12 +36,18 @@ def write(folder, name, content):
     return file
 
 
-def write_parquet(folder, rows):
+def write_parquet(folder, rows, arrow=None):
+    """As p.parquet; with `arrow` "file" or "stream" as such a p.arrow."""
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "p.parquet")
-    return folder / "p.parquet"
+    table = pyarrow.Table.from_struct_array(pyarrow.array(rows))
+    if arrow is None:
+        pyarrow.parquet.write_table(table, folder / "p.parquet")
+        return folder / "p.parquet"
+    with getattr(pyarrow.ipc, f"new_{arrow}")(str(folder / f"{arrow}.arrow"), table.schema) as out:
+        out.write_table(table)
+    return folder / f"{arrow}.arrow"
 
 
 def test_every_format_gives_the_same_prompts(tmp_path):
@@ -198,3 +206,46 @@ def test_epochs_and_seeds_differ():
     sampler = PromptSampler(50, 1)
     orders = [sampler.prompts_from(0, 50), sampler.prompts_from(50, 50), PromptSampler(50, 2).prompts_from(0, 50)]
     assert all(a != b for a, b in itertools.combinations(orders, 2)) and orders[0] != list(range(50))
+
+
+SCALARS = st.one_of(st.none(), st.text("ab é", max_size=4))
+RECORDS = st.fixed_dictionaries({"n": SCALARS}, optional={"a-b": SCALARS, "class": st.none() | st.integers(-9, 9)})
+CALLS = [{"type": "function", "function": {"name": "calc", "arguments": {"a": 1}}}]
+OTHERS = [{"function": {"name": "look", "arguments": {"city": "X"}}}]
+ASKED = [{"role": "assistant", "tool_calls": calls} for calls in (CALLS, OTHERS)]
+ASKED += [{"role": "user", "content": "hi", "name": None}, {"role": "user", "content": "x", "name": "bob"}]
+BLOCKS = {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}
+FORMS = st.text("ab é", min_size=1).filter(str.strip), st.lists(st.just(BLOCKS), min_size=1, max_size=2)
+FORMS += (st.lists(st.sampled_from(ASKED), max_size=3).map(lambda turns: [*turns, TURNS[1]]),)
+COLUMNS = {"extra_info": RECORDS, "at": st.dates().map(str), "list": st.lists(RECORDS, max_size=3)}
+ROWS = [st.lists(st.fixed_dictionaries({"prompt": form}, optional=COLUMNS), min_size=1, max_size=4) for form in FORMS]
+
+
+@examples(100)
+@given(st.one_of(ROWS))
+def test_the_same_rows_give_the_same_prompts_and_columns_from_every_format(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("formats")
+    tables = [write_parquet(folder, rows, arrow) for arrow in (None, "file", "stream")]
+    files = [write(folder, "p.jsonl", "\n".join(map(json.dumps, rows))), *tables]
+    first, *others = ([(prompt.tokens, prompt.text, prompt.row) for prompt in load(file)] for file in files)
+    assert all(other == first for other in others)
+    assert all(row.keys() == {key for one in rows for key in one} for _, _, row in first)
+
+
+def test_dates_and_numbers_that_are_none_come_as_they_are(tmp_path):
+    rows = [{"prompt": "x", "score": math.nan, "at": date(2026, 1, 2)}, {"prompt": "y", "score": 1.0, "at": None}]
+    for arrow in (None, "file", "stream"):
+        first, second = (prompt.row for prompt in load(write_parquet(tmp_path, rows, arrow)))
+        assert math.isnan(first["score"]) and first["at"] == rows[0]["at"] and second == rows[1]
+
+
+def test_turns_with_calls_and_blocks_of_text_are_prompts(tmp_path):
+    turns = [TURNS[1], {"role": "assistant", "content": None, "tool_calls": CALLS}, BLOCKS]
+    prompt = load(write(tmp_path, "p.jsonl", json.dumps({"prompt": turns})))[0]
+    assert prompt.tokens == tuple(encode("hihi")) and prompt.text[1:] == prompt.row["prompt"][1:] == [ASKED[0], BLOCKS]
+
+
+@pytest.mark.parametrize("turn", [{}, {"role": 3}, {"content": "x"}, {"role": "a", "content": [{"type": "image"}]}])
+def test_a_turn_that_is_none_is_named_by_its_number(tmp_path, turn):
+    with pytest.raises(InputError, match="p.jsonl:1: .*turn 2"):
+        load(write(tmp_path, "p.jsonl", json.dumps({"prompt": [TURNS[1], turn]})))

@@ -229,6 +229,26 @@ def test_chat_prompts_make_chat_completions(file):
     assert arguments["completions"] == [[{"role": "assistant", "content": "yes"}]]
 
 
+def test_every_column_reaches_a_function_whatever_its_name_but_the_prompts_own(file):
+    everything = RewardFunction("f", "trl", lambda completions, **columns: columns)
+    row = {"prompt": "p", "ground-truth": "72", "class": 1, "a b": None, "": 2, "π": 3, "1": 4}
+    given = everything.arguments(call(0, "yes", row))
+    wanted = {key: [value] for key, value in row.items() if key != "prompt"}
+    assert given == wanted | {"prompts": ["p"], "completions": ["yes"], "completion_ids": [[5, 6]]}
+    assert everything.arguments(call(0, "yes", {"q": "p", "prompt": "other"}))["prompt"] == ["other"]
+    with pytest.raises(InputError, match="f:3: .*'completions'.*rename"):
+        everything.check(row | {"completions": 1}, "p", "f:3")
+
+
+def test_rows_are_given_as_in_trl_and_verl(file):
+    """A turn that a response goes on with is in its completion; without extra_info there is an empty one."""
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [{"type": "text", "text": "It "}]}]
+    given = RewardFunction.load(f"{file}:words", "trl").arguments(call(0, "is", prompt=turns))
+    whole = [[{"role": "assistant", "content": "It is"}]]
+    assert (given["prompts"], given["completions"]) == ([turns[:1]], whole)
+    assert RewardFunction.load(f"{file}:length", "verl").arguments(call(0, "yes"))["extra_info"] == {}
+
+
 # calling --------------------------------------------------------------------------------------------------------
 
 

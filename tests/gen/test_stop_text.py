@@ -1,15 +1,19 @@
 """A stop text ends a response with the token that completes it: neither earlier, nor later, nor from the prompt."""
 
+import random
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.gen_models import engine_of
 from testkit.profiles import examples
+from testkit.tiny import write_text_tokenizer
+from transformers import AutoTokenizer, StopStringCriteria
 
 from rlhfuse.gen.engine import Engine, SamplingParams
-from rlhfuse.gen.stop_text import completes_stop_text, text_before_stop
+from rlhfuse.gen.stop_text import completes_stop_text, read_tokenizer, text_before_stop
 
 PIECES = [b"", b"a", b"b", b" ", b"ab", b"aab", "é".encode(), "é".encode()[:1], "é".encode()[1:], "漢".encode()[:1]]
 PIECES += ["漢".encode()[1:2], "漢".encode()[2:], "漢b a".encode()]
@@ -106,3 +110,21 @@ def test_a_stop_text_in_the_prompt_or_across_its_end_is_not_one(engine):
     for stop in (across, spell(prompt), spell(prompt)[-1] + spell(free)[:1]):
         result = engine.generate([prompt], replace(params, stop=(stop,)))[0]
         assert list(result.tokens) == free[: (first_stop(free, (stop,)) or [12])[0]]
+
+
+@pytest.mark.parametrize("drops_space", [False, True])
+def test_stop_texts_are_found_where_transformers_finds_them_from_the_first_token_on(tmp_path, drops_space):
+    tokenizer = AutoTokenizer.from_pretrained(str(write_text_tokenizer(tmp_path, drops_space)))
+    detokenize, rng = read_tokenizer(tmp_path), random.Random(3)
+    words = [number for token, number in tokenizer.get_vocab().items() if number > 2 and not token.startswith("<0x")]
+    for _ in range(40):
+        tokens = rng.choices(words, k=8)
+        text = detokenize([1, *tokens])[3:]
+        for at in (0, 0, 1, 4):
+            if "\ufffd" in (stop := text[at : at + rng.randint(1, 3)]) or not stop:
+                continue
+            finds = StopStringCriteria(tokenizer, [stop])
+            theirs = [end for end in range(1, 9) if finds(torch.tensor([tokens[:end]]), None).all()][:1]
+            ours = [end for end in range(1, 9) if completes_stop_text(tokens[:end], (stop,), detokenize)][:1]
+            cut = text_before_stop(tokens[: theirs[0]], (stop,), tokenizer.decode)
+            assert ours == theirs and tokenizer.decode(tokens).startswith(cut) and len(cut) <= text.index(stop)

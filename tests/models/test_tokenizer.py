@@ -1,5 +1,6 @@
 """Which tokens end a text, and models that fit together: by their tokenizers' contents, not by rows of embeddings."""
 
+import datetime
 import io
 import json
 import re
@@ -7,6 +8,7 @@ import signal
 
 import pytest
 from testkit.tiny import write_checkpoint, write_tokenizer
+from transformers.utils import chat_template_utils
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
@@ -202,3 +204,48 @@ def test_a_template_without_end_is_refused(folder, monkeypatch):
     tokenizer.chat_template = "{% for a in range(2) %}{{ messages[0].content }} {% endfor %}"
     assert chat_tokens(tokenizer, turns)[-2:] == [4, 4]
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+FAULTS = [("chat_template", text) for text in ("** {{ 10 ** (10 ** 8) }}", "{% if 2**9 %}", "{{ 'a' * 99999999 }}")]
+FAULTS += [("model_max_length", wrong) for wrong in ("1e9", [3], True, {"a": 1})]
+
+
+@pytest.mark.parametrize("key, text", FAULTS)
+def test_arithmetic_that_no_time_limit_ends_and_a_length_of_another_type_are_named(folder, key, text):
+    edit(folder / "tokenizer_config.json", **{key: text})
+    with pytest.raises(InputError, match=key.replace("_", ".")):
+        tokenizer_module.read_tokenizer(folder)
+
+
+BODIES = (
+    "  {% if true %}w2{% endif %} {{ strftime_now(format='%d %b %Y') }}\n",
+    "\n\n{% set d = strftime_now('%A %-d %B %% %%d %H:%M') %}{{ d|upper }} {{ messages[0].content }}",
+    "{%- if strftime_now is defined %}{% macro f() %}{{ strftime_now('%j %y') }}{% endmacro %}{{ f() }}{% endif %}\n w",
+)
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("named", [False, True])
+def test_templates_write_the_day_of_the_run_as_transformers_would_have_on_it(folder, monkeypatch, body, named):
+    template = [{"name": "default", "template": body}, {"name": "rag", "template": "w4"}] if named else body
+    edit(folder / "tokenizer_config.json", chat_template=template)
+    tokenizer, turns = tokenizer_module.read_tokenizer(folder), [{"role": "user", "content": "w1"}]
+    with monkeypatch.context() as patch:
+        day = type("Day", (datetime.datetime,), {"now": classmethod(lambda kind: datetime.datetime(2026, 11, 3))})
+        patch.setattr(chat_template_utils, "datetime", day)
+        wanted = tokenizer.apply_chat_template(turns, tokenize=False)
+    tokenizer_module.fix_day(tokenizer, "2026-11-03")
+    assert tokenizer.apply_chat_template(turns, tokenize=False) == wanted and ("26" in wanted or "NOV" in wanted)
+
+
+def test_an_assistants_last_turn_goes_on_and_words_reach_the_template(folder):
+    head = "{% if add_generation_prompt %} w9{% if thinking is defined and not thinking %} w8{% endif %}{% endif %}"
+    template = "{% for m in messages %}w9 {{ m.content }} </s>{% endfor %}" + head
+    edit(folder / "tokenizer_config.json", chat_template=template)
+    tokenizer, user = tokenizer_module.read_tokenizer(folder), {"role": "user", "content": "w1"}
+    assert chat_tokens(tokenizer, [user]) == [12, 4, 2, 12]
+    assert chat_tokens(tokenizer, [user], thinking=False) == [12, 4, 2, 12, 11]
+    assert chat_tokens(tokenizer, [user, {"role": "assistant", "content": "w2"}]) == [12, 4, 2, 12, 5]
+    for turns, words in (([user, {"role": "assistant", "tool_calls": [1]}], {}), ([user], {"tokenize": False})):
+        with pytest.raises(InputError, match="template refuses the turns"):
+            chat_tokens(tokenizer, turns, **words)

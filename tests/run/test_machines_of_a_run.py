@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from testkit.four_ranks import drafted, run
-from testkit.tiny import write_run
+from testkit.tiny import change_json, write_run
 
 from rlhfuse.base.errors import JointError
 from rlhfuse.config.load import load_config
@@ -62,3 +62,20 @@ def test_ranks_on_machines_that_differ_draft_alike_or_are_named(workers, tmp_pat
     assert drafts[0][0] == 2.0 and all(draft == drafts[0] for draft in drafts)
     told = workers.run(on_its_machine, config, [*layouts, "trainer.seed={rank}"], [4.0] * 4)
     assert len({*told}) == 1 and all(f"rank {rank}: trainer.seed {rank}, not 0" in told[0] for rank in (1, 2, 3))
+
+
+def on_its_day(rank: int, config, days: list[str]):
+    """Day and first token of what `on_every_machine` leaves of a start on that day."""
+    from rlhfuse.run.launch import on_every_machine
+    from rlhfuse.run.preflight import check_inputs
+
+    inputs = on_every_machine(config, check_inputs(config, len(days), day=days[rank]), rank)
+    return inputs.day, inputs.prompts[0].tokens[0]
+
+
+def test_ranks_that_start_around_midnight_write_the_day_of_rank_0(workers, tmp_path):
+    file, days = write_run(tmp_path, data__apply_chat_template=True), [f"2026-11-{day}" for day in (28, 29, 28, 27)]
+    change_json(tmp_path / "actor/tokenizer_config.json", chat_template="w{{ strftime_now('%d')|int }} w9")
+    layouts = ["parallel.actor_train=d1t1p4", "parallel.critic_train=d2t1p2", "parallel.generation=d4t1p1"]
+    found = workers.run(on_its_day, load_config(file, layouts), days)
+    assert set(found) == {("2026-11-28", 28 + 3)}

@@ -209,7 +209,7 @@ def test_the_program_exits_with_2_and_one_line(good):
 TEMPLATE = (
     "{% for turn in messages %}{% if turn.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
     "{{ 'w1 ' if turn.role == 'user' else 'w2 ' }}{{ turn.content }} {% endfor %}"
-    "{% if add_generation_prompt %}w2{% endif %}"
+    "{% if add_generation_prompt %}w2{{ tail }}{% endif %}"
 )
 USER = {"role": "user", "content": "w5 w6"}
 
@@ -240,6 +240,7 @@ def test_chat_turns_go_through_the_template(tokenizers):
     found = encode(chat, [USER])
     assert found[-4:] == asked and found == encode(chat, "w5 w6", apply_chat_template=True)
     assert encode(chat, "w5 w6") == [1, 8, 9]
+    assert encode(chat, [USER], chat_template_kwargs={"tail": " w7"}) == [*found, 10]
     for prompt, data in (([USER], {}), ("w5 w6", {"apply_chat_template": True})):
         with pytest.raises(InputError, match="the tokenizer has no chat template; use text prompts"):
             encode(plain, prompt, **data)

@@ -107,3 +107,27 @@ def write_run(folder: Path, **settings: object) -> Path:
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
+
+
+SENTENCES = ["hello world, how are you? I am fine .", "x != y and a.b == c", "grüße 你好 naïve", "1 + 1 = 2 ; 12 * 3"]
+
+
+def write_text_tokenizer(folder: Path, drops_space: bool, **more: object) -> Path:
+    """As `write_tokenizer`, of text: of bytes, or like Llama-2's, whose decoder drops a first space."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    tokenizer, known = Tokenizer(models.BPE(byte_fallback=drops_space, unk_token="<unk>")), ["<unk>", "<s>", "</s>"]
+    if drops_space:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        undo = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+        tokenizer.decoder, known = decoders.Sequence(list(undo)), [*known, *(f"<0x{byte:02X}>" for byte in range(256))]
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    letters = list("▁abcdefghijklmnopqrstuvwxyz") if drops_space else pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=known, initial_alphabet=letters, limit_alphabet=256)
+    tokenizer.train_from_iterator(SENTENCES * 3, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    write_tokenizer(folder, **more)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder

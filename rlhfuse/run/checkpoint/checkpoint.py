@@ -43,7 +43,7 @@ class RunState:
     threshold: Mapping[str, Any]  # ThresholdController's: R_t, length statistics, measured costs
     algorithm: Mapping[str, Any]  # what the algorithm carries on: `kl_coef`, and `scores`, their RunningMoments
     # Sizes of the run's logs; the best held-out score; `row`, the iteration's line of metrics.jsonl, as long as the
-    # evaluation that completes it is not done. For people: prompts drawn, learning rates.
+    # evaluation that completes it is not done; `day`, which chat templates write. For people: learning rates.
     position: Mapping[str, Any]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -27,6 +28,7 @@ from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 
+AS_DRAWN = {"clean_up_tokenization_spaces": False}  # as stop texts are found: spaces before punctuation stay
 # Its tokens, the runs of them that were observed, and by turn (tool, text) of each answer, where these are asked for.
 Response = tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[tuple[str, str]]]]
 
@@ -44,7 +46,8 @@ class FunctionRewarder:
     ) -> None:
         """`caller`: of the samples' tools, where they have any."""
         reward = inputs.config.reward
-        self._tokenizer, self._stops = inputs.tokenizer, inputs.config.rollout.stop
+        self._stops, decode = inputs.config.rollout.stop, inputs.tokenizer.decode
+        self._decode = partial(decode, **AS_DRAWN) if self._stops else decode
         self._in_groups, self._progress = reward.signature == "trl", progress
         self._chat = inputs.tools.turns if inputs.tools and self._in_groups else None
         self._tools = caller if self._chat else None  # of whose answers the function is told
@@ -154,7 +157,7 @@ class FunctionRewarder:
         samples = tuple(sorted(group))
         prompt = self._prompts[sample_origin(samples[0])[1]]
         tokens = tuple(tuple(group[sample][0]) for sample in samples)
-        texts = tuple(text_before_stop(list(response), self._stops, self._tokenizer.decode) for response in tokens)
+        texts = tuple(text_before_stop(list(response), self._stops, self._decode) for response in tokens)
         state = self._caller.state(samples[0]) if self._caller else None
         turns = tuple(self._turns(*group[sample]) for sample in samples) if self._chat else ()
         return RewardCall(samples, prompt.row, prompt.text, texts, tokens, prompt.where, turns, state)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,15 @@ def test_auto_takes_the_newest_and_a_path_the_one_it_names(copy):
     # settings that change no number may change
     free = ["trainer.save_every=5", "fusion.intra_stage=false", "fusion.threshold=3", "parallel.generation=d2t1p1@0-1"]
     assert resumed(config, run_dir, *free).iteration == 4
+
+
+def test_a_run_goes_on_with_the_day_on_which_it_began(copy):
+    config, run_dir = copy
+    began = resumed(config, run_dir).manifest.state.position["day"]
+    assert date.fromisoformat(began) <= date.today()
+    for folder, day in ((run_dir, began), (run_dir.with_name("new"), "2001-02-03")):
+        settings = [f"trainer.output_dir={folder}", "trainer.resume=auto", "trainer.iterations=6"]
+        assert check_inputs(load_config(config, settings), 2, day="2001-02-03").day == day
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "missing"])
