@@ -23,6 +23,8 @@ from typing import Any, Protocol
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from rlhfuse.base.launcher import SAFE_PATH
+
 ASYNC_AT_ONCE = 64
 POLL_SECONDS = 0.05
 WATCH_SECONDS = 0.01  # between two looks at async calls
@@ -179,6 +181,7 @@ _worker: dict[str, Any] = {}  # what a worker's process has from its start on; e
 
 
 def _start(load: Callable[..., Callee], arguments: Sequence[Any], timeout: float, late: str, groups: Any) -> None:
+    os.environ.pop(SAFE_PATH, None)  # what the user's code starts is as ever
     os.setpgid(0, 0)
     groups.put(os.getpid())
     signal.signal(signal.SIGTERM, _end)  # as pebble stops it
