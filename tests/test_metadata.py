@@ -76,6 +76,12 @@ def test_the_packages_that_the_project_is_built_on_are_declared_once(built, pack
     assert markers == [f"extra == '{extra}'" if extra else ""]
 
 
+def test_packages_on_which_limits_rest_have_a_least_version(built):
+    least = {found.name: found.specifier for found in map(Requirement, built.requires)}
+    assert "2.3.0" not in least["omegaconf"], "it expands aliases of YAML without a limit"
+    assert "3.1.5" not in least["jinja2"], "its sandbox can be left"
+
+
 @pytest.fixture(scope="module")
 def examples():
     """What is in the repository's folder, but the programs that make the models there."""

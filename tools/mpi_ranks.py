@@ -6,14 +6,13 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError
+from rlhfuse.base.launcher import MPI_RANK
 from rlhfuse.schedule.search.mpi import load_mpi, meet
 
-LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_SIZE")  # set by what starts ranks
 STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # how many, if said
-NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")  # which of them this one is
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -30,13 +29,19 @@ class MpiRanks:
     def here() -> MpiRanks:
         """Those that a launcher (Open MPI, MPICH and its kin, srun with PMIx) started. Raises InputError where there
         are several and MPI cannot be loaded, or does not join them."""
-        started = next((os.environ[name] for name in STARTED if name in os.environ), "")  # by the nearest launcher
-        if any(name in os.environ for name in LAUNCHERS) and started != "1":
+        said = next((name for name in STARTED if name in os.environ), "")  # by the nearest launcher
+        started = os.environ.get(said, "")
+        if any(name in os.environ for name in MPI_RANK) and started != "1":
             comm = load_mpi().COMM_WORLD
             if comm.Get_size() > 1:
                 return MpiRanks(comm)
         if started not in ("", "1"):
-            refuse_to_work_alone(started)
+            # Each says so: variables of a launcher that is gone may give any process any number.
+            raise InputError(
+                f"{said}={started} processes were started, and no MPI joins them, so each would do all the work, and "
+                "write it over the others': start them with mpirun, as scripts/slurm/search_schedule.sbatch does, or "
+                f"one alone (srun --ntasks=1); without a launcher unset {said}"
+            )
         return MpiRanks()
 
     @contextmanager
@@ -97,16 +102,3 @@ class MpiRanks:
             if isinstance(every[at], InputError):
                 raise every[at]
         return [every[at] for at in range(len(items))]
-
-
-def refuse_to_work_alone(started: str) -> NoReturn:
-    """End one of several processes that MPI does not join, such as srun starts without it; the first says why.
-
-    Each would do all the work, and write it over that of the others.
-    """
-    if any(os.environ.get(name, "0") != "0" for name in NUMBERS):
-        raise SystemExit(EXIT_BAD_INPUT)
-    raise InputError(
-        f"{started} processes were started, and no MPI joins them, so each would do all the work: start them with "
-        "mpirun, as scripts/slurm/search_schedule.sbatch does, or one alone (srun --ntasks=1)"
-    )

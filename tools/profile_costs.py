@@ -27,6 +27,7 @@ from rlhfuse.base.cuda_environment import set_cuda_environment
 set_cuda_environment(os.environ)  # before any of the following imports torch
 
 from cost_profiles.points import check_world, with_tensor
+from job_place import check_place
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
@@ -72,6 +73,8 @@ def measure(config: RunConfig, out: Path, limit_seconds: float, degrees: tuple[i
     from rlhfuse.run import preflight
 
     specs = read_specs(config)
+    if "RANK" in os.environ:
+        check_place()
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if searched := bool(degrees and searched_keys(config)):  # layouts are not known, nor needed
         known = config.with_(parallel={"sequence_parallel": False}, trainer={"recompute": "none"})
@@ -94,15 +97,12 @@ def measure(config: RunConfig, out: Path, limit_seconds: float, degrees: tuple[i
     from rlhfuse.base.launcher import local_rank
     from rlhfuse.parallel.connect import GroupUse, connect
     from rlhfuse.parallel.device import allow_many_files, choose_device
+    from rlhfuse.run.launch import place_of_process
 
     device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
     allow_many_files()
     timeout = datetime.timedelta(seconds=config.trainer.hang_seconds)
-    if "RANK" in os.environ:
-        dist.init_process_group(device.process_group, timeout=timeout)
-    else:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # public, but not in torch's list
-        dist.init_process_group(device.process_group, store=store, rank=0, world_size=1, timeout=timeout)
+    dist.init_process_group(device.process_group, timeout=timeout, **place_of_process())
     assert dist.group.WORLD is not None
     connect([GroupUse(dist.group.WORLD, "all_reduce")], device.torch_device)
     began = time.monotonic()

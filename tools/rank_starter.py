@@ -5,20 +5,27 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed.run as torchrun
+from job_place import GLOO_INTERFACE
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
 
 from rlhfuse.base.errors import EXIT_INTERRUPTED, LAST_WORD
+from rlhfuse.base.launcher import SAFE_PATH, module_command
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where whoever started a process wants its error, as torchrun does of its ranks
 BOUND = "--numa-binding=node"
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # that are handed on: SIGUSR1 would end torchrun alone
+# Those that are handed on: SIGUSR1 would end torchrun alone.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+# As --standalone, which goes by the machine's name: that may not resolve, or to an address that is not reached.
+MEETING = ("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
 BEYOND_GRACE_SECONDS = 30  # for ranks that were given up when they had not finished in time
 
 
@@ -32,12 +39,16 @@ def start_ranks(ranks: int, program: Sequence[str], grace_seconds: float, on_gpu
     logging.disable()  # what torchrun says beside its table: the ranks say it
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_seconds) + BEYOND_GRACE_SECONDS))
     os.environ[LAST_WORD] = "launcher"
+    os.environ.pop(SAFE_PATH, None)  # a rank is a file with others beside it
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # it outlives a rank that fails, and has no news
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which warns
-    options = ["--standalone", "--nproc-per-node", str(ranks), "--signals-to-handle", SIGNALS]
+    os.environ.setdefault(GLOO_INTERFACE, "lo")  # ranks of one machine need no name of it, and no network
+    heard = [number.name for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's stays so
+    options = [*MEETING, f"--rdzv-id={uuid.uuid4()}", "--nproc-per-node", str(ranks)]
+    options += ["--signals-to-handle", ",".join(heard)]
     if on_gpus:
-        trial = [sys.executable, "-m", "torch.distributed.run", *options, BOUND, "--no-python", "true"]
+        trial = module_command("torch.distributed.run", *options, BOUND, "--no-python", "true")
         if subprocess.run(trial, capture_output=True).returncode == 0:
             options.append(BOUND)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import closing
 
 from rlhfuse.base.errors import InputError, RewardError
@@ -69,6 +70,8 @@ def try_reward(inputs: RunInputs) -> str:
     except RewardError as error:
         how = "tried before the start on the prompt's own text, cut shorter from sample to sample, down to none"
         raise InputError(f"{error} ({how}; --no-try-reward leaves it out)") from None
+    del workers
+    gc.collect()  # its semaphores have names, which would stay when this process is killed later
     told = f"{min(scores.values()):.4g} to {max(scores.values()):.4g}, {seconds / count:.2g} s a call"
     tried = f"tried on {prompt.where}, {count} texts, from all of it to none: {told}"
     return f"reward.function={', '.join(reward.function)}: {tried}"

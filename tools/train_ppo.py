@@ -27,7 +27,10 @@ from rlhfuse.base.launcher import begin_rank
 begin_rank()
 set_cuda_environment(os.environ)  # before any of the following imports torch
 
+from job_place import check_interfaces, check_place, leave_other_jobs
+
 from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.launcher import SAFE_PATH, torchrun_is_parent
 from rlhfuse.config.load import load_config
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.parallel.first_error import prints_error
@@ -49,17 +52,32 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     if args.ranks is not None and args.ranks < 1:
         raise InputError(f"--ranks {args.ranks}: at least one process is needed")
+    os.environ[SAFE_PATH] = "1"  # for what starts from here on: the workers of rewards and tools
+    launches = args.ranks is not None or args.dry_run or "RANK" not in os.environ
+    if launches and not torchrun_is_parent():
+        leave_other_jobs()
+    elif args.ranks is not None:
+        raise InputError(f"--ranks {args.ranks} starts ranks, and torchrun has started this one; leave out one of them")
+    elif not args.dry_run:
+        check_place()
     config = load_config(args.config, args.overrides)
+    own = Path(args.config or "").parent.resolve()
+    named = config.trainer.output_dir and not any(word.startswith("trainer.output_dir=") for word in args.overrides)
+    if named and (own / "checkpoints").is_dir() and own != Path(config.trainer.output_dir).resolve():
+        fix = f"set trainer.output_dir={own} to go on there"
+        raise InputError(f"{args.config} lies in a run that was moved from {config.trainer.output_dir}; {fix}")
 
     from run_check import check_start, dry_run  # torch loads for a readable config only
 
     from rlhfuse.run.launch import train
+    from rlhfuse.run.preflight import device_of
 
     if args.dry_run:
         return dry_run(config, args.world_size or args.ranks, args.try_reward)
-    if args.ranks is not None and "RANK" not in os.environ:
+    if args.ranks is not None:
         given = ["--config", args.config] if args.config else []
         on_gpus = check_start(config, args.ranks, args.try_reward)
+        check_interfaces(on_gpus)
         from rank_starter import start_ranks  # of no use to a rank
 
         program = [__file__, *given, *args.overrides]
@@ -68,6 +86,7 @@ def main() -> int:
         program = ("python", sys.argv[0]) if sys.argv[0].endswith(".py") else (Path(sys.argv[0]).name,)
         command = shlex.join((*program, "--ranks", str(ranks), *sys.argv[1:]))
         raise InputError(f"this is a run of {ranks} ranks (parallel.actor_train): {command}")
+    check_interfaces(device_of(config.trainer) == "cuda")
     return train(config, Path(args.config or "run").stem)
 
 

@@ -17,7 +17,6 @@ import shlex
 import signal
 import statistics
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from text_table import aligned
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import read_json
+from rlhfuse.base.launcher import module_command
 from rlhfuse.config.load import load_config
 from rlhfuse.planning.price import GENERATION, MOVES, SCHEDULES, STEPS
 
@@ -98,7 +98,7 @@ def read_search(path: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 def torchrun(world: int) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    return module_command("torch.distributed.run", "--standalone", "--nproc-per-node", str(world))
 
 
 def launch(command: Sequence[str], log: Path) -> None:

@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhfuse.base.launcher import end_with_parent
+from rlhfuse.base.launcher import end_with_parent, module_command
 
 
 @dataclass(frozen=True)
 class KernelGroup:
-    """What `python -m module arguments` compiles, which no other group does."""
+    """What `module` with `arguments` compiles, which no other group does."""
 
     kernels: tuple[Any, ...]  # the last that it compiles of each folder
     module: str
@@ -30,7 +30,7 @@ class KernelGroup:
 
     @property
     def words(self) -> list[str]:
-        return [sys.executable, "-m", self.module, *self.arguments]
+        return module_command(self.module, *self.arguments)
 
 
 def is_cached(kernel: Any, sources: Sequence[str] = ()) -> bool:
@@ -60,7 +60,8 @@ def compile_apart(groups: Sequence[KernelGroup], progress: Callable[[str], None]
     folder = Path(min(kernel.stats.cache_path for group in groups for kernel in group.kernels))
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "compiling.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other ranks of this machine want the same: they wait, and find it
+        with suppress(OSError):  # a file system without locks: others may compile the same meanwhile
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other ranks of this machine want the same: they wait, and find it
         if missing := _missing(groups):
             _compile_all(missing, progress)
 

@@ -16,6 +16,14 @@ from rlhfuse.base.errors import InputError
 PATIENCE_SECONDS = "30"  # torchrun's with ranks that it has told to end
 STORE_SECONDS = 5.0  # how long the job's store may take to accept a connection
 PR_SET_PDEATHSIG = 1
+TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+SAFE_PATH = "PYTHONSAFEPATH"  # with it a Python imports nothing from the current folder, from 3.11 on
+# -m and -c put the current folder before the standard library. sys is built in, so nothing is imported from there.
+START = (
+    "import sys; sys.path[:] = filter(None, sys.path); del sys.argv[0]; import runpy; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+MPI_RANK = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_SIZE")  # set by what starts MPI's ranks
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -58,9 +66,31 @@ def ranks_per_node() -> int | None:
 
 def launcher_command() -> list[str]:
     """The command line of torchrun, which has started this process; of none without it."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    file = Path(f"/proc/{os.getppid()}/cmdline")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not file.exists():
         return []
-    return Path(f"/proc/{os.getppid()}/cmdline").read_text().rstrip("\0").split("\0")
+    return file.read_text().rstrip("\0").split("\0")
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The words that run `module` as `python -m` does, but import nothing from the current folder."""
+    return [sys.executable, "-c", START, module, *arguments]
+
+
+def torchrun_is_parent() -> bool:
+    """Whether torchrun started this process: variables alone may be of a job that is over, or of another launcher."""
+    return any(Path(word).name in TORCHRUN for word in launcher_command()[:4])
+
+
+def cores_of_machine() -> set[int]:
+    """Cores that this process may use. Where mpirun has bound it to some, also those that it was not bound to."""
+    bound = os.sched_getaffinity(0)
+    if "RANK" in os.environ or not any(name in os.environ for name in MPI_RANK):
+        return bound
+    os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))  # the system keeps to those of the container
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, bound)
+    return allowed
 
 
 def patience_seconds() -> float:

@@ -13,6 +13,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlhfuse.base.launcher import cores_of_machine
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.base.remembered import remembered
@@ -51,7 +52,7 @@ class Host:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         allowed = CGROUP.read_text().strip() if CGROUP.exists() else "max"
         memory = total if allowed == "max" else min(total, int(allowed))
-        cores = float(len(os.sched_getaffinity(0)))
+        cores = float(len(cores_of_machine()))
         quota, _, period = QUOTA.read_text().partition(" ") if QUOTA.exists() else ("max", "", "")
         return Host(cores if quota == "max" else min(cores, int(quota) / int(period)), memory, gpu)
 

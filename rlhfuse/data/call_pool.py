@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhfuse.base.errors import NO_ROOM, RewardError, end_started
-from rlhfuse.base.launcher import end_with_parent
+from rlhfuse.base.launcher import SAFE_PATH, end_with_parent
 
 ASYNC_AT_ONCE = 64
 POLL_SECONDS = 0.05
@@ -264,6 +264,7 @@ _worker: dict[str, Any] = {}  # what a worker's process has from its start on; e
 
 
 def _start(load: Callable[..., Callee], arguments: Sequence[Any], timeout: float, late: str) -> None:
+    os.environ.pop(SAFE_PATH, None)  # what the user's code starts is as ever
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

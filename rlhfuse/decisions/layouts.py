@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -63,14 +63,14 @@ def training_layouts(tasks: tuple[Task, ...]) -> dict[str, ParallelLayout]:
     return {task.role: task.layout for task in tasks if task.training}
 
 
-def planned_world_size(config: RunConfig, given: int | None) -> int:
-    """Ranks to plan for: as given, else WORLD_SIZE, else as many as a layout has, parallel.actor_train's first.
+def planned_world_size(config: RunConfig, given: int | None, job: Mapping[str, str] = os.environ) -> int:
+    """Ranks to plan for: as given, else WORLD_SIZE of `job`, else as a layout says, parallel.actor_train's first.
 
     Raises InputError, also where all layouts are auto.
     """
     if given is not None:
         return given
-    text = os.environ.get("WORLD_SIZE", "")
+    text = job.get("WORLD_SIZE", "")
     if not text:
         layouts = (getattr(config.parallel, row) for row in ("actor_train", *layout_rows(config)))
         if (layout := next((layout for layout in layouts if layout != AUTO), None)) is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from rlhfuse.base.errors import InputError, leave_message
+from rlhfuse.base.errors import InputError, leave_message, say_at_once
 from rlhfuse.base.files import write_text
 from rlhfuse.base.launcher import local_rank, patience_seconds
 from rlhfuse.monitor.heartbeat import EXIT_STOPPED, INTERRUPTED, TERMINATED, Verdict, process_seconds
@@ -78,7 +78,9 @@ class Guard:
         self.is_saving: Callable[[], bool] = lambda: False  # a checkpoint, in another thread
 
     def __enter__(self) -> Guard:
-        self._old_handler = signal.signal(signal.SIGUSR1, lambda *_: None)
+        self._old_handler = signal.getsignal(signal.SIGUSR1)
+        if self._old_handler is not signal.SIG_IGN:  # what was ignored at the start stays so
+            signal.signal(signal.SIGUSR1, lambda *_: None)
         self._old_wakeup = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         self._thread.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGUSR1])  # blocked while modules load
@@ -142,7 +144,7 @@ class Guard:
             self.notice = self.notice or bool(why)
             if self.finishing and local_rank() == 0:
                 limit = f"within {self._grace:.0f} s ({self._limit})"
-                os.write(2, f"stopping: {self.finishing}, {limit}; Ctrl-C once more ends it now\n".encode())
+                say_at_once(f"stopping: {self.finishing}, {limit}; Ctrl-C once more ends it now")
             self.stop_asked = True
             if why and not self.finishing:
                 return Verdict(f"stopped by {why} in: {self.doing}", stopped)
@@ -164,9 +166,8 @@ class Guard:
         if self.notice:
             self.note(f"{verdict.report}; the last whole checkpoint stands; {self.go_on}")
         if not leave_message(whole) or prints:
-            # os.write: the main thread may be blocked while it holds the lock of sys.stderr. torchrun makes no table
-            # of ranks that it stops itself, so all is said here.
-            os.write(2, f"watchdog: {whole if verdict.exit_code in EXIT_STOPPED.values() else text}\n".encode())
+            # torchrun makes no table of ranks that it stops itself, so all is said here
+            say_at_once(f"watchdog: {whole if verdict.exit_code in EXIT_STOPPED.values() else text}")
 
     def leave(self, verdict: Verdict, save_seconds: float = SAVE_SECONDS) -> None:
         """End the process from a thread: the main thread cannot be asked."""
@@ -193,7 +194,7 @@ class Guard:
                     self.file.parent.mkdir(parents=True, exist_ok=True)
                     write_text(self.file, f"{text}\n", durable=True)
                 except (InputError, OSError) as error:
-                    os.write(2, f"warning: {error}\n".encode())
+                    say_at_once(f"warning: {error}")
 
     def forget(self) -> None:
         """The run is finished: there is no such file from now on."""

@@ -8,7 +8,6 @@ A store that does not answer holds this thread up, and not the guard's, which th
 from __future__ import annotations
 
 import math
-import os
 import signal
 import socket
 import threading
@@ -19,7 +18,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, TypeVar
 
-from rlhfuse.base.errors import JointError, NotFiniteError, Stopped, leave_message
+from rlhfuse.base.errors import JointError, NotFiniteError, Stopped, leave_message, say_at_once
 from rlhfuse.monitor.guard import LOST_SAVE_SECONDS, SAVE_SECONDS, Guard
 from rlhfuse.monitor.heartbeat import (
     DONE,
@@ -95,6 +94,8 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         heard = {signal.SIGTERM: lambda *_: None, signal.SIGINT: self._interrupt}  # torchrun sends SIGTERM to survivors
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a shell's background job: it stays so
+            del heard[signal.SIGINT]
         self._old_handlers = {number: signal.signal(number, handler) for number, handler in heard.items()}
         self._table = PeerTable(self._own, self._limits, time.monotonic(), len(self._peers) + 1)
         self.guard.watchdog = self
@@ -280,7 +281,7 @@ class Watchdog:
                     if beat.state == RUNNING:
                         self._read(beat.rank, now)
                 now = time.monotonic()
-        os.write(2, f"watchdog: the other ranks:\n{self._table.places()}\n".encode())
+        say_at_once(f"watchdog: the other ranks:\n{self._table.places()}")
 
 
 def _is_closed(error: Exception) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import time
 
 STORE_PATIENCE = datetime.timedelta(seconds=10)
@@ -22,11 +23,12 @@ def prints_error(what: str, seconds: float) -> bool:
     key = f"error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{what}"
     until = time.monotonic() + (0.0 if os.environ["RANK"] == "0" else seconds)
     try:
+        socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # first: for a name that nobody knows the store waits
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=STORE_PATIENCE)
         while time.monotonic() < until:
             if store.check([key]):
                 return False
             time.sleep(0.05)
         return store.add(key, 1) == 1
-    except (KeyError, RuntimeError):
+    except (KeyError, ValueError, OSError, RuntimeError):
         return True

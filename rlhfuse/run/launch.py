@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,13 @@ from rlhfuse.parallel.collectives import all_gather_objects, from_rank_0, raise_
 from rlhfuse.parallel.connect import GroupUse, connect
 from rlhfuse.parallel.device import Device, allow_many_files, choose_device
 from rlhfuse.parallel.groups import wait_for_workers
+from rlhfuse.parallel.learning_rate import learning_rate
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.draft_facts import difference, draft_facts
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.run.checkpoint.checkpoint import is_finished
+from rlhfuse.run.checkpoint.compatibility import new_run_from
 from rlhfuse.run.preflight import RunInputs, check_inputs
 from rlhfuse.run.run_directory import PREEMPTED, run_directory
 from rlhfuse.run.run_loop import RunLoop
@@ -74,7 +76,7 @@ def _train(config: RunConfig, name: str, rank: int, guard: Guard) -> int:
     if device.backend == shared_gpu.SHARED_GPU:
         shared_gpu.register()
     timeout = datetime.timedelta(seconds=trainer.hang_seconds)
-    dist.init_process_group(device.process_group, timeout=timeout, **_place())
+    dist.init_process_group(device.process_group, timeout=timeout, **place_of_process())
     world = dist.group.WORLD
     assert world is not None, "a process group has just been made"
     inputs = on_every_machine(config, inputs, rank)
@@ -104,7 +106,7 @@ def on_every_machine(config: RunConfig, inputs: RunInputs, rank: int) -> RunInpu
     return inputs
 
 
-def _place() -> dict[str, Any]:
+def place_of_process() -> dict[str, Any]:
     """Store, rank and world size of a process that was started alone; torchrun's stand in the environment."""
     if "RANK" in os.environ:
         return {}
@@ -172,11 +174,22 @@ def start_line(inputs: RunInputs) -> str:
     if resume := inputs.resume:
         moved = inputs.facts.layout_diff(resume.manifest.facts)
         note = f"; {moved}: equal to about 1e-5 from here on, not bit for bit" if moved else ""
-        return f"resuming from {resume.folder}: {resume.iteration} iterations are done{note}"
+        notes = note, *ended_schedules(inputs.config, str(resume.folder))
+        return f"resuming from {resume.folder}: {resume.iteration} iterations are done{'; '.join(notes)}"
     why = "no checkpoint to resume from" if inputs.config.trainer.resume == "auto" else "trainer.resume=never"
     critic = inputs.models.paths.get(Role.CRITIC)
     headless = critic and not has_scalar_head(critic)
     return f"fresh start: {why}" + (f"; {critic} has no value head: the critic's begins at 0" if headless else "")
+
+
+def ended_schedules(config: RunConfig, where: str) -> Iterator[str]:
+    """Models that the run ends without teaching them: it was made longer than their schedules, which go down to 0."""
+    for role in config.trained():
+        optim, held = getattr(config, role).optim, config.held_iterations if role is Role.ACTOR else 0
+        since, last = optim.lr_decay_iterations + held, config.trainer.iterations - 1
+        if since <= last and learning_rate(optim, last - held) == 0:
+            since = f"the learning rate of the {role} is 0 from iteration {since} on"
+            yield f"{since}, where its schedule ends: {new_run_from(where)}"
 
 
 def prompts_line(inputs: RunInputs) -> str:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def train(
 ) -> FinishedRun:
     """As `rlhfuse.train`, which documents it."""
     raise_in_reward_file()
-    if "RANK" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         raise InputError(
             "rlhfuse.train starts its ranks itself: call it without torchrun, and not where a rank imports it"
         )
@@ -57,8 +58,10 @@ def train(
         name = f"{Path(file or 'run').stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         settings += _arguments({"trainer": {"output_dir": f"runs/{name}"}})
         loaded = load_config(file, settings)
-    count = ranks or planned_world_size(loaded, None)
-    command = [sys.executable, "-m", "rlhfuse.tools.train_ppo", "--ranks", str(count)]
+    count = ranks or planned_world_size(loaded, None, job={})
+    program = find_spec("rlhfuse.tools.train_ppo")
+    assert program and program.origin, "it is installed with this package"
+    command = [sys.executable, program.origin, "--ranks", str(count)]  # not -m: that imports from the current folder
     _run([*command, *(("--config", str(file)) if file else ()), *settings])
     folder = Path(loaded.trainer.output_dir)
     return FinishedRun(folder, read_metrics(folder / "metrics.jsonl"))

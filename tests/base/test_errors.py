@@ -1,8 +1,15 @@
 """How programs end on each exception: what they print, and what they leave for torchrun's table."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from testkit.profiles import examples
+from testkit.programs import TIMEOUT_SECONDS
 
 from rlhfuse.base import errors
 from rlhfuse.base.errors import InputError, RewardError, Stopped, run_program
@@ -58,8 +65,60 @@ def test_ranks_say_once_that_the_run_has_stopped_or_was_given_bad_input(monkeypa
     waited = []
     monkeypatch.setattr(errors.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
-    assert ended(Stopped("stopped"), capsys) == (130, "") == ended(KeyboardInterrupt(), capsys)
-    assert ended(InputError("x"), capsys) == (2, "") and waited == [errors.RANK_0_FIRST_SECONDS]
+    of_ranks = {"prints": lambda what, seconds: False}
+    for error in (Stopped("stopped"), KeyboardInterrupt()):
+        assert ended(error, capsys, **of_ranks) == (130, "")
+    assert ended(InputError("x"), capsys, **of_ranks) == (2, "") and waited == [errors.RANK_0_FIRST_SECONDS]
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "0", errors.LAST_WORD: "launcher"}, {"RANK": "x"}])
+def test_a_program_that_is_no_rank_says_its_error_whatever_the_environment(monkeypatch, capsys, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert ended(InputError("x"), capsys) == (2, "error: x\n") and ended(Stopped("y"), capsys) == (130, "y\n")
+    with pytest.raises(ZeroDivisionError):
+        ended(ZeroDivisionError(), capsys)
+
+
+@examples(40)
+@given(st.integers(0, 300_000), st.text("ab \n", max_size=50))
+def test_a_message_of_any_length_keeps_its_beginning_and_its_fix(characters, other):
+    whole = f"a key={other}{'x' * characters} is none; set another"
+    line = errors._one_line(InputError(whole))
+    assert len(line) <= errors.MOST_CHARACTERS + 40 and "\n" not in line
+    assert line.startswith("a key=") and line.endswith("x is none; set another" if characters else "set another")
+    assert line == " ".join(whole.split()) or f"({len(' '.join(whole.split())) - errors.MOST_CHARACTERS}" in line
+
+
+WRITES = """
+import os, sys
+from rlhfuse.base.errors import InputError, run_program, say_at_once
+
+def main():
+    print("first", flush=True)
+    sys.stdin.readline()  # the reader has left
+    for number in range(20000):
+        print("line", number)
+    say_at_once("said")
+    print("err", file=sys.stderr)
+    open(sys.argv[1], "w").write("done")
+    if sys.argv[2] == "refused":
+        raise InputError("x")
+
+run_program(main)
+"""
+
+
+@pytest.mark.parametrize("how, code", [("well", 0), ("refused", 2)])
+def test_a_program_goes_on_when_the_reader_of_its_output_has_left(programs, tmp_path, how, code):
+    read, write = os.pipe()
+    words = [sys.executable, "-c", WRITES, str(tmp_path / "file"), how]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=write, stderr=write, text=True)
+    os.close(write)
+    with open(read) as reader:
+        assert reader.readline() == "first\n"
+    process.communicate("\n", timeout=TIMEOUT_SECONDS)
+    assert process.returncode == code and (tmp_path / "file").read_text() == "done"
 
 
 def test_a_program_may_leave_without_being_torn_down(programs):

@@ -1,10 +1,12 @@
 """Kernels are compiled by another process, once."""
 
+import errno
 import importlib
 import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import psutil
 import pytest
@@ -77,7 +79,10 @@ def test_a_compiler_ends_with_a_killed_parent(programs, kernel, tmp_path):
     eventually(lambda: not compilers[0].is_running() or compilers[0].status() == psutil.STATUS_ZOMBIE)
 
 
-def test_what_another_process_compiled_is_loaded(kernel, tmp_path, capfd):
+@pytest.mark.parametrize("locks", [True, False], ids=["locks", "a file system without locks"])
+def test_what_another_process_compiled_is_loaded(kernel, tmp_path, capfd, monkeypatch, locks):
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     said, progress = tmp_path / "said", []
     assert not is_cached(kernel)
     for _ in range(2):  # the second finds it

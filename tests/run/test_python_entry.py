@@ -105,7 +105,7 @@ def test_what_cannot_be_used_is_refused_before_a_process_starts(monkeypatch):
         rlhfuse.train({"trainer": {"iteration": 3}})
     with pytest.raises(InputError, match="nowhere.yaml does not exist"):
         rlhfuse.train("nowhere.yaml", reward=score)
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(InputError, match="rlhfuse.train starts its ranks itself"):
         rlhfuse.train({}, reward=score)
 

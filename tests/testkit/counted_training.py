@@ -11,6 +11,7 @@ import train_ppo
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.monitor.watchdog import Watchdog
+from rlhfuse.parallel.first_error import prints_error
 from testkit.machines import INTERFACE
 
 
@@ -35,4 +36,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_program(main, tear_down=False)
+    run_program(main, tear_down=False, prints=prints_error)

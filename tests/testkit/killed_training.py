@@ -23,6 +23,7 @@ import train_ppo
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.monitor.watchdog import Watchdog
+from rlhfuse.parallel.first_error import prints_error
 from rlhfuse.run.checkpoint import writer as checkpoint_writer
 from rlhfuse.run.checkpoint.writer import CheckpointWriter
 
@@ -109,4 +110,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_program(main, tear_down=False)
+    run_program(main, tear_down=False, prints=prints_error)

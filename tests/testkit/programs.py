@@ -207,7 +207,7 @@ def run_rank(variables: dict, arguments: list[str], log: Path) -> None:
         os.dup2(stream.fileno(), 2)
     os.environ.update({name: str(value) for name, value in variables.items()}, OMP_NUM_THREADS="1")
     sys.argv = ["killed_training.py", *arguments]
-    killed_training.run_program(killed_training.main)
+    killed_training.run_program(killed_training.main, prints=killed_training.prints_error)
 
 
 def ranks_of(launcher: int) -> dict[int, int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 rank, (what, folder) = int(os.environ["RANK"]), sys.argv[1:]
 assert os.environ["WORLD_SIZE"] == "2" and os.environ["OMP_NUM_THREADS"] == "1"
+assert os.environ["MASTER_ADDR"] == "127.0.0.1" and "PYTHONSAFEPATH" not in os.environ
 Path(folder, str(rank)).touch()
 while not Path(folder, "0").exists():
     time.sleep(0.02)
@@ -25,8 +26,9 @@ if what == "waits":
     def end(number, frame):
         Path(folder, f"{rank} got {signal.Signals(number).name}").touch()
         sys.exit(128 + number)
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(one, end)
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(one) is not signal.SIG_IGN:
+            signal.signal(one, end)
     Path(folder, f"{rank} is ready").touch()
     time.sleep(500)
 if rank == 1 and what == "told":
@@ -93,6 +95,21 @@ def test_a_signal_reaches_every_rank_once(start, tmp_path, capfd, number, code):
     assert start("waits") == code
     assert all((tmp_path / f"{rank} got {number.name}").exists() for rank in (0, 1))
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("ignored, first, then", [("SIGHUP", "SIGHUP", "SIGTERM"), ("SIGINT", "SIGINT", "SIGUSR1")])
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(start, tmp_path, ignored, first, then):
+    signal.signal(signal.Signals[ignored], signal.SIG_IGN)
+
+    def interrupt():
+        eventually(lambda: all((tmp_path / f"{rank} is ready").exists() for rank in (0, 1)))
+        os.kill(os.getpid(), signal.Signals[first])
+        assert signal.getsignal(signal.Signals[ignored]) is signal.SIG_IGN
+        os.kill(os.getpid(), signal.Signals[then])
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert start("waits") == 128 + signal.Signals[then]
+    assert not list(tmp_path.glob(f"* got {first}")) and len(list(tmp_path.glob(f"* got {then}"))) == 2
 
 
 @pytest.mark.parametrize("on_gpus, trial, bound", [(True, 0, "node"), (True, 1, None), (False, 0, None)])

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.launcher import module_command
 
 EXACT = {"megatron-core"}  # another version than ours is as good as none
 # What the program imports beside torch, numpy, numba, transformers, tokenizers, safetensors, pyarrow, matplotlib,
@@ -33,7 +34,7 @@ def download(folder: Path, python: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest", str(folder)]
+    command = module_command("pip", "download", "--quiet", "--disable-pip-version-check", "--dest", str(folder))
     command += ["--python-version", python, "--only-binary=:all:", "--implementation", "cp"]
     for platform in (*PLATFORMS, "manylinux2014_x86_64"):
         command += ["--platform", platform]
@@ -86,7 +87,7 @@ def install(folder: Path) -> Path:
         shutil.rmtree(target)
     target.mkdir()
     if files := lacking(wheels, packages_here()):
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+        command = module_command("pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile")
         command += ["--disable-pip-version-check", "--target", str(target), *map(str, files)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

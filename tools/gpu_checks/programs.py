@@ -92,10 +92,11 @@ def start(
         import train_ppo
 
         from rlhfuse.base.errors import run_program
+        from rlhfuse.parallel.first_error import prints_error
 
         before()
         sys.argv = ["train_ppo.py", *arguments]
-        run_program(train_ppo.main, tear_down=False)
+        run_program(train_ppo.main, tear_down=False, prints=prints_error)
 
     return fork_ranks(ranks, work, out.with_suffix(".log"), environment)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.launcher import module_command
 from rlhfuse.config.load import read_specs
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
@@ -76,7 +76,7 @@ def rehearse(
     with tempfile.TemporaryDirectory() as folder:
         asked, out = Path(folder) / "job.json", Path(folder) / "out.json"
         asked.write_text(json.dumps(job | {"plan": plan.to_text()}))
-        words = [sys.executable, "-m", "rehearsal.process", str(asked), str(out)]
+        words = module_command("rehearsal.process", str(asked), str(out))
         # kernels are to be launched, not interpreted
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         places = str(Path(__file__).parent.parent), environment.get("PYTHONPATH", "")

@@ -65,11 +65,12 @@ class Manifest:
 
     @staticmethod
     def parse(text: str, where: str) -> Manifest:
-        """Inverse of `to_text`. Raises InputError naming `where`. One of before has no digest."""
+        """Inverse of `to_text`. Raises InputError naming `where`."""
         raw = json_value(text, where, fix="use another checkpoint")
-        if isinstance(raw, dict) and raw.pop("digest", digest := _digest(raw)) != digest:
-            raise InputError(f"{where} is not as it was written: its digest is another one; use another checkpoint")
+        digest = raw.pop("digest", None) if isinstance(raw, dict) else None
         manifest = from_json(Manifest, raw, where, VERSION)
+        if digest != _digest(raw):
+            raise InputError(f"{where} is not as it was written: its digest is another one; use another checkpoint")
         if manifest.iteration < 0 or not manifest.files:
             wrong = f"iteration {manifest.iteration} of {len(manifest.files)} files"
         elif outside := [file.name for file in manifest.files if file.name != Path(file.name).name]:
@@ -102,16 +103,19 @@ class Checkpoint:
     def open(folder: Path) -> Checkpoint:
         """Read the manifest and hold every file against it. Raises InputError naming the file and what is wrong."""
         fix = "set trainer.resume to auto, never or a folder checkpoints/iteration-N"
-        if folder.name == "latest" and folder.is_file():
-            name = read_text(folder, fix).strip()
-            if not NAME.fullmatch(name):
-                raise InputError(f"{folder} names {name[:40]!r}, no checkpoint beside it; {fix}")
-            folder = folder.with_name(name)
-        if not (folder / MANIFEST).is_file():
-            raise InputError(f"{folder / MANIFEST} is missing: {folder} is no whole checkpoint; {fix}")
-        manifest = Manifest.parse(read_text(folder / MANIFEST, fix), str(folder / MANIFEST))
-        for facts in manifest.files:
-            facts.check(folder)
+        try:
+            if folder.name == "latest" and folder.is_file():
+                name = read_text(folder, fix).strip()
+                if not NAME.fullmatch(name):
+                    raise InputError(f"{folder} names {name[:40]!r}, no checkpoint beside it; {fix}")
+                folder = folder.with_name(name)
+            if not (folder / MANIFEST).is_file():
+                raise InputError(f"{folder / MANIFEST} is missing: {folder} is no whole checkpoint; {fix}")
+            manifest = Manifest.parse(read_text(folder / MANIFEST, fix), str(folder / MANIFEST))
+            for facts in manifest.files:
+                facts.check(folder)
+        except OSError as error:  # no permission, or the disk's
+            raise InputError(f"cannot read {error.filename or folder}: {error.strerror}; make it readable") from None
         return Checkpoint(folder, manifest)
 
     def open_reader(self) -> ShardReader:

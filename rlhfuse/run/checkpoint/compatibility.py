@@ -45,6 +45,11 @@ ORDER_KEYS = (
 )
 
 
+def new_run_from(where: str) -> str:
+    """What goes on with other settings than the checkpoint `where` was saved with."""
+    return f"begin another run from its weights: tools/convert_checkpoint.py {where} --out HF, actor.path=HF/actor"
+
+
 def shape_of(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a ModelSpec as a checkpoint has them; those that are younger than it have their defaults."""
     return {field.name: field.default for field in fields(ModelSpec) if field.default is not MISSING} | dict(stored)
@@ -84,7 +89,7 @@ class RunCompatibility:
         return RunCompatibility(**json.loads(json.dumps(asdict(facts))))
 
     def check(self, other: RunCompatibility, where: str) -> None:
-        """Raise InputError naming the first fact of the checkpoint `other` with which this run cannot go on."""
+        """Raise InputError naming facts of the checkpoint `other` with which this run cannot go on."""
         if other.models.keys() != self.models.keys():
             raise InputError(
                 f"{where} has the models {', '.join(sorted(other.models))}, this run {', '.join(sorted(self.models))}; "
@@ -100,15 +105,17 @@ class RunCompatibility:
             raise InputError(f"{where} was saved with another vocabulary; set actor.tokenizer to the tokenizer it had")
         defaults = RunConfig().leaves()  # of keys that a checkpoint is older than
         defaults = json.loads(json.dumps({key: value for key, value, _ in defaults}))
+        told = []
         idle = {key for key, needed in WITH_KEYS.items() if not self.settings.get(needed)}
         for key in sorted((self.settings.keys() | other.settings.keys()) - idle):
             mine, stored = self.settings.get(key), other.settings.get(key, defaults.get(key))
             if key in self.contents and key in other.contents:
                 if self.contents[key] != other.contents[key]:
-                    had = f"other contents of {key} ({stored})"
-                    raise InputError(f"{where} was saved with {had}; bring them back, or begin anew in another folder")
+                    told.append(f"other contents of {key} ({stored}); bring them back")
             elif mine not in (stored, [stored]):  # one function of a list was a text
-                raise InputError(f"{where} was saved with {key}={stored}, this run has {mine}; set {key}={stored}")
+                told.append(f"{key}={stored}, this run has {mine}; set {key}={stored}")
+        if told:
+            raise InputError(f"{where} was saved with {'; with '.join(told)}; or {new_run_from(where)}")
 
     def layout_diff(self, other: RunCompatibility) -> str:
         """How this run lies on its ranks otherwise than `other` did, '' where it does not."""

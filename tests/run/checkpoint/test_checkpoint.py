@@ -1,5 +1,6 @@
 """Runs go on from their checkpoints: one that was killed ends like one that was left alone, bad ones are refused."""
 
+import errno
 import json
 import re
 import shutil
@@ -19,11 +20,11 @@ from testkit.tiny import write_run
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config
 from rlhfuse.monitor.metrics import read_metrics
-from rlhfuse.run.checkpoint.checkpoint import Checkpoint, Manifest, RunState, checkpoints_in
+from rlhfuse.run.checkpoint.checkpoint import Checkpoint, Manifest, RunState, _digest, checkpoints_in
 from rlhfuse.run.checkpoint.compatibility import RunCompatibility, shape_of
 from rlhfuse.run.checkpoint.shard_files import FileFacts
 from rlhfuse.run.checkpoint.writer import rewind
-from rlhfuse.run.launch import start_line, train
+from rlhfuse.run.launch import ended_schedules, start_line, train
 from rlhfuse.run.preflight import check_inputs
 
 pytestmark = pytest.mark.timeout(1800)  # for the first one five trainings are started
@@ -32,10 +33,16 @@ pytestmark = pytest.mark.timeout(1800)  # for the first one five trainings are s
 
 
 def _changed(manifest, **changes):
-    """Its text as of a program before, which had no digest, with other values."""
+    """Its text with other values, and their digest."""
+    raw = json.loads(manifest.to_text()) | changes
+    del raw["digest"]
+    return json.dumps(raw | {"digest": _digest(raw)})
+
+
+def _without_digest(manifest):
     raw = json.loads(manifest.to_text())
     del raw["digest"]
-    return json.dumps(raw | changes)
+    return json.dumps(raw)
 
 
 def test_a_manifest_parses_back_and_one_that_was_changed_or_is_none_is_found_out():
@@ -52,6 +59,7 @@ def test_a_manifest_parses_back_and_one_that_was_changed_or_is_none_is_found_out
             (text.replace(was, now), "m is not as it was written: its digest is another one")
             for was, now in (('"kl_coef": 0.1', '"kl_coef": 0.2'), ('"metrics_bytes": 12', '"metrics_bytes": 11'))
         ),
+        (_without_digest(manifest), "m is not as it was written"),
         ("", "m: not valid JSON .*; use another checkpoint"),
         (_changed(manifest, iteration=-1), "m: iteration -1 of 1 files"),
         (_changed(manifest, files=[]), "m: iteration 3 of 0 files"),
@@ -227,6 +235,42 @@ def test_a_broken_rank_file_is_named_with_the_good_one_before(copy, damage):
     message = refused(config, run_dir)
     assert {"cut": "bytes", "flipped": "sha256", "missing": "is missing"}[damage] in message and str(file) in message
     assert message.endswith(f"set trainer.resume={run_dir / 'checkpoints' / 'iteration-2'}")
+
+
+@pytest.mark.parametrize("unreadable", ["rank-1.safetensors", "manifest.json"])
+def test_a_file_that_cannot_be_read_is_named_with_the_good_checkpoint_before(copy, monkeypatch, unreadable):
+    config, run_dir = copy
+    file = run_dir / "checkpoints" / "iteration-4" / unreadable
+    opened = open
+
+    def without_permission(path, *more, **how):
+        if str(path) == str(file):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *more, **how)
+
+    monkeypatch.setattr("builtins.open", without_permission)
+    message = refused(config, run_dir)
+    assert f"cannot read {file}" in message
+    assert message.endswith(f"set trainer.resume={run_dir / 'checkpoints' / 'iteration-2'}")
+
+
+def test_a_run_that_is_made_longer_than_its_schedule_is_told_so(copy):
+    def line(*overrides: str) -> str:
+        inputs = inputs_of(*copy)
+        settings = [f"actor.optim.{words}" for words in overrides]
+        changed = load_config(copy[0], ["trainer.iterations=6", *settings])
+        return "; ".join(ended_schedules(changed, str(inputs.resume.folder)))
+
+    for kind in ("linear", "cosine"):
+        decays = f"lr_scheduler_type={kind}", "lr_decay_iterations=4"
+        assert "actor is 0 from iteration 4 on" in line(*decays) and "convert_checkpoint" in line(*decays)
+        assert line(*decays, "min_lr_ratio=0.1") == line(f"lr_scheduler_type={kind}") == line() == ""
+
+
+def test_all_settings_that_changed_are_named_with_the_way_to_go_on(copy):
+    message = refused(*copy, "actor.optim.lr=0.5", "algorithm.kl_coef=0.25")
+    assert "this run has 0.5" in message and "this run has 0.25" in message
+    assert f"convert_checkpoint.py {copy[1]}/checkpoints/iteration-4" in message
 
 
 def test_a_missing_manifest_and_lost_lines_of_metrics(copy):
