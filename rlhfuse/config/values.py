@@ -124,6 +124,7 @@ Wait = Annotated[float, Field(gt=0, le=LONGEST_SECONDS), _REAL]
 Text = Annotated[str, AfterValidator(_not_missing)]
 Duration = Annotated[Text, AfterValidator(lambda text: seconds_of(text) and text)]
 PathText = Annotated[Text, AfterValidator(_possible_path)]  # a file or folder, or a name that may not be one
+ModelPath = Annotated[PathText, Field(strict=True)]  # not even a number, as nan is one of YAML's
 Name = Annotated[Text, Field(strict=True)]  # not even a number
 TokenId = Annotated[int, _WHOLE, AfterValidator(_not_negative)]
 Layout = Annotated[str, AfterValidator(_check_layout)]  # or AUTO, until planning/search has chosen one
