@@ -26,6 +26,16 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhfuse"
 
 
+def is_listed(path: str | Path) -> bool:
+    """Whether its folder has this name, be it of a link to nothing: then reading it says so. Raises InputError."""
+    try:
+        return bool(os.lstat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:  # a folder without permission, a name that the system cannot have
+        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {CHECK}") from None
+
+
 def open_file(path: str | Path, fix: str = CHECK) -> IO[bytes] | gzip.GzipFile:
     """The bytes of a file, unpacked where its name ends in .gz.
 
@@ -37,7 +47,8 @@ def open_file(path: str | Path, fix: str = CHECK) -> IO[bytes] | gzip.GzipFile:
         if not why:
             return gzip.open(path) if str(path).endswith(".gz") else open(path, "rb")
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist; {fix}") from None
+        told = f"is a link to {os.readlink(path)}, which does not exist" if os.path.islink(path) else "does not exist"
+        raise InputError(f"{path} {told}; {fix}") from None
     except (OSError, ValueError) as error:  # ValueError: a name that the system cannot have
         why = getattr(error, "strerror", None) or str(error)
     raise InputError(f"cannot read {path}: {why}; {fix}")

@@ -1,6 +1,7 @@
 """JSON files as values, read within limits: models that refuse what they do not know, in one line that says where.
 
-Files of this program hold what JSON allows, each key once. Those of others may hold NaN where nobody looks.
+Files of this program hold what JSON allows, each key once. Those of others may hold NaN where nobody looks, and a key
+twice with equal values.
 """
 
 from __future__ import annotations
@@ -64,8 +65,16 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
+def _each_key_with_one_value(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    for key, value in pairs if len(values) < len(pairs) else ():
+        if value != values[key]:
+            raise ValueError(f"the key {key!r:.40} is there twice, with {value!r:.40} and {values[key]!r:.40}")
+    return values
+
+
 _OWN = json.JSONDecoder(object_pairs_hook=_each_key_once, parse_int=_whole, parse_float=_real, parse_constant=_real)
-_OTHERS = json.JSONDecoder()
+_OTHERS = json.JSONDecoder(object_pairs_hook=_each_key_with_one_value)
 
 
 def _check_depth(value: Any) -> None:

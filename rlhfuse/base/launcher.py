@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -37,8 +38,9 @@ def begin_rank() -> None:
     """Prepare a rank, or a worker of a rank, before it imports what takes long to load; without a launcher nothing."""
     if "RANK" in os.environ:  # signals that come while modules load, some of which would ignore them, wait
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGUSR1])
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(os.getppid())
+    if not torchrun_is_parent() and multiprocessing.parent_process() is None:
+        return  # variables of another job
+    end_with_parent(os.getppid())
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # which was there before any rank
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:

@@ -237,4 +237,4 @@ def _limits(field: FieldInfo, fault: str) -> str:
 
 def read_specs(config: RunConfig) -> dict[Role, ModelSpec]:
     """The model spec of each role, from its folder's config.json. Raises InputError naming file and field."""
-    return {role: ModelSpec.from_config(getattr(config, role).path) for role in config.roles()}
+    return {role: ModelSpec.from_config(getattr(config, role).path, role) for role in config.roles()}

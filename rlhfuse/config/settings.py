@@ -27,6 +27,7 @@ from rlhfuse.config.values import (
     Functions,
     Layout,
     LayoutOrDefault,
+    ModelPath,
     Name,
     NonNegative,
     PathText,
@@ -73,13 +74,13 @@ class OptimizerConfig(Settings):
 
 
 class ActorConfig(Settings):
-    path: PathText = key("", "Hugging Face folder or hub name")
-    tokenizer: PathText = key("", "default: actor.path")
+    path: ModelPath = key("", "Hugging Face folder or hub name")
+    tokenizer: ModelPath = key("", "default: actor.path")
     optim: OptimizerConfig = OptimizerConfig()
 
 
 class CriticConfig(Settings):
-    path: PathText = key(
+    path: ModelPath = key(
         "",
         "Hugging Face folder or hub name; default: reward.path with its scalar head, else actor.path; "
         "a folder without one gets a value head that begins at 0",
@@ -91,13 +92,13 @@ class CriticConfig(Settings):
 
 
 class ReferenceConfig(Settings):
-    path: PathText = key(
+    path: ModelPath = key(
         "", "Hugging Face folder or hub name; default: actor.path; none = no reference, and then no KL"
     )
 
 
 class RewardConfig(Settings):
-    path: PathText = key("", "reward model, a scalar head: Hugging Face folder or hub name; empty = only the function")
+    path: ModelPath = key("", "reward model, a scalar head: Hugging Face folder or hub name; empty = only the function")
     function: Functions = key(
         (),
         "module:function or FILE.py:function, or a list of such, whose weighted scores are added; empty = only the "
@@ -145,8 +146,8 @@ class RolloutConfig(Settings):
     ignore_eos: Truth = key(False, "the model's end tokens do not end a response; the two keys above still do")
     # a temperature of 0 would be greedy: PPO samples its rollouts
     temperature: Float = key(1.0, "of sampling; 0.001 to 1000; log-probabilities are taken after it", ge=1e-3, le=1e3)
-    top_k: Count = key(0, "0 = off")
-    top_p: Float = key(1.0, "least probability mass that sampling keeps; 1 = off", gt=0, le=1)
+    top_k: Count = key(0, "tokens to sample from, and ties with the last of them; 0 = off")
+    top_p: Float = key(1.0, "least probability mass to sample from, ties with its last token too; 1 = off", gt=0, le=1)
     block_tokens: PositiveOrAuto = key(AUTO, "tokens in one KV block; auto: 16")
     kv_blocks_per_instance: Count = key(
         0, "0 = room for every sample of the instance at full length, as far as memory holds it"

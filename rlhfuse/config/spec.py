@@ -17,14 +17,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import is_listed
 from rlhfuse.base.json_values import LARGEST, JsonModel, parse_json, read_json
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.config_json import ARCHITECTURES, DEFAULTS, IMPLEMENTED, NOT_NULL, WITHOUT_EFFECT
+from rlhfuse.config.role import Role
 
 MOST_LAYERS = 10_000  # of a model
+MOST_REAL = 1e30  # of the rotary embedding's numbers, which float32 holds
 Size = Annotated[int, Field(ge=1, le=LARGEST)]
-ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3"}
-# Keys of config.json that change what a model computes, and the only value of each that is implemented.
-IMPLEMENTED = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1, "quantization_config": None}
+ROPE_DEFAULTS = {"rope_type": "default", "rope_theta": 10000.0}
+ROPE_BESIDE = ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")  # or in an object of rope's
+ROPE_KEYS = (*ROPE_BESIDE, "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor")
 BIASED = ("llama", "qwen3")  # where attention_bias adds one to query, key, value and output projection
 VOCAB_MULTIPLE = 64  # the padded vocabulary divides by every tensor degree up to this
 
@@ -96,17 +100,17 @@ class ModelSpec:
         return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
 
     @staticmethod
-    def from_config(path: str | Path) -> ModelSpec:
+    def from_config(path: str | Path, role: Role | None = None) -> ModelSpec:
         """Read `config.json` of a Hugging Face folder; the end tokens of its `generation_config.json` come first.
 
-        Raises InputError naming the file and the field.
+        Raises InputError naming the file and the field, also where the folder's model cannot be that of `role`.
         """
         file, generation = Path(path) / "config.json", Path(path) / "generation_config.json"
-        if not file.exists():
+        if not is_listed(file):
             raise InputError(f"{file} is missing: {path} is no Hugging Face model folder; give its path")
-        raw, said = (_read(source) if source.exists() else {} for source in (file, generation))
+        raw, said = (_read(source) if is_listed(source) else {} for source in (file, generation))
         ends = said.get("eos_token_id")
-        return _from_config_dict(raw if ends is None else raw | {"eos_token_id": ends}, str(file))
+        return _from_config_dict(raw if ends is None else raw | {"eos_token_id": ends}, str(file), role)
 
     def check_layout(self, layout: ParallelLayout, task: str) -> None:
         """Raise InputError with the division that fails when the model cannot be cut this way."""
@@ -129,7 +133,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 class _ConfigJson(JsonModel, extra="ignore"):
-    """What is read of config.json; null stands for what is not said."""
+    """What is read of config.json, with the defaults of its family."""
 
     num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     hidden_size: Size
@@ -137,97 +141,167 @@ class _ConfigJson(JsonModel, extra="ignore"):
     intermediate_size: Size
     vocab_size: Size
     max_position_embeddings: Size
-    num_key_value_heads: Size | None = None
+    tie_word_embeddings: bool
+    rms_norm_eps: Annotated[float, Field(gt=0, le=1)]
+    num_key_value_heads: Size | None
+    bos_token_id: int | None
     head_dim: Size | None = None
-    sliding_window: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
-    use_sliding_window: bool | None = None
-    tie_word_embeddings: bool | None = None
-    attention_bias: bool | None = None
-    mlp_bias: bool | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: Size | None = None
+    use_sliding_window: bool = False
+    max_window_layers: Annotated[int, Field(ge=0, le=LARGEST)] = 0
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    original_max_position_embeddings: Size | None = None
     rope_theta: Annotated[float, Field(gt=0)] | None = None
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
-    rms_norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-6
-    bos_token_id: int | None = None
+    architectures: list[str] | None = None
+    id2label: dict[str, Any] | None = None
+    num_labels: int | None = None
 
 
-def _from_config_dict(raw: dict, where: str) -> ModelSpec:
+READ = _ConfigJson.model_fields.keys() | {"model_type", "eos_token_id"}
+
+
+def _from_config_dict(raw: dict, where: str, role: Role | None) -> ModelSpec:
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise InputError(f"{where}: model_type {kind!r} is not supported; use one of {', '.join(ARCHITECTURES)}")
-
-    form = parse_json(_ConfigJson, raw, where)
-    heads, context = form.num_attention_heads, form.max_position_embeddings
-    kv_heads = form.num_key_value_heads or heads
-    if heads % kv_heads or heads > form.hidden_size and form.head_dim is None:
-        shares = f"num_key_value_heads={kv_heads} must divide it, hidden_size={form.hidden_size} be no less"
-        raise InputError(f"{where}: num_attention_heads={heads}: {shares}")
-    window = _sliding_window(raw, kind) or context
-    rope = form.rope_parameters or {}
-    scaling = form.rope_scaling or rope
-    ends = raw.get("eos_token_id")
+    own = DEFAULTS[kind]
+    form = parse_json(_ConfigJson, own | {key: raw[key] for key in raw if raw[key] is not None or key in own}, where)
+    _check_keys(raw, kind, where)
+    if role is not None:
+        _check_role(form, kind, role, where)
+    heads, context, window = form.num_attention_heads, form.max_position_embeddings, _sliding_window(form, kind, where)
+    kv_heads, head_dim = form.num_key_value_heads or heads, form.head_dim or form.hidden_size // heads
+    if heads % kv_heads:
+        said = f"num_key_value_heads={kv_heads}{'' if 'num_key_value_heads' in raw else f', the default of {kind},'}"
+        raise InputError(f"{where}: num_attention_heads={heads}: {said} must divide it")
+    if head_dim < 1 or kind == "llama" and form.hidden_size % heads:
+        raise InputError(f"{where}: num_attention_heads={heads} must divide hidden_size={form.hidden_size}")
+    if head_dim % 2:
+        raise InputError(f"{where}: head_dim={head_dim} is odd, rotary embeddings need pairs; give an even one")
+    theta, scaling = _rope(form, raw, kind, where)
+    ends = raw.get("eos_token_id", own["eos_token_id"] if (own["eos_token_id"] or 0) < form.vocab_size else None)
     ends = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
     if wrong := [token for token in ends if type(token) is not int or not 0 <= token < form.vocab_size]:
         ids = f"an id in [0, {form.vocab_size})"
-        raise InputError(f"{where}, generation_config.json: eos_token_id {wrong[0]!r} is not {ids}")
-    _check_implemented(raw | scaling, kind, where)
-    biased = kind in BIASED and bool(form.attention_bias)
+        raise InputError(f"{where}, generation_config.json: eos_token_id {wrong[0]!r:.40} is not {ids}")
+    biased = kind in BIASED and form.attention_bias
     return ModelSpec(
         architecture=kind,
         layers=form.num_hidden_layers,
         hidden=form.hidden_size,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=form.head_dim or form.hidden_size // heads,
+        head_dim=head_dim,
         mlp=form.intermediate_size,
         vocab=form.vocab_size,
-        context=min(context, window),
-        tied_embeddings=bool(form.tie_word_embeddings),
+        context=min(context, window or context),
+        tied_embeddings=form.tie_word_embeddings,
         qkv_bias=kind == "qwen2" or biased,
         proj_bias=biased,
         qk_norm=kind == "qwen3",
-        rope_theta=form.rope_theta or _number(rope, "rope_theta", where, 10000.0),
-        rope_scaling=_rope_scaling(scaling, where),
+        rope_theta=theta,
+        rope_scaling=scaling,
         norm_eps=form.rms_norm_eps,
-        sliding_window=window < context,
+        sliding_window=window is not None and window < context,
         bos_token_id=form.bos_token_id,
         eos_token_ids=ends,
     )
 
 
-def _check_implemented(raw: dict, kind: str, where: str) -> None:
+def _check_keys(raw: dict, kind: str, where: str) -> None:
+    """Every key is read, has no effect, or has the one value that is implemented."""
     only = IMPLEMENTED if kind in (*BIASED, "qwen2") else IMPLEMENTED | {"attention_bias": False}
-    for key, value in only.items():  # qwen2 has its biases whatever the key says
-        if raw.get(key, value) not in (value, None):
-            raise InputError(
-                f"{where}: {key}={shorten(json.dumps(raw[key]), 60)} is not supported; only {json.dumps(value)} is"
-            )
+    for key, value in raw.items():
+        told = f"{where}: {key}={shorten(json.dumps(value), 60)}"
+        if value is None and kind in NOT_NULL.get(key, ()):
+            raise InputError(f"{told} stands for nothing in a {kind} model; give a value, or remove it")
+        if key in only and value not in (only[key], None):  # qwen2 has its biases whatever the key says
+            raise InputError(f"{told} is not supported; only {json.dumps(only[key])} is")
+        if value is not None and not (key in READ or key in only or key in WITHOUT_EFFECT or key.startswith("_")):
+            raise InputError(f"{told}: this key is not known; remove it if a {kind} model is the same without it")
 
 
-def _sliding_window(raw: dict, kind: str) -> int | None:
-    """Tokens that a layer looks back on; None: on all. Defaults are those of transformers."""
-    slides = kind in ("mistral", "phi3") or kind.startswith("qwen") and raw.get("use_sliding_window")
-    return raw.get("sliding_window", None if kind == "phi3" else 4096) if slides else None
+def _check_role(form: _ConfigJson, kind: str, role: Role, where: str) -> None:
+    """`architectures` and labels must be of a model that has the role's head."""
+    heads = ["ForSequenceClassification"] if role.scalar_head else ["ForCausalLM"]
+    usable = [ARCHITECTURES[kind] + head for head in (*heads, *["ForCausalLM"] * role.fresh_head)]
+    given, labels = form.architectures or [], form.num_labels if form.id2label is None else len(form.id2label)
+    if given and not set(given) & set(usable):
+        told = f"architectures {shorten(', '.join(given), 100)} cannot be {role}.path"
+        trained = ", as tools/train_reward.py trains" if role is Role.REWARD else ""
+        raise InputError(f"{where}: {told}; use a {' or '.join(usable)}{trained}")
+    if role.scalar_head and usable[0] in given and labels not in (1, None):
+        raise InputError(f"{where}: the model gives {labels} labels, but {role}.path must give one number; use another")
 
 
-def _number(raw: dict, name: str, where: str, default: float | None = None) -> float:
-    value = raw.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
-        raise InputError(f"{where} has {name} {value!r:.40}; a number in (0, {LARGEST}] is needed")
+def _sliding_window(form: _ConfigJson, kind: str, where: str) -> int | None:
+    """Tokens that some layer looks back on; None: all layers look on all."""
+    types, layers, qwen = form.layer_types or [], form.num_hidden_layers, kind.startswith("qwen")
+    window = None if kind == "llama" or qwen and not form.use_sliding_window else form.sliding_window
+    if types and len(types) != layers or "sliding_attention" in types and not (qwen and window):
+        told = f"layer_types {shorten(json.dumps(types), 60)}, with {layers} layers and window {window}"
+        raise InputError(f"{where}: a {kind} model cannot have {told}; remove it, or give it a value for each layer")
+    full = "sliding_attention" not in types if types else form.max_window_layers >= layers
+    return None if qwen and full else window
+
+
+def _number(rope: dict, name: str, where: str) -> float:
+    value = rope[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_REAL:
+        raise InputError(f"{where} has {name} {value!r:.40}; a number in (0, {MOST_REAL:g}] is needed")
     return float(value)
 
 
-def _rope_scaling(raw: dict, where: str) -> RopeScaling | None:
-    kind = raw.get("rope_type", raw.get("type", "default"))
-    number = partial(_number, raw, where=f"{where}: rope scaling {kind!r}")
+def _say_once(one: dict, other: dict, there: str, where: str) -> None:
+    """Raise InputError where two statements about the rotary embedding differ, the `other` one `there`."""
+    for key in sorted(one.keys() & other.keys()):
+        if one[key] != other[key]:
+            both = f"{shorten(repr(one[key]), 60)} and, {there}, {shorten(repr(other[key]), 60)}"
+            raise InputError(f"{where}: {key} is {both}; remove the wrong one")
+
+
+def _rope(form: _ConfigJson, raw: dict, kind: str, where: str) -> tuple[float, RopeScaling | None]:
+    """theta and scaling, which config.json may say in one or two objects and beside them."""
+    beside = {key: raw[key] for key in ROPE_BESIDE if raw.get(key) is not None}
+    said = []
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = getattr(form, name) or {}
+        if unknown := [key for key in rope if key not in ROPE_KEYS and rope[key] is not None]:
+            raise InputError(f"{where}: {name} has {unknown[0]!r:.40}, which is not known; {', '.join(ROPE_KEYS)} are")
+        old = {"rope_type": rope["type"]} if "type" in rope else {}
+        _say_once(beside | old, rope, f"in {name}", where)
+        if rope:
+            said.append(dict.fromkeys(ROPE_KEYS) | ROPE_DEFAULTS | beside | old | rope | {"type": None})
+    _say_once(said[0], said[-1], "in rope_parameters beside rope_scaling", where) if said else None
+    rope = said[0] if said else dict.fromkeys(ROPE_KEYS) | ROPE_DEFAULTS | beside
+    if rope["partial_rotary_factor"] not in (None, only := IMPLEMENTED["partial_rotary_factor"]):
+        wrong = f"partial_rotary_factor={rope['partial_rotary_factor']!r:.40}"
+        raise InputError(f"{where}: {wrong} is not supported; only {only} is")
+    if rope["original_max_position_embeddings"] is None:
+        rope["original_max_position_embeddings"] = form.max_position_embeddings
+    return _number(rope, "rope_theta", where), _rope_scaling(rope, kind, where)
+
+
+def _rope_scaling(rope: dict, family: str, where: str) -> RopeScaling | None:
+    kind = rope["rope_type"]
+    number = partial(_number, rope, where=f"{where}: rope scaling {kind!r}")
     if kind == "default":
         return None
-    if kind == "linear":
+    if kind == "linear" and family != "phi3":
         return RopeScaling("linear", number("factor"))
-    if kind == "llama3":
+    if kind == "llama3" and family != "phi3":
         low, high = number("low_freq_factor"), number("high_freq_factor")
-        return RopeScaling("llama3", number("factor"), low, high, int(number("original_max_position_embeddings")))
-    raise InputError(f"{where}: rope scaling {kind!r} is not supported; default, linear and llama3 are")
+        before = number("original_max_position_embeddings")
+        if not low < high or before != int(before):
+            told = f"low_freq_factor {low:g}, high_freq_factor {high:g} and {before:g} original tokens"
+            raise InputError(f"{where}: rope scaling 'llama3' has {told}; low < high and a whole number are needed")
+        return RopeScaling("llama3", number("factor"), low, high, int(before))
+    kinds = "default is" if family == "phi3" else "default, linear and llama3 are"
+    raise InputError(f"{where}: rope scaling {kind!r:.40} is not supported; {kinds}")
 
 
 @dataclass(frozen=True)

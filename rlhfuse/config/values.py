@@ -130,6 +130,7 @@ Functions = Annotated[  # one may stand without brackets
     BeforeValidator(lambda given: [*filter(None, [given])] if isinstance(given, str) else given),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
+ModelPath = Annotated[PathText, Field(strict=True)]  # not even a number, as nan is one of YAML's
 Name = Annotated[Text, Field(strict=True)]  # not even a number
 TokenId = Annotated[int, _WHOLE, AfterValidator(_not_negative)]
 Layout = Annotated[str, AfterValidator(_check_layout)]  # or AUTO, until planning/search has chosen one

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.base.power_of_two import table_rows
 from rlhfuse.config.spec import CPU, GPU, HardwareSpec, ModelSpec
 from rlhfuse.config.values import Recompute
 
@@ -178,8 +179,8 @@ class ModelMemory(ABC):
         return 0.0
 
     def rotation_bytes(self, tokens: float) -> float:
-        """Memory that stays for cosines and sines of so many positions."""
-        return 0.0
+        """Memory that stays for cosines and sines, in float32, of so many positions."""
+        return table_rows(int(tokens)) * self.spec.head_dim * 4
 
 
 class CpuMemory(ModelMemory):
@@ -313,10 +314,6 @@ class GpuMemory(ModelMemory):
     def gathering_bytes(self, tokens: float) -> float:
         """Megatron's buffer."""
         return tokens * self.spec.hidden * self.element_bytes if self.cuts_tokens else 0.0
-
-    def rotation_bytes(self, tokens: float) -> float:
-        """In float32."""
-        return tokens * self.spec.head_dim * 4
 
 
 def memory_on(hardware: HardwareSpec) -> type[ModelMemory]:

@@ -66,9 +66,7 @@ class Engine:
         self.spec, self.options, self.dtype = spec, options, dtype
         self.device = torch.device(device)
         self.forward, self.lines = choose_forward(spec, options, self.device, dtype, tp_group)
-        self.scheduler = Scheduler(
-            BlockManager(options.num_blocks, options.block_tokens), options.max_sequences, options.max_batched_tokens
-        )
+        self.scheduler = self._new_scheduler()
         self._sequences: dict[int, Sequence] = {}  # unfinished, by sample id
         self.parked: dict[int, Sequence] = {}  # those of them at the end of a turn, which have no row and no blocks
         self._block_shape = BlockShape(
@@ -116,10 +114,12 @@ class Engine:
     ) -> list[GenerationResult]:
         """Complete prompts of token ids, in order. `params` is one for all, or one each; noise depends on sample ids.
 
-        Raises InputError, and adds nothing, if any prompt cannot be served, or has turns.
+        Raises InputError, and adds nothing, if any prompt cannot be served, or has turns. After another exception, such
+        as Ctrl-C's, the engine is idle.
         """
         if self.samples or self.has_unfinished():
-            raise InputError(f"generate() needs an idle engine; {len(self._sequences)} samples are unfinished")
+            told = f"generate() needs an idle engine; {len(self._sequences)} samples are unfinished"
+            raise InputError(f"{told}: step() until has_unfinished() is False, or abort() each of sample_ids")
         prompts = [list(prompt) for prompt in prompts]
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         ids = list(range(len(prompts))) if sample_ids is None else list(sample_ids)
@@ -129,11 +129,19 @@ class Engine:
             raise InputError("sample_ids holds one id twice; ids must differ")
         if any(own.turns for own in each):
             raise InputError("turns=True: generate() observes nothing; use add(), step(), observe() and close()")
-        for seq in [self._sequence(*item) for item in zip(ids, prompts, each)]:  # all are checked before any enters
-            self._add(seq)
+        sequences = [self._sequence(*item) for item in zip(ids, prompts, each)]  # all are checked before any enters
         finished: dict[int, GenerationResult] = {}
-        while self.has_unfinished():
-            finished |= {result.sample_id: result for result in self.step()}
+        try:
+            for seq in sequences:
+                self._add(seq)
+            while self.has_unfinished():
+                finished |= {result.sample_id: result for result in self.step()}
+        except BaseException:  # as of Ctrl-C: nobody asks for the rest, and a step may have been left anywhere
+            self.scheduler = self.loop.scheduler = self._new_scheduler()
+            self.loop.in_flight, self.loop.guesser, self._ended = None, self.new_guesser(), []
+            self._sequences.clear()
+            self.parked.clear()
+            raise
         return [finished[sample_id] for sample_id in ids]
 
     def add(self, sample_id: int, prompt: Iterable[int], params: SamplingParams) -> None:
@@ -347,6 +355,11 @@ class Engine:
 
     def _settle(self) -> None:
         self._ended += self.loop.settle()
+
+    def _new_scheduler(self) -> Scheduler:
+        options = self.options
+        blocks = BlockManager(options.num_blocks, options.block_tokens)
+        return Scheduler(blocks, options.max_sequences, options.max_batched_tokens)
 
     def _new_cache(self) -> KVCache:
         """An empty cache of this rank's KV heads, in the layout that its kernels read."""

@@ -11,14 +11,17 @@ from functools import partial
 from os.path import commonprefix
 from pathlib import Path
 
+from rlhfuse.base.files import is_listed, open_file
+
 _SLACK = 8  # characters at the start of the window that the cut in front of it may have changed
 
 
 def read_tokenizer(folder: Path) -> Callable[[list[int]], str] | None:
     """Token ids to text with the folder's tokenizer.json; None where there is no such file."""
     file = folder / "tokenizer.json"
-    if not file.exists():
+    if not is_listed(file):
         return None
+    open_file(file).close()
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))

@@ -17,11 +17,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import is_listed, open_file
 from rlhfuse.base.json_values import JsonModel, parse_json, read_json
 from rlhfuse.config.layer_weights import layer_weights
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.models.hf_names import JOINED, LM_HEAD, SCALAR_HEAD, expected_tensors, joined, layer_shapes
+from rlhfuse.config.values import LONGEST_NAME
+from rlhfuse.models.hf_names import EMBEDDING, JOINED, LM_HEAD, SCALAR_HEAD, expected_tensors, joined, layer_shapes
 
+HUB_FILES = ["*.json", "*.safetensors", "*.model*", "*.txt", "*.jinja", "*.tiktoken", "*.spm", "*.codes", "LICENSE*"]
+SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -30,13 +34,13 @@ def resolve_checkpoint(name: str, key: str) -> Path:
     path = Path(name)
     if path.is_dir():
         return path
-    if path.exists() or name.startswith((".", "/")) or name.count("/") > 1:
+    if is_listed(path) or name.startswith((".", "/")) or name.count("/") > 1:
         raise InputError(f"{key}={name} is no folder; give a Hugging Face model folder or hub name")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"{key}={name} is no folder and no hub model that can be fetched: {reason}") from None
@@ -58,32 +62,76 @@ class _IndexJson(JsonModel, extra="ignore"):
 
 
 def checkpoint_index(path: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the folder, from its files' headers alone. Raises InputError for a missing or broken file."""
-    listing = path / "model.safetensors.index.json"
-    if listing.exists():
-        again = "download the checkpoint again"
-        names = set(parse_json(_IndexJson, read_json(listing, own=False, fix=again), str(listing)).weight_map.values())
-        if outside := [name for name in names if Path(name).name != name]:
-            raise InputError(f"{listing} names {outside[0]!r}, which is no file of the folder; {again}")
-        files = sorted(path / name for name in names)
-    else:
-        files = [path / "model.safetensors"]
-    index: dict[str, TensorEntry] = {}
-    for file in files:
-        opened = _open(file)
-        for name in opened.keys():
-            view = opened.get_slice(name)
-            index[name] = TensorEntry(file, name, tuple(view.get_shape()), view.get_dtype())
-    return index
+    """Every tensor of the folder, from its files' headers alone, as transformers finds them: a model.safetensors comes
+    before an index, of its files the last. Raises InputError for a missing or broken file."""
+    single, shards = path / SINGLE, _listed_shards(path)
+    files = shards if shards and not is_listed(single) else [single]
+    return {entry.name: entry for file in files for entry in _entries(file)}
+
+
+def _listed_shards(path: Path) -> list[Path]:
+    """Files that the folder's index names; none without one."""
+    listing = path / f"{SINGLE}.index.json"
+    if not is_listed(listing):
+        return []
+    again = "download the checkpoint again"
+    names = set(parse_json(_IndexJson, read_json(listing, own=False, fix=again), str(listing)).weight_map.values())
+    if outside := [
+        name for name in names if Path(name).name != name or "\0" in name or len(name.encode()) > LONGEST_NAME
+    ]:
+        raise InputError(f"{listing} names {outside[0]!r:.80}, which is no file of the folder; {again}")
+    return sorted(path / name for name in names)
+
+
+def _entries(file: Path) -> list[TensorEntry]:
+    opened = _open(file)
+    views = {name: opened.get_slice(name) for name in opened.keys()}
+    return [TensorEntry(file, name, tuple(view.get_shape()), view.get_dtype()) for name, view in views.items()]
 
 
 def _open(file: Path) -> Any:
-    if not file.exists():
+    if not is_listed(file):
         raise InputError(f"{file} is missing: the checkpoint is incomplete (safetensors are needed); fetch it again")
+    open_file(file, "fetch it again").close()
     try:
         return safe_open(str(file), framework="pt")
     except (SafetensorError, OSError) as error:
         raise InputError(f"{file} is half-written or no safetensors file ({error}); fetch it again") from None
+
+
+def _model_index(path: Path, spec: ModelSpec) -> dict[str, TensorEntry]:
+    """`checkpoint_index`, where a tied model may have its embedding under the name of the output layer."""
+    index = checkpoint_index(path)
+    if spec.tied_embeddings and LM_HEAD in index:
+        index.setdefault(EMBEDDING, index[LM_HEAD])
+    return index
+
+
+def _check_said_twice(path: Path, tied: bool) -> None:
+    """Raise InputError where the folder has two values of one weight: in two files, or of a tied output layer."""
+    index = checkpoint_index(path)
+    again = [entry for file in _listed_shards(path) if is_listed(file) for entry in _entries(file)]
+    pairs = [(entry, index.get(entry.name, entry), "remove the wrong one") for entry in again]
+    if tied and index.keys() >= {LM_HEAD, EMBEDDING}:
+        fix = "the two are tied by config.json; set tie_word_embeddings=false there, or remove the wrong one"
+        pairs.append((index[LM_HEAD], index[EMBEDDING], fix))
+    for one, other, fix in pairs:
+        if one != other and (difference := _difference(one, other)):
+            raise InputError(f"{path}: {difference}; {fix}")
+
+
+def _difference(one: TensorEntry, other: TensorEntry) -> str:
+    """Where two entries that should be equal differ, with both values."""
+    values = [_open(entry.file).get_tensor(entry.name).float() for entry in (one, other)]
+    names = [f"{entry.name} of {entry.file.name}" for entry in (one, other)]
+    if values[0].shape != values[1].shape:
+        return f"{names[0]} has shape {list(one.shape)}, {names[1]} has {list(other.shape)}"
+    unequal = values[0] != values[1]
+    if not unequal.any():
+        return ""
+    at = unequal.nonzero()[0].tolist()
+    first, second = (float(value[tuple(at)]) for value in values)
+    return f"{names[0]} at {at} is {first:.6g}, {names[1]} is {second:.6g}"
 
 
 def _separate(index: dict[str, TensorEntry], spec: ModelSpec) -> dict[str, TensorEntry]:
@@ -108,11 +156,13 @@ def has_scalar_head(path: Path) -> bool:
 def check_checkpoint(path: Path, spec: ModelSpec, scalar_head: bool, fresh_head: bool = False) -> None:
     """Raise InputError unless exactly the tensors that config.json says are there; a `fresh_head` may be missing.
 
-    The embedding of a language model's output may be there where another head or a tied one is read.
+    The embedding of a language model's output may be there where another head is read, or where it is tied and equal.
     """
-    index, expected = checkpoint_index(path), expected_tensors(spec, scalar_head)
+    if is_listed(adapter := path / "adapter_config.json"):
+        raise InputError(f"{adapter}: adapters are not read; merge it into the weights, or remove it")
+    index, expected = _model_index(path, spec), expected_tensors(spec, scalar_head)
     for name in sorted(index.keys() - expected.keys()):
-        if not (name.endswith("rotary_emb.inv_freq") or name == LM_HEAD):  # computed; tied or not read by this head
+        if not (name.endswith("rotary_emb.inv_freq") or name == LM_HEAD):  # computed; equal or not read by this head
             raise InputError(
                 f"{path}: nothing reads the tensor {name}: a {spec.architecture} model has none; use a "
                 "checkpoint of a supported model"
@@ -124,9 +174,11 @@ def check_checkpoint(path: Path, spec: ModelSpec, scalar_head: bool, fresh_head:
             fix = "train one with tools/train_reward.py" if name == SCALAR_HEAD else "fetch the checkpoint again"
             raise InputError(f"{path} has no tensor {name}; {fix}")
         if index[name].shape != shape:
-            raise InputError(f"{path}: {name} has shape {list(index[name].shape)}, config.json says {list(shape)}")
+            wanted = f"config.json, with the defaults of {spec.architecture}, makes it {list(shape)}"
+            raise InputError(f"{path}: {name} has shape {list(index[name].shape)}, {wanted}; use the model's own")
         if index[name].dtype not in DTYPES:
             raise InputError(f"{path}: {name} is stored as {index[name].dtype}; F32, BF16 and F16 can be read")
+    _check_said_twice(path, spec.tied_embeddings and not scalar_head)
 
 
 class _Reader:
@@ -134,7 +186,7 @@ class _Reader:
 
     def __init__(self, path: Path, spec: ModelSpec, dtype: torch.dtype, progress: Callable[[str], None]) -> None:
         self._progress = progress
-        self.index = _separate(checkpoint_index(path), spec)
+        self.index = _separate(_model_index(path, spec), spec)
         self.files = {file: _open(file) for file in {entry.file for entry in self.index.values()}}
         self.dtype = dtype
 
@@ -221,7 +273,7 @@ def _layer(read: _Reader, spec: ModelSpec, hf: str, ours: str, tp_rank: int, tp_
 
 def hf_tensors(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool) -> Iterator[tuple[str, Tensor]]:
     """Inverse of `load_weights` for a whole model: (Hugging Face name, tensor) one by one, padding stripped."""
-    yield "model.embed_tokens.weight", weights["embedding.word_embeddings.weight"][: spec.vocab]
+    yield EMBEDDING, weights["embedding.word_embeddings.weight"][: spec.vocab]
     for layer in range(spec.layers):
         hf = f"model.layers.{layer}."
         yield from joined(spec, hf, _hf_layer(weights, spec, hf, f"decoder.layers.{layer}."), torch.cat).items()

@@ -18,21 +18,38 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhfuse.base.errors import writing
-from rlhfuse.base.files import output_folder
+from rlhfuse.base.errors import InputError, writing
+from rlhfuse.base.files import is_listed, open_file, output_folder
 from rlhfuse.base.json_values import read_json
+from rlhfuse.config.config_json import ARCHITECTURES
 
 EXPORT_BYTES = 5 << 30  # of one weight file
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
+GENERATION = "generation_config.json"
+TEMPLATES = "additional_chat_templates"
+# Of a model folder, what no tokenizer or template is: weights in any format, what a run of training left, the card.
+NOT_CARRIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+NOT_CARRIED += (".ot", ".npz", ".md", ".py", ".log", ".jsonl", ".parquet", ".arrow", ".csv", ".yaml", ".gz")
+NOT_CARRIED += ("trainer_state.json", "_results.json")
+
+
+def carried_files(folder: Path) -> list[Path]:
+    """Files of a model folder beside weights, config.json and generation_config.json: tokenizer, templates, licence.
+
+    By their names. Raises InputError where the folder, or one of them, cannot be read.
+    """
+    try:
+        found = [*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]
+    except OSError as error:
+        raise InputError(f"cannot read {folder}: {error.strerror}; make it readable") from None
+    files = [
+        file
+        for file in sorted(found)
+        if not (file.is_dir() or file.name.startswith(".") or file.name.endswith(NOT_CARRIED))
+        if file.name not in ("config.json", GENERATION)
+    ]
+    for file in files:
+        open_file(file, "make it readable, or download it again").close()
+    return files
 
 
 def export_checkpoint(
@@ -86,15 +103,18 @@ def write_folder(
         if key in config:
             config[key] = str(dtype).removeprefix("torch.")
     if scalar_head:
-        names = config.get("architectures", [])
-        config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
-        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        kept = {key: config[key] for key in config if key not in ("num_labels", "problem_type")}
+        architecture = f"{ARCHITECTURES[config['model_type']]}ForSequenceClassification"
+        config = kept | {"architectures": [architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     with writing(folder / "config.json"):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for source, names in ((like, ("generation_config.json",)), (tokenizer or like, TOKENIZER_FILES)):
-        for name in filter(lambda name: (source / name).exists(), names):
-            with writing(folder / name):
-                shutil.copyfile(source / name, folder / name)
+    own = [like / GENERATION] if is_listed(like / GENERATION) else []
+    source = tokenizer or like
+    for file, at in [(file, like) for file in own] + [(file, source) for file in carried_files(source)]:
+        target = folder / file.relative_to(at)
+        with writing(target):
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
 
 
 def _write_weights(

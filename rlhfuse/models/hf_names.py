@@ -8,7 +8,7 @@ from typing import TypeVar
 from rlhfuse.config.layer_weights import layer_weights
 from rlhfuse.config.spec import ModelSpec
 
-SCALAR_HEAD, LM_HEAD = "score.weight", "lm_head.weight"
+SCALAR_HEAD, LM_HEAD, EMBEDDING = "score.weight", "lm_head.weight", "model.embed_tokens.weight"
 JOINED = {  # by architecture: names in a layer of tensors that hold several, one after another
     "phi3": {
         "self_attn.qkv_proj.weight": [f"self_attn.{n}_proj.weight" for n in "qkv"],
@@ -25,7 +25,7 @@ def layer_shapes(spec: ModelSpec, prefix: str) -> dict[str, tuple[int, ...]]:
 
 def expected_tensors(spec: ModelSpec, scalar_head: bool) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every tensor that a model of this shape must have."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab, spec.hidden)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab, spec.hidden)}
     for layer in range(spec.layers):
         prefix = f"model.layers.{layer}."
         shapes |= joined(

@@ -20,11 +20,13 @@ from typing import Any
 from jinja2 import Environment, TemplateSyntaxError
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import is_listed
 from rlhfuse.base.json_values import read_json
 from rlhfuse.config.load import shortened
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RolloutConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.models.hf_folder import carried_files
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SPECIAL = ("bos_token", "eos_token", "unk_token")  # padding is never fed
@@ -38,7 +40,7 @@ _FIX = "all models read the same tokens, so take one with the actor's tokenizer"
 
 
 def has_tokenizer(path: Path) -> bool:
-    return any((path / name).exists() for name in FILES)
+    return any(is_listed(path / name) for name in FILES)
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -48,7 +50,8 @@ def read_tokenizer(path: Path) -> Any:
 
     if not has_tokenizer(path):
         raise InputError(f"{path} has no tokenizer files; set actor.tokenizer to a folder that has them")
-    said = read_json(file, own=False) if (file := path / "tokenizer_config.json").exists() else {}
+    carried_files(path)  # of which one that cannot be read would be passed over
+    said = read_json(file, own=False) if is_listed(file := path / "tokenizer_config.json") else {}
     if isinstance(said, dict) and said.get("auto_map"):
         fix = "take another, or remove auto_map where a tokenizer of transformers reads its files"
         raise InputError(f"{file}: auto_map asks to run code of the folder, which is not done; {fix}")

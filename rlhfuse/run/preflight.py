@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import is_listed
 from rlhfuse.base.json_values import LARGEST
 from rlhfuse.config.auto_layouts import inference_layout, searched_keys
 from rlhfuse.config.device_defaults import is_for_gpus
@@ -235,7 +236,7 @@ def find_models(config: RunConfig) -> ModelFolders:
     order = sorted(config.roles(), key=lambda role: len(role.path_defaults))  # what others default to first
     resolved = {role: resolve_checkpoint(getattr(config, role).path, f"{role}.path") for role in order}
     paths = {role: resolved[role] for role in config.roles()}
-    return ModelFolders(paths, {role: ModelSpec.from_config(path) for role, path in paths.items()})
+    return ModelFolders(paths, {role: ModelSpec.from_config(path, role) for role, path in paths.items()})
 
 
 def encoder(tokenizer: Any, config: RunConfig) -> Callable[[Any], list[int]]:
@@ -272,7 +273,7 @@ def check_output(config: RunConfig) -> None:
     if not config.trainer.output_dir:
         return
     folder, resume = Path(config.trainer.output_dir), config.trainer.resume
-    saved = bool(checkpoints_in(folder)) or (folder / "finished.json").exists()
+    saved = bool(checkpoints_in(folder)) or is_listed(folder / "finished.json")
     if (saved or (folder / METRICS).exists()) and resume == "never":
         fix = "choose another folder or set trainer.resume=auto"
         raise InputError(f"trainer.output_dir={folder} holds a run already; {fix}")

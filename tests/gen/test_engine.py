@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from testkit.gen_models import GREEDY, PROMPTS, add_all, engine_of, random_weights, run_out, tiny_spec
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.decisions.migration import UnfinishedSample
 from rlhfuse.gen.engine import SamplingParams
 
@@ -102,3 +103,56 @@ def test_greedy_samples_are_spared_log_probabilities_that_nobody_asked_for():
 def test_greedy_takes_top_k_and_top_p_and_they_change_nothing():
     narrow = replace(GREEDY, top_k=3, top_p=0.4)
     assert engine_of().generate(PROMPTS, GREEDY) == engine_of().generate(PROMPTS, [narrow] * 8)
+
+
+def test_what_other_engines_have_by_default():
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "name, value", [("top_k", 2**63), ("temperature", 10**400), ("stop", [5]), ("max_tokens", None)]
+)
+def test_values_that_no_step_could_take(name, value):
+    with pytest.raises(InputError, match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-37, 1e-38, 1e-42, 1e-45, 5e-324])
+def test_next_to_no_temperature_is_greedy(temperature, kernels):
+    engine = engine_of(kernels=kernels)
+    cold = engine.generate(PROMPTS, replace(GREEDY, temperature=temperature))
+    assert [one.tokens for one in cold] == [one.tokens for one in engine.generate(PROMPTS, GREEDY)]
+    assert all(logprob == 0 for one in cold for logprob in one.logprobs)
+
+
+@pytest.mark.parametrize("moment", [0, 1, 5])
+@pytest.mark.parametrize("place", ["schedule", "complete", "_preempt"])
+def test_an_interrupted_engine_serves_on(monkeypatch, moment, place):
+    """Wherever Ctrl-C meets it: the samples are gone, and later ones get what they always get."""
+    engine, counts = engine_of(num_blocks=12), [0]
+    want = engine.generate(PROMPTS, GREEDY)
+    method = getattr(engine.scheduler, place)
+
+    def interrupted(*given):
+        counts[0] += 1
+        done = method(*given)
+        if counts[0] == moment + 1:
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(engine.scheduler, place, interrupted)
+    try:
+        engine.generate(PROMPTS, GREEDY)
+    except KeyboardInterrupt:
+        assert not engine.samples and not engine.has_unfinished()
+    assert counts[0] > moment or place == "_preempt"
+    engine.check_integrity()
+    assert engine.generate(PROMPTS, GREEDY) == want
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_memory_is_of_the_samples_and_not_of_the_longest_context(kernels):
+    """Tables of 4,194,304 positions would take 2 GB."""
+    engine = engine_of(tiny_spec(context=1 << 40), kernels=kernels)
+    assert engine.generate(PROMPTS, GREEDY) == engine_of(kernels=kernels).generate(PROMPTS, GREEDY)

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from rlhfuse.config.config_json import ARCHITECTURES
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ARCHITECTURES, ModelSpec
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf_names import expected_tensors
 
 SHAPE = dict(

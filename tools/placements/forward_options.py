@@ -32,7 +32,7 @@ def generation_options(
     """
     for layout in work.layouts("generation", ranks, hardware.devices_per_node):
         cost = work.cost("generation", layout, hardware)
-        beside = cost.memory.rotation_bytes(cost.spec.context) + (work.config.fusion.bucket_mib << 20)
+        beside = cost.memory.rotation_bytes(work.longest_tokens) + (work.config.fusion.bucket_mib << 20)
         caches = []
         for limits in _caches(work, cost):
             memory = GenerationMemory.of(cost.memory, work.config.rollout, limits.kv_capacity_bytes)

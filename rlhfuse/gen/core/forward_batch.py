@@ -14,6 +14,7 @@ import numpy as np
 
 from rlhfuse.gen.core.sequence import Sequence
 
+COLDEST = 1e-30  # temperature
 NO_ROW = -1
 
 
@@ -47,7 +48,8 @@ class RunningTable:
         assert seq.row == NO_ROW, f"sample {seq.sample_id} already has row {seq.row}"
         row, params = self._free[-1], seq.params
         self.streams[row] = seq.noise_stream
-        self.temperatures[row] = params.temperature
+        # What is colder draws as the coldest: any difference of logits is endless; 0 stays, which means greedy.
+        self.temperatures[row] = params.temperature and min(max(params.temperature, COLDEST), 1 / COLDEST)
         self.top_ks[row] = params.top_k
         self.top_ps[row] = params.top_p
         self.asked[row] = params.logprobs
@@ -90,6 +92,7 @@ class ForwardBatch:
     tables: np.ndarray  # [S, most blocks] int32, short rows filled with 0
     draw_rows: np.ndarray  # [R] int64: rows whose logits are wanted
     guesses: np.ndarray | None = None  # [R] int64, as in DrawBatch
+    longest: int = 1  # tokens that one of the sequences may have in the end
 
     @staticmethod
     def of(scheduled: list[ScheduledSequence], table: RunningTable, block_tokens: int) -> ForwardBatch:
@@ -121,4 +124,5 @@ class ForwardBatch:
             tables=table.blocks[rows, : int(numbers.max()) + 1],
             draw_rows=np.arange(ends[-1]) if verifies else ends[np.array(draws)] - 1,  # guesses run where all decode
             guesses=np.array([g for guessed in guesses for g in (*guessed, -1)]) if verifies else None,
+            longest=max(seq.max_total_tokens for seq in sequences),
         )

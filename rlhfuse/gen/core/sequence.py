@@ -7,7 +7,6 @@ prompt tokens            tokens so far, drawn but for the observed ones between 
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,8 +15,10 @@ from typing import Literal, SupportsIndex
 import numpy as np
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import LARGEST
 from rlhfuse.base.token_spans import TokenSpan
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.config.values import LARGEST_REAL
 
 FinishReason = Literal["stop", "length", "error", "turn"]
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -27,9 +28,9 @@ _MASK64 = 0xFFFFFFFFFFFFFFFF
 class SamplingParams:
     """How the tokens of one sample are drawn."""
 
-    temperature: float = 1.0  # 0 = greedy: the most likely token, which top-k and top-p always leave
-    top_k: int = 0  # draw from the k most likely tokens; 0 = off
-    top_p: float = 1.0  # draw from the smallest set of tokens with this much probability
+    temperature: float = 1.0  # 0 = greedy: the first of the most likely tokens, which top-k and top-p always leave
+    top_k: int = 0  # draw from the k most likely tokens, and those as likely as the k-th; 0 = off
+    top_p: float = 1.0  # draw from the most likely tokens with this much probability, and those as likely as the last
     max_tokens: int = 128  # longest response
     min_tokens: int = 0  # no stop before so many tokens
     stop_token_ids: tuple[int, ...] = ()  # further tokens that end the response; they are part of it
@@ -42,26 +43,26 @@ class SamplingParams:
     turns: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
-        stop_ids = (self.stop_token_ids,) if isinstance(self.stop_token_ids, int) else tuple(self.stop_token_ids)
-        object.__setattr__(self, "stop_token_ids", stop_ids)
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name, kind in (("stop_token_ids", int), ("stop", str)):  # None is no end, as in other engines
+            value = () if getattr(self, name) is None else getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, kind) else tuple(value))
         for name in ("temperature", "top_p"):
             if not isinstance(getattr(self, name), int | float):
                 raise InputError(f"{name}={getattr(self, name)!r} must be a number")
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise InputError(f"temperature={self.temperature} must be 0 (greedy) or above")
+        if not 0 <= self.temperature <= LARGEST_REAL:
+            raise InputError(f"temperature={self.temperature!r:.40} must be 0 (greedy) or above, and finite")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p} must be in (0, 1]; 1 turns it off")
-        for name, low in (("top_k", 0), ("max_tokens", 1), ("min_tokens", 0), ("seed", -math.inf)):
-            value = getattr(self, name)
-            if type(value) is not int or value < low:
-                raise InputError(f"{name}={value!r} must be an integer" + (f" of at least {low}" if low >= 0 else ""))
-        if any(type(token) is not int for token in stop_ids):
-            raise InputError(f"stop_token_ids={stop_ids} must hold integers")
+        for name, low in (("top_k", 0), ("max_tokens", 1), ("min_tokens", 0), ("seed", None)):
+            value, limits = getattr(self, name), "" if low is None else f" in [{low}, {LARGEST}]"
+            if type(value) is not int or low is not None and not low <= value <= LARGEST:
+                raise InputError(f"{name}={value!r:.40} must be an integer{limits}")
+        if any(type(token) is not int for token in self.stop_token_ids):
+            raise InputError(f"stop_token_ids={self.stop_token_ids} must hold integers")
         if self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens={self.min_tokens} > max_tokens={self.max_tokens}; lower min_tokens")
-        if any(not text for text in self.stop):
-            raise InputError("stop holds an empty text, which would end every response; remove it")
+        if wrong := [text for text in self.stop if not isinstance(text, str) or not text]:
+            raise InputError(f"stop holds {wrong[0]!r:.40}, no text or an empty text; remove it")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rlhfuse.gen.cpu.sampling import draw_tokens
 from rlhfuse.models.attention.paged.cpu import Queries, paged_attention
 from rlhfuse.models.cpu.tiles import FEW, LANES, lanes_up, panel_offsets, share_threads
 from rlhfuse.models.layers import decode_layer_cpu as decoder
-from rlhfuse.models.layers.rotation import rotary_tables
+from rlhfuse.models.layers.rotation import RotaryTables
 
 WEIGHT_BYTES = 25e6  # that a step reads in the unit of prices, about a millisecond
 
@@ -75,7 +75,7 @@ class CpuForward:
         self.spec, self.parallel = spec, parallel
         self.eps = np.float32(spec.norm_eps)
         self.scale = np.float32(spec.head_dim**-0.5)
-        self.cos, self.sin = (table.numpy() for table in rotary_tables(spec, spec.context, torch.device("cpu")))
+        self.rotary = RotaryTables(spec, torch.device("cpu"))
         self.heads, self.kv_heads = spec.heads // parallel.size, spec.kv_heads // parallel.size
         self.space = Workspace(
             **dict.fromkeys(("x", "delta", "normed", "drawn"), spec.hidden),
@@ -142,6 +142,7 @@ class _Step:
         )
         self.q = np.empty((len(batch.tokens), forward.heads, forward.spec.head_dim), np.float32)
         self.queries = Queries.of(batch.query_starts, batch.contexts, forward.kv_heads, threads)
+        self.cos, self.sin = (table.numpy() for table in forward.rotary.up_to(int(batch.contexts.max())))
         self.no_bias = forward.final_norm[:0]
         first_row = forward.parallel.rank * forward.embedding.shape[0]
         decoder.embed(batch.tokens, forward.embedding, first_row, self.x)
@@ -153,7 +154,7 @@ class _Step:
         forward, batch, tokens = self.forward, self.batch, len(self.batch.tokens)
         decoder.add_norm(self.x, self.delta, self.no_bias, layer.input_layernorm, forward.eps, self.normed)
         decoder.multiply(layer.linear_qkv, self.normed, self.hidden_at, tokens, self.qkv, self.threads)
-        places = batch.positions, batch.slots, forward.cos, forward.sin
+        places = batch.positions, batch.slots, self.cos, self.sin
         norms = layer.linear_qkv_bias, layer.q_layernorm, layer.k_layernorm, forward.eps
         decoder.place_heads(self.qkv, *places, *norms, keys, values, self.q, self.threads)
         paged_attention(self.q, keys, values, batch.tables, *self.queries, forward.scale, self.attention)

@@ -36,7 +36,7 @@ from rlhfuse.gen.gpu.decode_graphs import (
 from rlhfuse.gen.gpu.draws import DrawInputs, DrawKernels, DrawOutputs, draw_array
 from rlhfuse.models.attention.paged.cache import Attend, PagedAttention, PagedQueries
 from rlhfuse.models.layers.decode_layer import LayerKernels
-from rlhfuse.models.layers.rotation import rotary_tables
+from rlhfuse.models.layers.rotation import RotaryTables
 from rlhfuse.parallel.weight_gradients import product
 
 
@@ -69,7 +69,8 @@ class DeviceForward:
         self.spec, self.parallel, self.device = spec, parallel, device
         self.max_sequences = max_sequences
         self._attention, self._layer_kernels = attention, layer_kernels
-        self._rotary = rotary_tables(spec, spec.context, device)
+        self._rotary = RotaryTables(spec, device)
+        self._cos_sin = self._rotary.up_to(1)
         self._staging = Staging(device)
         self._graphs = DecodeGraphs(recorder, device)
         self._kernels, self._outputs = kernels, DrawOutputs(device, max(max_sequences, guess_rows), measures)
@@ -109,6 +110,7 @@ class DeviceForward:
     @torch.inference_mode()
     def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> Launched:
         assert cache.keys.shape[1] * cache.block_tokens < 2**31, "slots are sent as int32"
+        self._cos_sin = self._rotary.up_to(batch.longest)  # graphs read them by address, so they should seldom grow
         if len(batch.tokens) == len(batch.contexts) or batch.guesses is not None:
             return self._outputs.send(self._decode_step(batch, draws, cache))
         logits, inputs = self.mixed(batch, draws, cache)
@@ -140,7 +142,9 @@ class DeviceForward:
             draws = DrawInputs(shape.rows, inputs.draws.flatten())
             self._kernels.draw(self.decode(inputs, cache), draws, self._outputs.newest)
 
-        self._graphs.keep_for((*self._weight_addresses, cache.keys.data_ptr(), cache.values.data_ptr()))
+        self._graphs.keep_for(
+            (*self._weight_addresses, cache.keys.data_ptr(), cache.values.data_ptr(), self._cos_sin[0].data_ptr())
+        )
         self._graphs.run(shape, arrays, self._staging, work)
         return padded_places(batch, shape)[batch.draw_rows]
 
@@ -174,7 +178,7 @@ class DeviceForward:
             bias, q_norm, k_norm = layer.linear_qkv_bias, layer.q_layernorm, layer.k_layernorm
             qkv = F.linear(add_norm(x, delta, None, layer.input_layernorm, eps), layer.linear_qkv, bias)
             norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
-            q = place_heads(qkv, norms, eps, self._rotary, positions, slots, keys, values)
+            q = place_heads(qkv, norms, eps, self._cos_sin, positions, slots, keys, values)
             delta = product_sum(attend(q, keys, values).flatten(1), layer.linear_proj)
             bias, norm = layer.linear_proj_bias, layer.pre_mlp_layernorm
             mlp = swiglu(F.linear(add_norm(x, delta, bias, norm, eps), layer.linear_fc1))

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhfuse.base.power_of_two import table_rows
 from rlhfuse.config.spec import ModelSpec, RopeScaling
-
-SHORTEST = 256  # rows of a table
 
 
 def rotary_frequencies(spec: ModelSpec) -> Tensor:
@@ -35,12 +34,6 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
     return (1 - keep) * frequencies / scaling.factor + keep * frequencies
 
 
-def rotary_tables(spec: ModelSpec, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of the first positions, each [rows, head_dim / 2] float32."""
-    angles = torch.outer(torch.arange(rows).float(), rotary_frequencies(spec))
-    return angles.cos().to(device), angles.sin().to(device)
-
-
 class RotaryTables:
     """cos and sin of a model's angles, as far as its sequences have been long; its layers share them."""
 
@@ -51,8 +44,8 @@ class RotaryTables:
     def up_to(self, length: int) -> tuple[Tensor, Tensor]:
         """Each [`length` or more, head_dim / 2] float32."""
         if length > len(self._tables[0]):
-            rows = 1 << max(length - 1, SHORTEST - 1).bit_length()
-            self._tables = rotary_tables(self._spec, rows, self._device)
+            angles = torch.outer(torch.arange(table_rows(length)).float(), rotary_frequencies(self._spec))
+            self._tables = angles.cos().to(self._device), angles.sin().to(self._device)
         return self._tables
 
 

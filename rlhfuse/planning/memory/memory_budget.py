@@ -357,8 +357,8 @@ class _Needs:
         self.microbatch_tokens = batch.cut.tokens
         self._inputs = input_bytes(batch, longest, hardware)
         self._gathering = max(model.gathering_bytes(self.microbatch_tokens) for model in self._trained)
-        self._rotations = generation.rotation_bytes(generation.spec.context)
-        self._rotations += sum(model.rotation_bytes(sum(longest)) for model in (*scorers, *self._trained))
+        models_run = generation, *scorers, *self._trained
+        self._rotations = sum(model.rotation_bytes(sum(longest)) for model in models_run)
 
     def phases(self, places: tuple[int, ...]) -> tuple[PhaseMemory, ...]:
         """Phases of a rank at these places of the pipelines of the models that train."""

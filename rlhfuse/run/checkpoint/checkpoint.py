@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.files import read_text
+from rlhfuse.base.files import is_listed, read_text
 from rlhfuse.base.json_values import from_json, json_value, read_json
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.run.checkpoint.compatibility import RunCompatibility
@@ -159,7 +159,7 @@ def checkpoints_in(run_dir: Path) -> list[Path]:
 def finished_iterations(run_dir: Path) -> int:
     """Iterations of the run that was finished in this folder, -1 if none was. Raises InputError for a broken file."""
     file = run_dir / "finished.json"
-    if not file.exists():
+    if not is_listed(file):
         return -1
     fix = "remove it to continue the run"
     done = raw.get("iterations") if isinstance(raw := read_json(file, fix=fix), dict) else raw

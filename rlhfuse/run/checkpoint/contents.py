@@ -8,12 +8,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import is_listed
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.models.hf import checkpoint_index
-from rlhfuse.models.hf_folder import TOKENIZER_FILES
+from rlhfuse.models.hf_folder import carried_files
 from rlhfuse.run.checkpoint.shard_files import file_digest
 
+# In this order, and others behind them, as in the digests of all checkpoints.
+FIRST = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "added_tokens.json")
+FIRST += ("vocab.json", "merges.txt", "chat_template.jinja")
 PIECES, PIECE_BYTES = 64, 4096  # of a file of weights, spread over it: gigabytes are not read at every start
 
 
@@ -21,10 +25,8 @@ def contents_of(config: RunConfig, models: Mapping[Role, Path], tokenizer: Path)
     """Setting -> digest of what it names; `models`: folder of each role. Raises InputError for an unreadable file."""
     try:
         digests = {"data.train_files": _joint_digest(file_digest(Path(file)) for file in config.data.train_files)}
-        words = [tokenizer / name for name in TOKENIZER_FILES]
-        digests["actor.tokenizer"] = _joint_digest(
-            f"{file.name} {file_digest(file)}" for file in words if file.exists()
-        )
+        words = sorted(carried_files(tokenizer), key=lambda file: FIRST.index(file.name) if file.name in FIRST else 99)
+        digests["actor.tokenizer"] = _joint_digest(f"{file.name} {file_digest(file)}" for file in words)
         digests |= {f"{role}.path": _model_digest(folder) for role, folder in models.items()}
         if functions := [_function_digest(name) for name in config.reward.function if ":" in name]:
             digests["reward.function"] = functions[0] if len(functions) == 1 else _joint_digest(functions)
@@ -40,7 +42,7 @@ def _model_digest(folder: Path) -> str:
     """Digest of configurations, index, and of each file of weights its size, header and pieces."""
     listed = [folder / name for name in ("config.json", "generation_config.json", "model.safetensors.index.json")]
     weights = sorted({entry.file for entry in checkpoint_index(folder).values()})
-    parts = [f"{file.name} {file_digest(file)}" for file in listed if file.exists()]
+    parts = [f"{file.name} {file_digest(file)}" for file in listed if is_listed(file)]
     return _joint_digest([*parts, *(f"{file.name} {_sketch(file)}" for file in weights)])
 
 
