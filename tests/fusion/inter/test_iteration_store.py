@@ -15,29 +15,6 @@ def store():
     return IterationStore(dist.PrefixStore("job", server), 3, timeout_seconds=540)
 
 
-def test_published_samples_are_taken_once_however_many_workers_try(store):
-    for i in range(60):
-        store.publish([b"sample %d" % i])
-    won: list[tuple[int, int]] = []
-
-    def work(worker: int) -> None:
-        own = store.reconnect()
-        while (first := own.taken()) < 60:
-            count = min(1 + worker % 2, 60 - first)  # two workers want the same
-            if own.try_take(first, count, worker):
-                won.append((first, first + count))
-
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    taken = [i for first, last in won for i in range(first, last)]
-    assert sorted(taken) == list(range(60)) and store.taken() == 60
-    assert store.fetch(59) == b"sample 59"
-    assert not store.try_take(5, 1, 0), "others were quicker"
-
-
 def test_what_never_comes_is_named(store):
     store._timeout = 0.2
     with pytest.raises(TimeoutError, match="sample 0 of the long tail was announced but not sent in 0 s"):
