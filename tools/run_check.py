@@ -61,17 +61,14 @@ def try_reward(inputs: RunInputs) -> str:
         part = slice(first, first + in_one)
         ids = tuple(range(count)[part])
         calls.append(RewardCall(ids, prompt.row, prompt.text, tuple(texts[part]), tuple(tokens[part]), prompt.where))
-    reward, tools = config.reward, config.rollout.multi_turn.function_tool_path
-    asked = reward.function, reward.signature, reward.function_weights, tools
+    reward = config.reward
+    asked = reward.function, reward.signature, reward.function_weights, config.rollout.multi_turn.function_tool_path
     try:
         with closing(RewardWorkers(asked, 1, reward.timeout_seconds)) as workers:
             workers.submit(calls)
-            scores, (_, _, seconds) = workers.finish(), workers.take_calls()
+            scores, (_, _, seconds) = workers.finish().values(), workers.take_calls()
     except RewardError as error:
         how = "tried before the start on the prompt's own text, cut shorter from sample to sample, down to none"
         raise InputError(f"{error} ({how}; --no-try-reward leaves it out)") from None
-    del workers
-    gc.collect()  # its semaphores have names, which would stay when this process is killed later
-    told = f"{min(scores.values()):.4g} to {max(scores.values()):.4g}, {seconds / count:.2g} s a call"
-    tried = f"tried on {prompt.where}, {count} texts, from all of it to none: {told}"
-    return f"reward.function={', '.join(reward.function)}: {tried}"
+    told = f"{count} texts, from all to none: {min(scores):.4g} to {max(scores):.4g}, {seconds / count:.2g} s a call"
+    return f"reward.function={', '.join(reward.function)}: tried on {prompt.where}, {told}"

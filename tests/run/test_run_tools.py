@@ -94,5 +94,5 @@ def test_the_environment_of_the_guide_trains_by_a_relative_path(folder, tmp_path
     given += ("data.train_files=[books.jsonl]", f"reward.signature={signature}")
     done = call_tool("train_ppo", "--dry-run", "--config", folder / "run.yaml", *given)
     assert done.returncode == 0, done.stderr
-    assert "reward.function=get_reward: tried on books.jsonl:1, 2 texts, from all of it to none: 0 to 0" in done.stdout
+    assert "reward.function=get_reward: tried on books.jsonl:1, 2 texts, from all to none: 0 to 0" in done.stdout
     assert ("reward.signature=trl (get_reward" in done.stdout) == (signature == "trl")

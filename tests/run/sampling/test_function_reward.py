@@ -142,7 +142,7 @@ def messages(drawn, said):
 def test_a_function_is_tried_before_the_start_on_one_row(made):
     told = try_reward(made.inputs("in_order"))
     assert re.fullmatch(
-        r"reward.function=.*mine.py:in_order: tried on p.jsonl:1, 4 texts, from all of it to none: .* s a call", told
+        r"reward.function=.*mine.py:in_order: tried on p.jsonl:1, 4 texts, from all to none: .* s a call", told
     )
     with pytest.raises(InputError) as caught:
         try_reward(made.inputs("shorter", "verl"))
