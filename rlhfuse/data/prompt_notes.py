@@ -17,17 +17,13 @@ def prompt_notes(
 
     file, rows = Path(tokenizer.name_or_path) / "tokenizer.json", dict[str, list[str]]()
     own = Tokenizer.from_file(str(file)) if file.exists() else None
-    differs = own and own.to_str() != getattr(tokenizer, "backend_tokenizer", own).to_str()  # as transformers read it
+    reads = own.encode if own and own.to_str() != getattr(tokenizer, "backend_tokenizer", own).to_str() else None
     for prompt in prompts:
         as_text = isinstance(prompt.text, str) and not as_turns
         told = [*_of_ends(tokenizer, prompt, as_text, ends), *_of_turns(tokenizer, prompt)]
         texts = [prompt.text] if isinstance(prompt.text, str) else map(text_of, prompt.text)
         adds = {"add_special_tokens": as_text and add_bos == "auto"}
-        if (
-            own
-            and differs
-            and any(own.encode(text, **adds).ids != tokenizer(text, **adds)["input_ids"] for text in texts)
-        ):
+        if reads and any(reads(text, **adds).ids != tokenizer(text, **adds)["input_ids"] for text in texts):
             told.append("are cut otherwise than by tokenizer.json; tokenizer_class=PreTrainedTokenizerFast follows it")
         for line in told:
             rows.setdefault(line, []).append(prompt.where)
