@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import closing
 
 from rlhfuse.base.errors import InputError, RewardError

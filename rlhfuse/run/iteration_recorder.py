@@ -39,7 +39,6 @@ from rlhfuse.run.iteration_metrics import (
     training_metrics,
     turn_metrics,
 )
-from rlhfuse.run.layout_advice import ADVISED_AFTER, layout_advice
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.sampling.tool_caller import ToolStats
 from rlhfuse.run.threshold_controller import ThresholdController, step_observations
@@ -83,7 +82,6 @@ class IterationRecorder:
         self._rank, self._threshold, self._peak_flops = rank, threshold, peak_flops
         self._closed: float | None = None  # when the last iteration was, its log not included
         self._logging = 0.0  # seconds of that log
-        self._recorded = 0  # iterations of this process
         self._failing: set[str] = set()  # tools that were said to fail
 
     def begin(self, iteration: int) -> PhaseTimer:
@@ -117,9 +115,6 @@ class IterationRecorder:
         message = self._threshold.observe(number, done.report, done.batch)
         if message:
             print(message, flush=True)
-        self._recorded += 1
-        if self._recorded == ADVISED_AFTER:
-            print(layout_advice(self._inputs.draft, done.report, done.batch, metrics), flush=True)
         steps = step_observations(done.report.observations["step"])
         metrics |= speculation_metrics(steps, self._threshold.plain_decode())
         spans = [span for stats in ranks for span in stats.spans]
