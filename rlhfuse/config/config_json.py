@@ -34,8 +34,8 @@ WITHOUT_EFFECT = frozenset(  # as are names that begin with _: notes, then of tr
     """transformers_version auto_map torch_dtype dtype tokenizer_class name_or_path attn_implementation return_dict
     output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward is_decoder
     add_cross_attention cross_attention_hidden_size tie_encoder_decoder finetuning_task task_specific_params prefix
-    problem_type label2id gradient_checkpointing transformers.js_config unsloth_version unsloth_fixed
-    max_sequence_length model_max_length use_flash_attention
+    problem_type id2label label2id num_labels gradient_checkpointing transformers.js_config unsloth_version
+    unsloth_fixed max_sequence_length model_max_length use_flash_attention
     initializer_range attention_dropout resid_pdrop embd_pdrop hidden_dropout classifier_dropout pretraining_tp
     pad_token_id sep_token_id decoder_start_token_id cache_implementation use_cache do_sample early_stopping
     assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty

@@ -157,8 +157,6 @@ class _ConfigJson(JsonModel, extra="ignore"):
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
     architectures: list[str] | None = None
-    id2label: dict[str, Any] | None = None
-    num_labels: int | None = None
 
 
 READ = _ConfigJson.model_fields.keys() | {"model_type", "eos_token_id"}
@@ -226,16 +224,14 @@ def _check_keys(raw: dict, kind: str, where: str) -> None:
 
 
 def _check_role(form: _ConfigJson, kind: str, role: Role, where: str) -> None:
-    """`architectures` and labels must be of a model that has the role's head."""
+    """`architectures` must be of models that have the role's head."""
     heads = ["ForSequenceClassification"] if role.scalar_head else ["ForCausalLM"]
     usable = [ARCHITECTURES[kind] + head for head in (*heads, *["ForCausalLM"] * role.fresh_head)]
-    given, labels = form.architectures or [], form.num_labels if form.id2label is None else len(form.id2label)
+    given = form.architectures or []
     if given and not set(given) & set(usable):
-        told = f"architectures {shorten(', '.join(given), 100)} cannot be {role}.path"
         trained = ", as tools/train_reward.py trains" if role is Role.REWARD else ""
+        told = f"architectures {shorten(', '.join(given), 100)} cannot be {role}.path"
         raise InputError(f"{where}: {told}; use a {' or '.join(usable)}{trained}")
-    if role.scalar_head and usable[0] in given and labels not in (1, None):
-        raise InputError(f"{where}: the model gives {labels} labels, but {role}.path must give one number; use another")
 
 
 def _sliding_window(form: _ConfigJson, kind: str, where: str) -> int | None:

@@ -121,17 +121,15 @@ def _check_said_twice(path: Path, tied: bool) -> None:
 
 
 def _difference(one: TensorEntry, other: TensorEntry) -> str:
-    """Where two entries that should be equal differ, with both values."""
-    values = [_open(entry.file).get_tensor(entry.name).float() for entry in (one, other)]
+    """Where two entries that should be equal differ, with both values; empty where they do not."""
     names = [f"{entry.name} of {entry.file.name}" for entry in (one, other)]
-    if values[0].shape != values[1].shape:
+    if one.shape != other.shape:
         return f"{names[0]} has shape {list(one.shape)}, {names[1]} has {list(other.shape)}"
-    unequal = values[0] != values[1]
-    if not unequal.any():
+    first, second = (_open(entry.file).get_tensor(entry.name).float() for entry in (one, other))
+    if torch.equal(first, second):
         return ""
-    at = unequal.nonzero()[0].tolist()
-    first, second = (float(value[tuple(at)]) for value in values)
-    return f"{names[0]} at {at} is {first:.6g}, {names[1]} is {second:.6g}"
+    at = tuple((first != second).nonzero()[0].tolist())
+    return f"{names[0]} at {list(at)} is {float(first[at]):.6g}, {names[1]} is {float(second[at]):.6g}"
 
 
 def _separate(index: dict[str, TensorEntry], spec: ModelSpec) -> dict[str, TensorEntry]:

@@ -41,12 +41,8 @@ def carried_files(folder: Path) -> list[Path]:
         found = [*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]
     except OSError as error:
         raise InputError(f"cannot read {folder}: {error.strerror}; make it readable") from None
-    files = [
-        file
-        for file in sorted(found)
-        if not (file.is_dir() or file.name.startswith(".") or file.name.endswith(NOT_CARRIED))
-        if file.name not in ("config.json", GENERATION)
-    ]
+    mine = [file for file in sorted(found) if not (file.name.startswith(".") or file.name.endswith(NOT_CARRIED))]
+    files = [file for file in mine if file.name not in ("config.json", GENERATION) and not file.is_dir()]
     for file in files:
         open_file(file, "make it readable, or download it again").close()
     return files
@@ -108,9 +104,8 @@ def write_folder(
         config = kept | {"architectures": [architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     with writing(folder / "config.json"):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    own = [like / GENERATION] if is_listed(like / GENERATION) else []
-    source = tokenizer or like
-    for file, at in [(file, like) for file in own] + [(file, source) for file in carried_files(source)]:
+    sources = [(file, tokenizer or like) for file in carried_files(tokenizer or like)]
+    for file, at in sources + [(like / GENERATION, like)] * is_listed(like / GENERATION):
         target = folder / file.relative_to(at)
         with writing(target):
             target.parent.mkdir(exist_ok=True)

@@ -199,13 +199,6 @@ def test_architectures_must_suit_the_role(tmp_path, name):
             ModelSpec.from_config(folder, role)
 
 
-def test_a_reward_model_of_three_labels(tmp_path):
-    folder = write_checkpoint(tmp_path / "m", scalar_head=True)
-    change_json(folder / "config.json", id2label={"0": "a", "1": "b", "2": "c"})
-    with pytest.raises(InputError, match="3 labels, but reward.path must give one"):
-        ModelSpec.from_config(folder, Role.REWARD)
-
-
 def test_a_number_is_no_model():
     for role, value in product(Role, (float("nan"), -1)):
         with pytest.raises(ValueError, match="path"):
