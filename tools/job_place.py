@@ -18,9 +18,12 @@ OF_A_JOB = (*PLACE, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TO
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
-def leave_other_jobs() -> None:
-    """Make this process no rank of any job, for who starts ranks on this machine; torchrun takes PET_* as options."""
-    for name in list(os.environ):
+def leave_other_jobs(keeps: str = "") -> None:
+    """Make this process no rank of any job, for who starts ranks on this machine; torchrun takes PET_* as options.
+
+    `keeps` is a variable that stays.
+    """
+    for name in {*os.environ} - {keeps}:
         if name in OF_A_JOB or name.startswith("PET_"):
             del os.environ[name]
     os.sched_setaffinity(0, cores_of_machine())

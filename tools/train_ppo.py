@@ -55,7 +55,7 @@ def main() -> int:
     os.environ[SAFE_PATH] = "1"  # for what starts from here on: the workers of rewards and tools
     launches = args.ranks is not None or args.dry_run or "RANK" not in os.environ
     if launches and not torchrun_is_parent():
-        leave_other_jobs()
+        leave_other_jobs("LOCAL_WORLD_SIZE" if args.dry_run else "")  # a plan asks how many ranks a node has
     elif args.ranks is not None:
         raise InputError(f"--ranks {args.ranks} starts ranks, and torchrun has started this one; leave out one of them")
     elif not args.dry_run:

@@ -38,8 +38,10 @@ def begin_rank() -> None:
     """Prepare a rank, or a worker of a rank, before it imports what takes long to load; without a launcher nothing."""
     if "RANK" in os.environ:  # signals that come while modules load, some of which would ignore them, wait
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGUSR1])
-    if not torchrun_is_parent() and multiprocessing.parent_process() is None:
-        return  # variables of another job
+    # torchrun makes each rank the leader of a session, by which a rank is known whose launcher has ended already
+    orphan = "TORCHELASTIC_RUN_ID" in os.environ and os.getsid(0) == os.getpid()
+    if not (orphan or torchrun_is_parent() or multiprocessing.parent_process()):
+        return  # no launcher, or variables of another job
     end_with_parent(os.getppid())
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # which was there before any rank
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

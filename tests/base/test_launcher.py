@@ -52,7 +52,7 @@ WORKER = """
 import glob, time
 from rlhfuse.data.reward_workers import RewardWorkers
 
-workers = RewardWorkers("there/mine.py:score", "trl", 1, 60.0)
+workers = RewardWorkers((["there/mine.py:score"], "trl"), 1, 60.0)
 while not (seen := glob.glob("children have*")):
     time.sleep(0.02)
 workers.close()

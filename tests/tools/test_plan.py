@@ -31,6 +31,8 @@ def test_models_of_config_json_alone_are_compared_by_size_in_one_line(run_yaml, 
     other, text = tmp_path / "other", (tmp_path / "model/config.json").read_text()
     other.mkdir()
     (other / "config.json").write_text(text)
+    named = json.loads(text)
+    (tmp_path / "model/config.json").write_text(json.dumps(named | {"eos_token_id": None}))
     done = plan(run_yaml, f"reward.path={other}", "fusion.intra_stage=false")
     assert done.returncode == 0 and "ends at the tokenizer's end token, as the model's files name none" in done.stdout
     line = "without tokenizer files actor and reward are compared by the size of their vocabularies alone, 512 each; "

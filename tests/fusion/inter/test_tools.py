@@ -87,7 +87,7 @@ def test_a_sample_whose_tool_fails_keeps_its_place(run):
     assert serial["digest"] == fused["digest"]
     assert [one.sample_id for one in serial["rollouts"] if one.failed] == [failing]
     lost = next(rollout for rollout in serial["rollouts"] if rollout.failed)
-    assert len(lost.observed) == 1 and lost.truncated
+    assert len(lost.observed) == 1 and not lost.truncated
 
 
 def test_what_is_reported_of_turns(run):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import greenlet
+import torch
 
 from rlhfuse.base.clock import Clock
 from rlhfuse.decisions.placement import Placement
@@ -89,6 +90,7 @@ class Simulation:
             self._push(task, self.delay(1e-5))
         signal.clear()
 
+    @torch.no_grad()  # whether torch keeps gradients belongs to the thread, which all greenlets share
     def run(self) -> None:
         """Until nobody has anything to do or somebody calls `stop`. Raises what a task raised."""
         try:
