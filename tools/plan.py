@@ -28,7 +28,6 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import NamedTuple
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
@@ -47,7 +46,7 @@ from rich.console import Console
 from rlhfuse.base.cuda_environment import has_gpu
 from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
 from rlhfuse.base.files import write_bytes, write_json, write_text
-from rlhfuse.config.load import dump_config, load_config, read_specs
+from rlhfuse.config.load import dump_config, load_config, model_folder, read_specs
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
@@ -191,8 +190,8 @@ def found_here(config: RunConfig, world_size: int) -> tuple[Facts, tuple[str, ..
         from rlhfuse.run import preflight  # torch, which takes seconds, is asked only where there may be a GPU
 
         host, device = preflight.this_host(config.trainer), preflight.device_of(config.trainer, planned=True)
-    paths = {role: Path(getattr(config, role).path) for role in config.roles()}
-    specs, folder = read_specs(config), Path(config.actor.tokenizer)
+    paths = {role: model_folder(getattr(config, role).path, f"{role}.path") for role in config.roles()}
+    specs, folder = read_specs(config), model_folder(config.actor.tokenizer, "actor.tokenizer")
     tokenizer = load_tokenizer(folder, specs[Role.ACTOR]) if has_tokenizer(folder) else None
     specs, notes = resolve_tokens(config.rollout, paths, specs, tokenizer, required=False)
     longest = None

@@ -35,6 +35,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 EXAMPLES = (PACKAGE, PACKAGE.parent)  # where examples/ lies when installed, and in a checkout
 LONGEST = 200  # characters of what was given that are said again
 BOUNDS = ("gt", "ge", "lt", "le")
+DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja")  # of a hub model: all but its weights
 UNKNOWN = ("extra_forbidden", "invalid_key")
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Literal: "a text"}
 ALL_AUTO = {  # what the word auto for the group `parallel` stands for
@@ -139,7 +140,7 @@ def _argument(text: str) -> DictConfig:
         raise InputError(f"argument {shortened(text)!r} is not of the form key=value")
     _check_nesting(text.partition("=")[2], f"argument {shortened(text)!r}")
     try:
-        source = OmegaConf.from_dotlist([text])
+        source = OmegaConf.from_dotlist([text if text.partition("=")[2] else f"{text}''"])  # nothing is the empty text
     except Exception as error:  # of many kinds, as in a file
         raise InputError(f"argument {shortened(text)!r} cannot be read: {shortened(error)}") from None
     return _check_source(source, f"argument {shortened(text)!r}")
@@ -228,4 +229,23 @@ def _limits(field: FieldInfo, fault: str) -> str:
 
 def read_specs(config: RunConfig) -> dict[Role, ModelSpec]:
     """The model spec of each role, from its folder's config.json. Raises InputError naming file and field."""
-    return {role: ModelSpec.from_config(getattr(config, role).path) for role in config.roles()}
+    paths = {role: getattr(config, role).path for role in config.roles()}
+    return {role: ModelSpec.from_config(model_folder(path, f"{role}.path")) for role, path in paths.items()}
+
+
+def model_folder(name: str, key: str, patterns: Sequence[str] = DESCRIPTIONS) -> Path:
+    """Local folder of a path or hub name, set under `key`; of the latter, files that match the `patterns`. Raises
+    InputError when there is neither."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if path.exists() or name.startswith((".", "/")) or name.count("/") > 1:
+        raise InputError(f"{key}={name} is no folder; give a Hugging Face model folder or hub name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{key}={name} is no folder and no hub model that can be fetched: {reason}") from None

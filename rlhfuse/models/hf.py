@@ -19,6 +19,7 @@ from torch import Tensor
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import JsonModel, parse_json, read_json
 from rlhfuse.config.layer_weights import layer_weights
+from rlhfuse.config.load import DESCRIPTIONS, model_folder
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf_names import JOINED, LM_HEAD, SCALAR_HEAD, expected_tensors, joined, layer_shapes
 
@@ -27,19 +28,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 def resolve_checkpoint(name: str, key: str) -> Path:
     """Local folder of a path or hub name, set under `key`. Raises InputError when there is neither."""
-    path = Path(name)
-    if path.is_dir():
-        return path
-    if path.exists() or name.startswith((".", "/")) or name.count("/") > 1:
-        raise InputError(f"{key}={name} is no folder; give a Hugging Face model folder or hub name")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{key}={name} is no folder and no hub model that can be fetched: {reason}") from None
+    return model_folder(name, key, (*DESCRIPTIONS, "*.safetensors"))
 
 
 @dataclass(frozen=True)

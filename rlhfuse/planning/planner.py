@@ -36,7 +36,7 @@ from rlhfuse.schedule.ir.evaluate import Timeline, evaluate, idle_share
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.verify import verify
-from rlhfuse.schedule.rules.builders import serial_makespan
+from rlhfuse.schedule.rules.builders import min_memory, serial_makespan
 from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 
@@ -44,11 +44,12 @@ from rlhfuse.simulator.iteration_seconds import IterationSeconds
 def make_plan(draft: PlanDraft, kept: Path | None = None) -> RunPlan:
     """Decide what is left to decide; `kept`: schedule.json of the run that is resumed.
 
-    Raises ScheduleError where a schedule could hang or passes the memory cap.
+    Raises ScheduleError where a schedule could hang or passes the memory cap, InputError where it does not fit.
     """
     config, training = draft.run.config, draft.training
     family = config.fusion, config.trainer.seed, draft.problems, training.shares, draft.ranks.shape
-    schedules, source = schedule_family(*family, kept)
+    schedules, source = schedule_family(*family, kept, passing=draft.memory.passing)
+    draft.memory.check(draft.memory.held_by(*schedules.values()), min_memory(training.problem), source)
     return _run_plan(draft, schedules, _report(draft, schedules, source))
 
 

@@ -20,6 +20,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import LARGEST
 from rlhfuse.config.auto_layouts import inference_layout, searched_keys
 from rlhfuse.config.device_defaults import is_for_gpus
+from rlhfuse.config.load import model_folder
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import RunConfig, TrainerConfig
@@ -139,7 +140,7 @@ def _left_out_before(resume: Checkpoint | None, config: RunConfig) -> SampleLeng
 
 def run_tokenizer(config: RunConfig, actor: ModelSpec) -> Any:
     """The tokenizer of prompts and responses. Raises InputError."""
-    return load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor.tokenizer"), actor)
+    return load_tokenizer(model_folder(config.actor.tokenizer, "actor.tokenizer"), actor)
 
 
 def read_prompts(config: RunConfig, tokenizer: Any, key: str = "train_files") -> PromptSet:
