@@ -33,6 +33,7 @@ from typing import NamedTuple
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
 from layout_search.annealed_tables import annealed
+from layout_search.enough_ranks import with_enough_ranks
 from layout_search.search_answer import SearchAnswer, answer_of, draw_memory_curve, overrides
 from layout_search.sizes import render_sizes, sizes_of
 from mpi_ranks import MpiRanks
@@ -261,7 +262,8 @@ def what_if(run: SettledRun) -> tuple[Placement, ...]:
 
 def without_a_plan(args: argparse.Namespace, run: SettledRun, refusal: MemoryRefusal) -> MemoryRefusal:
     """With --what-if: prints placements of a run that has no room where all tasks are on all ranks. Returns why, which
-    says too where a task has no room on any of them."""
+    says too where a task has no room on any of them, or how many ranks have room."""
+    refusal = MemoryRefusal(refusal.phase, refusal.missing_bytes, with_enough_ranks(str(refusal), run))
     if args.what_if:
         try:
             found = what_if(run)

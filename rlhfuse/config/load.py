@@ -233,8 +233,8 @@ def read_specs(config: RunConfig) -> dict[Role, ModelSpec]:
     return {role: ModelSpec.from_config(model_folder(path, f"{role}.path")) for role, path in paths.items()}
 
 
-def model_folder(name: str, key: str, patterns: Sequence[str] = DESCRIPTIONS) -> Path:
-    """Local folder of a path or hub name, set under `key`; of the latter, files that match the `patterns`. Raises
+def model_folder(name: str, key: str, weights: bool = False) -> Path:
+    """Local folder of a path or hub name, set under `key`; of the latter, without `weights`, all but these. Raises
     InputError when there is neither."""
     path = Path(name)
     if path.is_dir():
@@ -245,7 +245,7 @@ def model_folder(name: str, key: str, patterns: Sequence[str] = DESCRIPTIONS) ->
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+        return Path(snapshot_download(name, allow_patterns=[*DESCRIPTIONS, *(["*.safetensors"] if weights else [])]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"{key}={name} is no folder and no hub model that can be fetched: {reason}") from None

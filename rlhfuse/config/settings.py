@@ -316,7 +316,8 @@ class TrainerConfig(Settings):
     )
     hardware: Text = key(
         "auto",
-        "auto (where machines differ, the least of each), cpu, a100, h100, h800, h200, measured:FILE (what "
+        "auto (where machines differ, the least of each), cpu, h100 (as measured), a100, h800, h200 (data sheets), "
+        "measured:FILE (what "
         "`scripts/gpu_check.sh --hardware FILE` measured of this machine), or machines of several kinds with counts in "
         "the order of the ranks, as a100:8,h100:8: used by the planner",
     )

@@ -6,7 +6,6 @@ below which no work gets. `calibration.reached(sheet)` is the HardwareSpec that 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,17 +20,9 @@ from rlhfuse.config.spec import CPU, HardwareSpec
 
 _GB = 1e9
 MEASURED, MEASURED_KIND, MEASURED_VERSION = "measured:", "hardware", 1
-PLAUSIBLE = {  # of a measured GPU, by name or by its last word: what lies beyond is a slip of the pen
-    "flops": (1e10, 1e18),
-    "memory_bytes": (1e8, 1e15),
-    "devices_per_node": (1, 10_000),
-    "bandwidth": (1e6, 1e16),
-    "bytes": (0, 1e15),
-    "seconds": (0, 10),
-    "share": (0.01, 1),
-    "tokens": (0, 1e7),
-    "waiting": (1, 1e3),
-}
+# Of a measured GPU, by name or its last word: what lies beyond is a slip of the pen.
+PLAUSIBLE = {"flops": (1e10, 1e18), "memory_bytes": (1e8, 1e15), "devices_per_node": (1, 10_000), "share": (0.01, 1)}
+PLAUSIBLE |= {"bandwidth": (1e6, 1e16), "bytes": (0, 1e15), "seconds": (0, 10), "tokens": (0, 1e7), "waiting": (1, 1e3)}
 # Of a process on a GPU, assumed, as nothing here was measured: a CUDA context with all kernels of torch (800 MB of them
 # for one GPU in its own library), cuBLAS and NCCL, which are loaded before they are launched; NCCL's buffers of all
 # channels of a group, and of a pair of ranks, which has the four that it is given; in host memory interpreter,
@@ -204,8 +195,8 @@ def load_hardware(path: str | Path) -> HardwareSpec:
             f"{path}: name={hardware.name!r}, source={hardware.source!r} are not of a GPU that was measured"
         )
     for field in fields(hardware):
-        low, high = PLAUSIBLE.get(field.name, PLAUSIBLE.get(field.name.rpartition("_")[2], (0, math.inf)))
-        value = getattr(hardware, field.name)
+        value, kind = getattr(hardware, field.name), field.name.rpartition("_")[2]
+        low, high = PLAUSIBLE.get(field.name, PLAUSIBLE.get(kind, (0, 1)))
         if isinstance(value, (int, float)) and not low <= value <= high:
             raise InputError(f"{path}: {field.name} is {value:g}; no GPU has that, use [{low:g}, {high:g}]")
     return hardware

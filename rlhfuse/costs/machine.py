@@ -13,7 +13,6 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.base.remembered import remembered
@@ -86,16 +85,6 @@ def memory_limit(trainer: TrainerConfig, hardware: HardwareSpec, world_size: int
     if not hardware.device.own_memory:
         whole, owner = host_memory(trainer, hardware, host)
     return whole / ranks, f"{owner} {readable_bytes(whole)} / {ranks} ranks"
-
-
-def check_memory_limit(trainer: TrainerConfig, hardware: HardwareSpec) -> None:
-    """Raise InputError for trainer.memory_limit_gb above the memory of a GPU."""
-    has = hardware.memory_bytes / 1e9
-    if hardware.device.own_memory and trainer.memory_limit_gb > has:
-        raise InputError(
-            f"trainer.memory_limit_gb={trainer.memory_limit_gb:g}: one {hardware.name} has {has:.4g} (10^9 bytes); "
-            "set no more, or 0 for all of it"
-        )
 
 
 def rank_groups(

@@ -19,16 +19,10 @@ from torch import Tensor
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import JsonModel, parse_json, read_json
 from rlhfuse.config.layer_weights import layer_weights
-from rlhfuse.config.load import DESCRIPTIONS, model_folder
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf_names import JOINED, LM_HEAD, SCALAR_HEAD, expected_tensors, joined, layer_shapes
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-
-def resolve_checkpoint(name: str, key: str) -> Path:
-    """Local folder of a path or hub name, set under `key`. Raises InputError when there is neither."""
-    return model_folder(name, key, (*DESCRIPTIONS, "*.safetensors"))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.job_cost import largest_flat_batch
-from rlhfuse.costs.machine import SharedCores, check_memory_limit
+from rlhfuse.costs.machine import SharedCores
 from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import Task, training_layouts
@@ -68,7 +68,9 @@ class DraftInputs:
             hardware = hardware_by_name(config.trainer.hardware, config.trainer.device, world_size)
         except InputError as error:
             raise InputError(f"trainer.hardware: {error}") from None
-        check_memory_limit(config.trainer, hardware)
+        limit, has = config.trainer.memory_limit_gb, hardware.memory_bytes / 1e9
+        if hardware.device.own_memory and limit > has:
+            raise InputError(f"trainer.memory_limit_gb={limit:g}: one {hardware.name} has {has:.4g}; set no more")
         longest, samples = config.longest_sample, config.samples_per_iteration
         planned = PlannedLengths.of(config.parallel.lengths, longest, config.algorithm.skips)
         if lengths:

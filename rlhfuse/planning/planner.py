@@ -16,7 +16,7 @@ from rlhfuse.planning.efficiency import efficiency
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.memory.memory_plan import MemoryPlan
 from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
-from rlhfuse.planning.reasons import Reasons, of_keeping, of_memory
+from rlhfuse.planning.reasons import Reasons, of_keeping
 from rlhfuse.planning.run_plan import (
     GenerationPlan,
     MinibatchSeconds,
@@ -117,7 +117,6 @@ def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) ->
             *inputs.cores.lines(draft.world_size),
             *reasons.reward_calls(draft.costs),
             draft.training.split.why,
-            of_memory(memory, draft.memory.communicators),
             *of_keeping(draft.memory, peaks),
             *reasons.recomputation(draft.analytic["actor_train"].memory),
             *reasons.offload(draft.memory, seen),

@@ -101,14 +101,10 @@ def price(draft: PlanDraft, generation: GenerationPrice, moves: float) -> Price:
 
 
 def with_schedules(
-    draft: PlanDraft,
-    generation: GenerationPrice,
-    moves: float,
-    minibatch: float,
-    activations: tuple[float, ...] | None = None,
+    draft: PlanDraft, generation: GenerationPrice, moves: float, minibatch: float, held: tuple[float, ...] = ()
 ) -> Price:
-    """`price` of a draft whose schedules take so long for a mini-batch; None: they hold as little as can be."""
-    held = activations or min_memory(draft.training.problem)
+    """`price` of a draft whose schedules take so long for a mini-batch; `held`: by them, else as little as can be."""
+    held = held or min_memory(draft.training.problem)
     count, offload = draft.batch.optimizer_steps, draft.memory.offload
     seen = offload.seen_seconds(moves, minibatch) if offload else 0.0
     capture = graph_capture(draft, draft.memory.keeps_generation(held))

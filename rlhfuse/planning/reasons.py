@@ -16,7 +16,6 @@ from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import MemoryBudget
-from rlhfuse.planning.memory.memory_plan import MemoryPlan
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.simulator.instance_limits import InstanceLimits
@@ -242,20 +241,6 @@ class Reasons:
                 for role, count in counts.items()
             ]
         return (*rows, ("finished.json", "when all iterations are done"))
-
-
-def of_memory(memory: MemoryPlan, communicators: int) -> str:
-    """The fullest phase beside the limit of a rank; `communicators`: bytes of the process that are theirs."""
-    fullest = max(memory.phases, key=memory.needed_bytes)
-    process = f"the process itself, {readable_bytes(memory.process_bytes)},"
-    if communicators:
-        process += f" of them {readable_bytes(communicators)} communicators (assumed),"
-    included = process if memory.own_memory else f"host copies and {process}"
-    needed = readable_bytes(memory.needed_bytes(fullest))
-    return (
-        f"the fullest phase, {fullest.phase}, needs {needed} per rank, {included} included, and "
-        f"fits in {readable_bytes(memory.limit)}"
-    )
 
 
 def of_keeping(memory: MemoryBudget, activations: Sequence[float]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from rlhfuse.costs.machine import Host
 from rlhfuse.data.prompts import Prompt, PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
 from rlhfuse.data.tool_set import REWARD, EnvironmentReward
-from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
+from rlhfuse.models.hf import check_checkpoint
 from rlhfuse.models.layers.transformer_engine import choose_layers
 from rlhfuse.models.tokenizer import chat_tokens, load_tokenizer, resolve_tokens
 from rlhfuse.parallel.device import device_kind
@@ -212,7 +212,7 @@ def _cut_to_context(
 def own_tokenizer(config: RunConfig) -> Path | None:
     """The folder of actor.tokenizer, unless it is the actor's own: what the run trains reads its tokens."""
     name = config.actor.tokenizer
-    return None if name == config.actor.path else resolve_checkpoint(name, "actor.tokenizer")
+    return None if name == config.actor.path else model_folder(name, "actor.tokenizer")
 
 
 def check_reward_function(config: RunConfig, prompts: Iterable[Prompt]) -> str:
@@ -232,7 +232,7 @@ def check_reward_function(config: RunConfig, prompts: Iterable[Prompt]) -> str:
 def find_models(config: RunConfig) -> ModelFolders:
     """Local folder and shape of each role of the run; the critic's defaults to the reward model's."""
     order = sorted(config.roles(), key=lambda role: len(role.path_defaults))  # what others default to first
-    resolved = {role: resolve_checkpoint(getattr(config, role).path, f"{role}.path") for role in order}
+    resolved = {role: model_folder(getattr(config, role).path, f"{role}.path", weights=True) for role in order}
     paths = {role: resolved[role] for role in config.roles()}
     return ModelFolders(paths, {role: ModelSpec.from_config(path) for role, path in paths.items()})
 

@@ -34,17 +34,22 @@ KEEPING_PART = 0.9  # of the limit, where generation is kept: graphs have a memo
 SMALL_BYTES = 8 * 512  # of a micro-batch: borders, sums of its loss and whether it is finite, of 512 bytes each
 RESTING = ("moves", "generation", "inference")  # phases in which the optimizer may rest on the host
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
-DEEPER = "use more stages or tensor ranks for the models that train (parallel=auto searches them)"
-SMALLER_CACHE, WIDER = "lower rollout.kv_blocks_per_instance", "use more tensor ranks for parallel.generation"
-WIDER_INFERENCE, SHORTER = "use more tensor ranks for parallel.inference", "lower rollout.max_batched_tokens"
-SMALLER_CUT, AGAIN = "lower fusion.microbatch_tokens or raise fusion.actor_microbatches", "set trainer.recompute=full"
-HIGHER = "raise trainer.memory_limit_gb"
 REMEDIES = {
-    "start": (DEEPER, HIGHER),
-    "moves": (WIDER, WIDER_INFERENCE, DEEPER, HIGHER),
-    "generation": (SMALLER_CACHE, WIDER, DEEPER, HIGHER),
-    "inference": (SHORTER, WIDER_INFERENCE, DEEPER, HIGHER),
-    "training": (SMALLER_CUT, AGAIN, DEEPER, HIGHER),
+    "start": ("stages",),
+    "moves": ("generation", "inference", "stages"),
+    "generation": ("cache", "generation", "stages"),
+    "inference": ("batch", "inference", "stages"),
+    "training": ("cut", "recompute", "stages"),
+}
+WORDS = {
+    "stages": "use more stages or tensor ranks for the models that train (parallel=auto searches them)",
+    "generation": "use more tensor ranks for parallel.generation",
+    "inference": "use more tensor ranks for parallel.inference",
+    "cache": "lower rollout.kv_blocks_per_instance",
+    "batch": "lower rollout.max_batched_tokens",
+    "cut": "lower fusion.microbatch_tokens or raise fusion.actor_microbatches",
+    "recompute": "set trainer.recompute=full",
+    "limit": "raise trainer.memory_limit_gb",
 }
 
 
@@ -269,7 +274,8 @@ class MemoryBudget:
             parts.append(f"host copies {readable_bytes(fullest.host)}")
         if self.process:
             parts.append(f"the process {readable_bytes(self.process)}")
-        which, remedy = "", ", or ".join(text for text in REMEDIES[fullest.phase] if text not in self.idle)
+        helpful = [WORDS[one] for one in (*REMEDIES[fullest.phase], "limit") if one not in self.idle]
+        which, remedy = "", ", or ".join(helpful)
         may_rest = self.hardware.device.own_memory and not self.offload
         if fullest.phase == "training":
             smallest = max(self.needed(rank.phases(least)[-1]) for rank in self.ranks)
@@ -339,15 +345,15 @@ def _idle_remedies(
 ) -> frozenset[str]:
     """Remedies that change nothing, as what they change is at its end already."""
     config, widest = run.config, min(hardware.devices_per_node, run.world_size)
-    scoring = [models[task].layout.tp for task in SCORERS if task in models]
+    cut = {task: model.layout.tp * (model.layout.pp if task in TRAINED else 1) for task, model in models.items()}
     idle = {
-        WIDER: models["generation"].layout.tp == widest,
-        WIDER_INFERENCE: min(scoring, default=widest) == widest,
-        SMALLER_CACHE: not config.rollout.kv_blocks_per_instance,
-        SMALLER_CUT: tokens <= sum(config.longest_sample),
-        AGAIN: config.trainer.recompute == "full",
-        DEEPER: all(model.layout.tp * model.layout.pp == run.world_size for t, model in models.items() if t in TRAINED),
-        HIGHER: hardware.device.own_memory and config.trainer.memory_limit_gb * 1e9 in (0, hardware.memory_bytes),
+        "stages": all(cut[task] == run.world_size for task in TRAINED if task in cut),
+        "generation": cut["generation"] == widest,
+        "inference": all(cut[task] == widest for task in SCORERS if task in cut),
+        "cache": not config.rollout.kv_blocks_per_instance,
+        "cut": tokens <= sum(config.longest_sample),
+        "recompute": config.trainer.recompute == "full",
+        "limit": hardware.device.own_memory and config.trainer.memory_limit_gb * 1e9 in (0, hardware.memory_bytes),
     }
     return frozenset(remedy for remedy, ended in idle.items() if ended)
 

@@ -28,6 +28,7 @@ class MemoryPlan:
     microbatch_tokens: float
     keeps_generation: bool = False
     offload: OptimizerOffload | None = None  # None: the optimizer stays on the device
+    communicators: int = 0  # bytes of `process_bytes`, assumed; plans of before do not say
 
     @staticmethod
     def of(budget: MemoryBudget, activations: Sequence[float], ranks_per_node: int) -> MemoryPlan:
@@ -43,6 +44,7 @@ class MemoryPlan:
             budget.microbatch_tokens,
             kept,
             budget.offload,
+            budget.communicators,
         )
 
     def needed_bytes(self, phase: PhaseMemory) -> int:
@@ -62,6 +64,7 @@ class MemoryPlan:
         if self.own_memory:
             node = readable_bytes(self.ranks_per_node * max(phase.host for phase in self.phases))
             host += f" for host memory alone: {node} on a node of {self.ranks_per_node} ranks"
+            host += f"; communicators {readable_bytes(self.communicators)} of the process, assumed"
         return (*lines, f"limit {readable_bytes(self.limit)} ({self.limit_source}); {host}", *self.warnings())
 
     def warnings(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, product
 from math import inf
 from operator import itemgetter
@@ -40,14 +40,15 @@ from rlhfuse.planning.price import (
 from rlhfuse.planning.search.floors import Bound, TrainingFloors, generation_floor, work_bound
 from rlhfuse.planning.search.setting import GenerationBytes, Setting
 from rlhfuse.planning.search.space import GenerationRow, Space, TrainingRow
-from rlhfuse.planning.search.table import TOKENS, CutSetting, Table
+from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.bounds.bounds import quick_bound
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.instance_limits import InstanceLimits
 
 TOP = 5
 CLOSEST = 50  # training rows that are drafted to find which table lacks least, where none fits
-DOUBLINGS, LEANEST = 6, 12  # of a number of ranks, to find one that has room; tables of each that are drafted for it
+LEANEST = 12  # tables that are drafted to find whether any has room
+MORE = "tools/plan.py says how many ranks have room"
 WORTH_REACHING = 0.01  # of what a table takes as reached: another's floor must be lower by it to be reached too
 QUIET_SECONDS = 15.0  # after which a search says how far it is
 ROUNDING = 1e-12  # of seconds: floors and prices add the same numbers up in other orders
@@ -373,7 +374,7 @@ class Ranking:
         if not self._lacking:
             told = ", ".join(f"{count} {rule}" for rule, count in self.refused.items())
             said = f"no layouts can run on {world} ranks: {told}; the first: {next(iter(self._said.values()), '')}"
-            return InputError(f"{said}; {self._more_ranks('')}" if "memory" in told else said)
+            return MemoryRefusal("", 0, f"{said}; {MORE}") if "memory" in told else InputError(said)
         missing, _, table, phase, told = min(self._lacking, key=itemgetter(0, 1))
         if not auto_layouts(self.setting.config):  # there is one table, as far as anybody can tell
             return MemoryRefusal(phase, missing, told)
@@ -382,34 +383,12 @@ class Ranking:
             phase,
             missing,
             f"memory: no layouts fit {world} ranks of {self.setting.inputs.hardware.name}: the closest, {table}, lacks "
-            f"{readable_bytes(missing)} of a rank in {phase}{free}; {self._more_ranks(phase)}",
+            f"{readable_bytes(missing)} of a rank in {phase}{free}; {MORE}",
         )
 
-    def _more_ranks(self, phase: str) -> str:
-        """How many would do, of twice as many up to DOUBLINGS times, and of whole machines between."""
-        given, world, machine = self.setting.given, self.setting.world_size, self.setting.inputs.hardware
-        rows = [name for name in ("generation", "inference", "actor_train", "critic_train") if getattr(given, name)]
-        if rows:
-            return f"use auto for {' and '.join(f'parallel.{name}' for name in rows)}"
-        sizes = [world << times for times in range(1, DOUBLINGS + 1)]
-        if "," in machine.name or (high := next(filter(self._fits_on, sizes), None)) is None:
-            cut = f"; what it holds is cut over the {machine.devices_per_node} tensor ranks of a machine at most"
-            why = cut if phase in ("moves", "generation", "inference") else ""
-            return f"no number of ranks up to {sizes[-1]} would do{why}: use GPUs with more memory, or smaller models"
-        low, step = high // 2, min(machine.devices_per_node, world)
-        while (middle := (low + high) // 2 // step * step) > low:
-            low, high = (low, middle) if self._fits_on(middle) else (middle, high)
-        return f"use {high} ranks, which have room"
-
-    def _fits_on(self, ranks: int) -> bool:
-        """Whether so many have room for a table that holds little."""
-        given, longest = self.setting.given, sum(self.setting.config.longest_sample)
-        lean = replace(given, cut=given.cut or CutSetting(TOKENS, longest), recompute=given.recompute or "full")
-        try:
-            other = Ranking(replace(self.setting, run=replace(self.setting.run, world_size=ranks), given=lean))
-        except InputError:
-            return False
-        return any(other._drafted(other.space.table(t, g)) for t, g in islice(other._leanest(), LEANEST))
+    def has_room(self) -> bool:
+        """Whether a table has that holds little."""
+        return any(self._drafted(self.space.table(t, g)) for t, g in islice(self._leanest(), LEANEST))
 
     def _leanest(self) -> Iterator[tuple[int, int]]:
         """Tables, those first of which a mean rank holds least."""

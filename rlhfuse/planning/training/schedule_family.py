@@ -24,18 +24,20 @@ from rlhfuse.schedule.search.library import Library
 from rlhfuse.schedule.search.search import SearchReport, SearchSettings, search
 from rlhfuse.schedule.search.solution import Incumbent
 
+Problems = Mapping[int, FusionProblem]
+Passing = PassingMemory | None
 LEAST_SECONDS = 0.05  # of a search, whatever is left
 
 
 def schedule_family(
     fusion: FusionConfig,
     seed: int,
-    problems: Mapping[int, FusionProblem],
+    problems: Problems,
     shares: Mapping[int, float],
     shape: FusedShape,
     kept: Path | None = None,
     comm: Any = None,
-    passing: PassingMemory | None = None,
+    passing: Passing = None,
 ) -> tuple[dict[int, Schedule], str]:
     """Schedules of `problems`, by micro-batches per actor pipeline, and where they are from.
 
@@ -67,12 +69,7 @@ def _kept(file: Path, problems: Mapping[int, FusionProblem]) -> tuple[dict[int, 
 
 
 def _searched(
-    fusion: FusionConfig,
-    seed: int,
-    problems: Mapping[int, FusionProblem],
-    shares: Mapping[int, float],
-    comm: Any,
-    passing: PassingMemory | None,
+    fusion: FusionConfig, seed: int, problems: Problems, shares: Mapping[int, float], comm: Any, passing: Passing
 ) -> tuple[dict[int, Schedule], str]:
     made, told, left, library = {}, [], fusion.search_seconds, Library.at(fusion.library)
     waiting = sorted(shares, key=lambda rung: (-shares[rung], -rung))
