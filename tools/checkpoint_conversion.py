@@ -12,9 +12,10 @@ from torch import Tensor
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import output_folder
+from rlhfuse.config.load import model_folder
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.models.hf import hf_tensors, resolve_checkpoint
+from rlhfuse.models.hf import hf_tensors
 from rlhfuse.models.hf_folder import write_folder
 from rlhfuse.run.checkpoint.checkpoint import Checkpoint, checkpoints_in
 from rlhfuse.run.checkpoint.compatibility import shape_of
@@ -67,8 +68,8 @@ def convert(
         raise InputError(f"{checkpoint.folder} has no {role}, only {', '.join(reader.roles())}")
     named, tokenizer = facts.settings.get("actor.tokenizer"), None
     if like is None and named not in (None, facts.settings["actor.path"]):
-        tokenizer = resolve_checkpoint(named, "actor.tokenizer")
-    like = like or resolve_checkpoint(facts.settings[f"{role}.path"], f"{role}.path")
+        tokenizer = model_folder(named, "actor.tokenizer")
+    like = like or model_folder(facts.settings[f"{role}.path"], f"{role}.path", weights=True)
     spec = ModelSpec.from_config(like)
     if json.loads(json.dumps(asdict(spec))) != shape_of(facts.models[role]):
         raise InputError(f"{like} is of another shape than the {role} of {checkpoint.folder}; give --like its folder")

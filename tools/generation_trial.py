@@ -16,6 +16,7 @@ from typing import Any
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.sample_ids import sample_id
+from rlhfuse.config.load import model_folder
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.speculation import StepObservation
@@ -27,7 +28,6 @@ from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
 from rlhfuse.fusion.inter.tools import Pauses, Tools
 from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.engine import Engine
-from rlhfuse.models.hf import resolve_checkpoint
 from rlhfuse.models.tokenizer import with_end_tokens
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.run.preflight import read_prompts, run_tokenizer
@@ -55,7 +55,7 @@ def run_trial(
     `tools`: in place of the run's own, which are called if it has some. Raises InputError for a model, a tokenizer,
     data or a tool that a run would refuse.
     """
-    folder = resolve_checkpoint(config.actor.path, "actor.path")
+    folder = model_folder(config.actor.path, "actor.path", weights=True)
     tokenizer = run_tokenizer(config, spec := ModelSpec.from_config(folder))
     spec, _ = with_end_tokens(spec, tokenizer, config.rollout)
     data = read_prompts(config, tokenizer)

@@ -28,12 +28,12 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import NamedTuple
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
 from layout_search.annealed_tables import annealed
+from layout_search.enough_ranks import with_enough_ranks
 from layout_search.search_answer import SearchAnswer, answer_of, draw_memory_curve, overrides
 from layout_search.sizes import render_sizes, sizes_of
 from mpi_ranks import MpiRanks
@@ -47,7 +47,7 @@ from rich.console import Console
 from rlhfuse.base.cuda_environment import has_gpu
 from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
 from rlhfuse.base.files import write_bytes, write_json, write_text
-from rlhfuse.config.load import dump_config, load_config, read_specs
+from rlhfuse.config.load import dump_config, load_config, model_folder, read_specs
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
@@ -191,8 +191,8 @@ def found_here(config: RunConfig, world_size: int) -> tuple[Facts, tuple[str, ..
         from rlhfuse.run import preflight  # torch, which takes seconds, is asked only where there may be a GPU
 
         host, device = preflight.this_host(config.trainer), preflight.device_of(config.trainer, planned=True)
-    paths = {role: Path(getattr(config, role).path) for role in config.roles()}
-    specs, folder = read_specs(config), Path(config.actor.tokenizer)
+    paths = {role: model_folder(getattr(config, role).path, f"{role}.path") for role in config.roles()}
+    specs, folder = read_specs(config), model_folder(config.actor.tokenizer, "actor.tokenizer")
     tokenizer = load_tokenizer(folder, specs[Role.ACTOR]) if has_tokenizer(folder) else None
     specs, notes = resolve_tokens(config.rollout, paths, specs, tokenizer, required=False)
     longest = None
@@ -262,7 +262,8 @@ def what_if(run: SettledRun) -> tuple[Placement, ...]:
 
 def without_a_plan(args: argparse.Namespace, run: SettledRun, refusal: MemoryRefusal) -> MemoryRefusal:
     """With --what-if: prints placements of a run that has no room where all tasks are on all ranks. Returns why, which
-    says too where a task has no room on any of them."""
+    says too where a task has no room on any of them, or how many ranks have room."""
+    refusal = MemoryRefusal(refusal.phase, refusal.missing_bytes, with_enough_ranks(str(refusal), run))
     if args.what_if:
         try:
             found = what_if(run)

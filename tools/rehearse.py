@@ -2,7 +2,7 @@
 
     python tools/rehearse.py --config run.yaml --world-size N [--stages | --rank R] [--phase NAME ...] [key=value ...]
 
-Each rank is a process of less than a GB that runs the run's own code at its true sizes. Of the models it needs
+Each rank is a process of less than a GiB that runs the run's own code at its true sizes. Of the models it needs
 config.json alone. --stages (default): one rank of each combination of stages. Prints memory by phase, planned and
 measured, and what held it at the peak. Exits with 2 where a phase exceeds the limit of a rank, with 1 where NCCL
 would refuse something.
@@ -25,7 +25,7 @@ from rlhfuse.config.load import load_config
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.planner import make_plan
 
-GB = 1e9
+GIB = 2**30
 ROWS = 12  # of what held memory
 
 
@@ -64,8 +64,8 @@ def main() -> int:
     for report in reports:
         for name in report.too_full:
             peak, limit = report.peaks[name]["peak"], report.limit
-            has = f"a rank has {limit / 1e9:.1f} GB beside its process"
-            print(f"rank {report.found['rank']}: {name} takes {peak / 1e9:.1f} GB, {has}")
+            has = f"a rank has {limit / GIB:.1f} GiB beside its process"
+            print(f"rank {report.found['rank']}: {name} takes {peak / GIB:.1f} GiB, {has}")
     if any(report.too_full for report in reports):
         return EXIT_BAD_INPUT
     return EXIT_FAILED if any(report.found["problems"] for report in reports) else 0
@@ -102,18 +102,18 @@ class RankReport:
         return tuple(name for name, phase in self.peaks.items() if phase["peak"] > self.limit)
 
     def text(self) -> str:
-        """Planned and measured by phase, in 10^9 bytes; "off by" is the plan's, as at the end of a run."""
+        """Planned and measured by phase; "off by" is the plan's, as at the end of a run."""
         title, planned_host = f"memory of rank {self.found['rank']}", self.planned.get("host")
         lines = [f"{title:22} {'planned':>10} {'measured':>10} {'off by':>7}"]
         for name, phase in self.peaks.items():
             planned, over = self.planned.get(name, 0), "  over the limit" if name in self.too_full else ""
             error = f"{planned / phase['peak'] - 1:+7.2%}" if planned else f"{'':7}"
-            shown = f"{planned / GB:7.3f} GB" if planned else f"{'not':>7}   "
-            lines.append(f"{name:22} {shown} {phase['peak'] / GB:7.3f} GB {error}{over}")
+            shown = f"{planned / GIB:6.3f} GiB" if planned else f"{'not':>6}    "
+            lines.append(f"{name:22} {shown} {phase['peak'] / GIB:6.3f} GiB {error}{over}")
         last = max(self.found["phases"], key=lambda phase: phase["host"])
         most = max(phase["host_peak"] for phase in self.found["phases"])
-        host = f"{planned_host / GB:7.3f} GB" if planned_host else " " * 10
-        measured = f"{last['host'] / GB:7.3f} GB, {last['reserved'] / GB:.3f} reserved, {most / GB:.3f} at most"
+        host = f"{planned_host / GIB:6.3f} GiB" if planned_host else " " * 10
+        measured = f"{last['host'] / GIB:6.3f} GiB, {last['reserved'] / GIB:.3f} reserved, {most / GIB:.3f} at most"
         lines.append(f"{'host memory':22} {host} {measured}")
         if moved := self.found["moved"]:
             lines.append(f"{moved} samples came from other instances or went there")
@@ -126,9 +126,9 @@ class RankReport:
         """What held the memory at the highest peak."""
         phase = self.fullest
         head = f"rank {self.found['rank']} at its peak, {phase['phase']} of iteration {phase['iteration']}:"
-        rows = [f"  {count / GB:8.3f} GB  {where:10} {what}" for where, what, count in phase["table"][:ROWS]]
+        rows = [f"  {count / GIB:7.3f} GiB  {where:10} {what}" for where, what, count in phase["table"][:ROWS]]
         rest = phase["peak"] - sum(count for *_, count in phase["table"][:ROWS])
-        return "\n".join((head, *rows, f"  {rest / GB:8.3f} GB  in smaller parts"))
+        return "\n".join((head, *rows, f"  {rest / GIB:7.3f} GiB  in smaller parts"))
 
     def _reads(self) -> Sequence[str]:
         lines = []

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from yaml import CollectionEndEvent, CollectionStartEvent, SafeLoader, ScalarEvent, YAMLError, parse, safe_load
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.files import read_text
+from rlhfuse.base.files import is_listed, read_text
 from rlhfuse.base.json_values import DEEPEST, LARGEST
 from rlhfuse.config.auto_layouts import SCORERS
 from rlhfuse.config.role import Role
@@ -36,6 +36,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 EXAMPLES = (PACKAGE, PACKAGE.parent)  # where examples/ lies when installed, and in a checkout
 LONGEST = 200  # characters of what was given that are said again
 BOUNDS = ("gt", "ge", "lt", "le")
+HUB_FILES = ["*.json", "*.model*", "*.txt", "*.jinja", "*.tiktoken", "*.spm", "*.codes", "LICENSE*"]  # but weights
 UNKNOWN = ("extra_forbidden", "invalid_key")
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Literal: "a text"}
 KINDS[dict] = "a mapping"
@@ -148,7 +149,7 @@ def _argument(text: str) -> DictConfig:
         raise InputError(f"argument {shortened(text)!r} is not of the form key=value")
     _check_nesting(text.partition("=")[2], f"argument {shortened(text)!r}")
     try:
-        source = OmegaConf.from_dotlist([text])
+        source = OmegaConf.from_dotlist([text if text.partition("=")[2] else f"{text}''"])  # nothing is the empty text
     except Exception as error:  # of many kinds, as in a file
         raise InputError(f"argument {shortened(text)!r} cannot be read: {shortened(error)}") from None
     return _check_source(source, f"argument {shortened(text)!r}")
@@ -237,4 +238,23 @@ def _limits(field: FieldInfo, fault: str) -> str:
 
 def read_specs(config: RunConfig) -> dict[Role, ModelSpec]:
     """The model spec of each role, from its folder's config.json. Raises InputError naming file and field."""
-    return {role: ModelSpec.from_config(getattr(config, role).path, role) for role in config.roles()}
+    paths = {role: getattr(config, role).path for role in config.roles()}
+    return {role: ModelSpec.from_config(model_folder(path, f"{role}.path"), role) for role, path in paths.items()}
+
+
+def model_folder(name: str, key: str, weights: bool = False) -> Path:
+    """Local folder of a path or hub name, set under `key`; of the latter, without `weights`, all but these. Raises
+    InputError when there is neither."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if is_listed(path) or name.startswith((".", "/")) or name.count("/") > 1:
+        raise InputError(f"{key}={name} is no folder; give a Hugging Face model folder or hub name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES + ["*.safetensors"] * weights))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{key}={name} is no folder and no hub model that can be fetched: {reason}") from None

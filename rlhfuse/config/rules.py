@@ -261,11 +261,6 @@ def _nothing_ends(config: RunConfig) -> bool:
     return rollout.ignore_eos and not rollout.stop_token_ids and not rollout.stop
 
 
-def _chooses_no_memory(config: RunConfig) -> bool:
-    trainer = config.trainer
-    return not searched_keys(config) and (trainer.offload_optimizer != AUTO or trainer.device == "cpu")
-
-
 # (beginnings of keys, when they have no effect, why); the first row that fits a key gives its reason
 CRITICS = ("critic.", "algorithm.value_", "parallel.critic_")
 CLIPS, GATES = ("algorithm.clip_eps", "algorithm.dual_clip"), ("algorithm.policy_loss.tau_",)
@@ -298,7 +293,6 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (SEARCHED[1:], lambda config: bool(config.fusion.schedule), "fusion.schedule is given"),
     (TRIGGERS, lambda config: not config.fusion.inter_stage, "fusion.inter_stage=false"),
     (("fusion.threshold_file",), lambda config: config.threshold() is not None, "fusion.threshold is given"),
-    (("parallel.headroom",), _chooses_no_memory, "neither layouts nor trainer.offload_optimizer are auto"),
     (("trainer.pace_stretch",), lambda config: not config.trainer.pace, "trainer.pace is not set"),
     (("trainer.keep_checkpoints",), lambda config: not config.trainer.save_every, "trainer.save_every=0"),
     (("eval.",), lambda config: not config.data.val_files, "data.val_files is empty"),

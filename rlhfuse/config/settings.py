@@ -269,8 +269,8 @@ class ParallelConfig(Settings):
     )
     headroom: Float = key(
         0.1,
-        "part of a rank's memory that a plan leaves free where it chooses: layouts that are auto, and whether the "
-        "optimizer rests in host memory; in [0, 1)",
+        "part of a rank's memory that a plan leaves free in every phase where it chooses: layouts, schedules, the KV "
+        "cache, whether the optimizer rests in host memory; what is given may fill all of it; in [0, 1)",
         ge=0,
         lt=1,
     )
@@ -320,7 +320,8 @@ class TrainerConfig(Settings):
     )
     hardware: Text = key(
         "auto",
-        "auto (where machines differ, the least of each), cpu, a100, h100, h800, h200, measured:FILE (what "
+        "auto (where machines differ, the least of each), cpu, h100 (as measured), a100, h800, h200 (data sheets), "
+        "measured:FILE (what "
         "`scripts/gpu_check.sh --hardware FILE` measured of this machine), or machines of several kinds with counts in "
         "the order of the ranks, as a100:8,h100:8: used by the planner",
     )

@@ -7,17 +7,22 @@ below which no work gets. `calibration.reached(sheet)` is the HardwareSpec that 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import from_json, read_json, to_json
 from rlhfuse.base.launcher import ranks_per_node
+from rlhfuse.config.load import EXAMPLES
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import CPU, HardwareSpec
 
 _GB = 1e9
 MEASURED, MEASURED_KIND, MEASURED_VERSION = "measured:", "hardware", 1
+# Of a measured GPU, by name or its last word: what lies beyond is a slip of the pen.
+PLAUSIBLE = {"flops": (1e10, 1e18), "memory_bytes": (1e8, 1e15), "devices_per_node": (1, 10_000), "share": (0.01, 1)}
+PLAUSIBLE |= {"bandwidth": (1e6, 1e16), "bytes": (0, 1e15), "seconds": (0, 10), "tokens": (0, 1e7), "waiting": (1, 1e3)}
 # Of a process on a GPU, assumed, as nothing here was measured: a CUDA context with all kernels of torch (800 MB of them
 # for one GPU in its own library), cuBLAS and NCCL, which are loaded before they are launched; NCCL's buffers of all
 # channels of a group, and of a pair of ranks, which has the four that it is given; in host memory interpreter,
@@ -165,7 +170,13 @@ def known_hardware() -> dict[str, HardwareSpec]:
         gather_share=0.25,
         process_bytes=720_000_000,
     )
-    return {"cpu": cpu, **{name: ASSUMED.reached(sheet) for name, sheet in data_sheets().items()}}
+    sheets = {name: ASSUMED.reached(sheet) for name, sheet in data_sheets().items()}
+    return {"cpu": cpu, **sheets, "h100": _measured_h100()}
+
+
+@lru_cache(maxsize=1)  # every table of layouts asks
+def _measured_h100() -> HardwareSpec:
+    return load_hardware(next(file for root in EXAMPLES if (file := root / "examples" / "h100.json").exists()))
 
 
 def save_hardware(path: str | Path, hardware: HardwareSpec) -> None:
@@ -183,6 +194,11 @@ def load_hardware(path: str | Path) -> HardwareSpec:
         raise InputError(
             f"{path}: name={hardware.name!r}, source={hardware.source!r} are not of a GPU that was measured"
         )
+    for field in fields(hardware):
+        value, kind = getattr(hardware, field.name), field.name.rpartition("_")[2]
+        low, high = PLAUSIBLE.get(field.name, PLAUSIBLE.get(kind, (0, 1)))
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            raise InputError(f"{path}: {field.name} is {value:g}; no GPU has that, use [{low:g}, {high:g}]")
     return hardware
 
 

@@ -45,7 +45,7 @@ class Host:
 
     def __str__(self) -> str:
         gpu = f"GPUs {self.gpu}, " if self.gpu else ""
-        return f"{gpu}{self.cores:g} cores, {self.memory_bytes / 1e9:.4g} GB"
+        return f"{gpu}{self.cores:g} cores, {readable_bytes(self.memory_bytes)}"
 
     @staticmethod
     def here(gpu: str = "") -> Host:

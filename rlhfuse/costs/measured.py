@@ -5,11 +5,11 @@ Paper section 4.2: the threshold is refined while training runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -65,6 +65,7 @@ class MeasuredCost(Versioned, CostModel):
     reward: RewardCost | None = None  # a file may leave it out
     capture: float = 0.0  # seconds of a shape, likewise
     speculation: Speculation | None = None  # None: no step had guesses
+    made_for: Mapping[str, Any] | None = None  # models and machine of the run; None: costs of a checkpoint
 
     def __post_init__(self) -> None:
         for kind, columns in (*COLUMNS.items(), ("migration", ("bytes",))):
@@ -108,7 +109,9 @@ class MeasuredCost(Versioned, CostModel):
             speculation=work.speculation,
             score=lines["score"],
             migration=lines["migration"],
-            **{kind: float(np.median(np.asarray(seconds[kind]))) for kind in MEDIANS},
+            swap_in=float(np.median(np.asarray(swap_in))),
+            meeting=float(np.median(np.asarray(meeting))),
+            release=float(np.median(np.asarray(release))),
             reward=RewardCost.mean(reward),
             capture=capture,
         )

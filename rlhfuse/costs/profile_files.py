@@ -17,7 +17,7 @@ from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.cost_model import CostModel, TrainingCost
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.costs.profiled import ProfiledCost, made_for
+from rlhfuse.costs.profiled import ProfiledCost, check_made_for, made_for
 from rlhfuse.decisions.layouts import Task
 
 
@@ -101,6 +101,9 @@ def run_costs(
     """
     if isinstance(costs, TensorProfiles):
         costs = costs.of(tasks, where)
-    if isinstance(costs, ProfiledCost):
-        costs.check(made_for(trainer, tasks, specs), where)
+    if where and isinstance(costs, (ProfiledCost, MeasuredCost)):  # else they are those of trainer.pace
+        known, asked = costs.made_for or {}, made_for(trainer, tasks, specs)
+        if isinstance(costs, MeasuredCost):  # its scores are those of all models together
+            asked |= {role: asked.get(role) for role in Role if role in known}
+        check_made_for(known, asked, where)
     return costs

@@ -20,6 +20,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, RewardCost, StageSeconds, TrainingCost
 from rlhfuse.costs.fits import Grid, check_seconds
 from rlhfuse.costs.forms.form import Form
+from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.decisions.layouts import Task
 
 
@@ -123,15 +124,6 @@ class ProfiledCost(Versioned, CostModel):
         outside = ((what, count, axis[-1]) for what, (count, axis) in asked.items() if count > axis[-1])
         return tuple(f"{count:,.0f} {what} (measured: {most:,.0f})" for what, count, most in outside)
 
-    def check(self, made_for: Mapping[str, Any], where: str) -> None:
-        """Raise InputError naming `where` and the first fact that differs from `made_for`."""
-        for key, value in made_for.items():
-            if self.made_for.get(key) != value:
-                raise InputError(
-                    f"{where} was made for {key}={self.made_for.get(key)}, this run has {value}; run "
-                    "tools/profile_costs.py with this config"
-                )
-
     def __str__(self) -> str:
         grids = {"decode": self.decode, "prefill": self.prefill}
         grids |= {f"score by {role}": grid for role, grid in sorted(self.score.items())} | {"move": self.move}
@@ -153,8 +145,19 @@ def made_for(trainer: TrainerConfig, tasks: Sequence[Task], specs: Mapping[Role,
     roles = {task.role for task in tasks}
     return {
         **({} if trainer.device == "auto" else {"device": trainer.device}),
+        "hardware": hardware_by_name(trainer.hardware, trainer.device).name,
         "dtype": trainer.dtype,
         "threads_per_rank": trainer.threads_per_rank,
         **{f"{task.name}_tp": task.layout.tp for task in tasks if not task.training},
         **{role: shape_text(specs[role]) for role in Role if role in roles},
     }
+
+
+def check_made_for(known: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> None:
+    """Raise InputError naming `where` and the first fact of the run that is `asked` for which costs were not made."""
+    for key, value in asked.items():
+        if known.get(key) != value:
+            raise InputError(
+                f"{where} was made for {key}={known.get(key)}, this run has {value}; run tools/profile_costs.py with "
+                "this config, or leave fusion.profile empty"
+            )

@@ -69,6 +69,8 @@ def planned_world_size(config: RunConfig, given: int | None, job: Mapping[str, s
     Raises InputError, also where all layouts are auto.
     """
     if given is not None:
+        if given < 1:
+            raise InputError(f"--world-size {given} ranks run nothing; give 1 or more")
         return given
     text = job.get("WORLD_SIZE", "")
     if not text:

@@ -24,26 +24,8 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import LONGEST_NAME
 from rlhfuse.models.hf_names import EMBEDDING, JOINED, LM_HEAD, SCALAR_HEAD, expected_tensors, joined, layer_shapes
 
-HUB_FILES = ["*.json", "*.safetensors", "*.model*", "*.txt", "*.jinja", "*.tiktoken", "*.spm", "*.codes", "LICENSE*"]
 SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-
-def resolve_checkpoint(name: str, key: str) -> Path:
-    """Local folder of a path or hub name, set under `key`. Raises InputError when there is neither."""
-    path = Path(name)
-    if path.is_dir():
-        return path
-    if is_listed(path) or name.startswith((".", "/")) or name.count("/") > 1:
-        raise InputError(f"{key}={name} is no folder; give a Hugging Face model folder or hub name")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{key}={name} is no folder and no hub model that can be fetched: {reason}") from None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rlhfuse.monitor.phase_times import after_warm_up
 
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
 PROCESS = "base"  # the row of a process without models, as the metric is called
-GB = 1e9
+GB, GIB = 1e9, 2**30  # of metrics, of what people read
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class MemoryTable:
         return MemoryTable(tuple(rows))
 
     def text(self) -> str:
-        """For a terminal, in 10^9 bytes."""
+        """For a terminal."""
         lines = [f"{'peak memory of a rank':22} {'at most':>9} {'expected':>9} {'measured':>9} {'off by':>7}"]
         for row in self.rows:
             name = "the process itself" if row.phase == PROCESS else row.phase
             lines.append(
-                f"{name:22} {row.planned / GB:6.3f} GB {row.expected / GB:6.3f} GB {row.measured / GB:6.3f} GB "
+                f"{name:22} {row.planned / GIB:5.3f} GiB {row.expected / GIB:5.3f} GiB {row.measured / GIB:5.3f} GiB "
                 f"{row.error:+7.1%}"
             )
         return "\n".join(lines)

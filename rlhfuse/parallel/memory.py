@@ -30,7 +30,8 @@ def process_line(device: Device, planned_bytes: int) -> str:
         return ""
     free, total = torch.cuda.mem_get_info(device.torch_device)
     held = total - free - torch.cuda.memory_reserved(device.torch_device)
-    return f"contexts and communicators hold {held / 1e9:.3g} GB of the GPU; the plan has {planned_bytes / 1e9:.3g} GB"
+    held, planned = f"{held / 2**30:.3g} GiB", f"{planned_bytes / 2**30:.3g} GiB"
+    return f"contexts and communicators hold {held} of the GPU; the plan has {planned}"
 
 
 class PhaseMeter:

@@ -34,7 +34,6 @@ from rlhfuse.planning.training.split_choice import SplitChoice, choose_split
 from rlhfuse.planning.training.stage_cuts import with_cuts
 from rlhfuse.planning.training.training_orders import given_schedules
 from rlhfuse.planning.training.training_problem import longest_microbatch, training_problem
-from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -69,6 +68,9 @@ class DraftInputs:
             hardware = hardware_by_name(config.trainer.hardware, config.trainer.device, world_size)
         except InputError as error:
             raise InputError(f"trainer.hardware: {error}") from None
+        limit, has = config.trainer.memory_limit_gb, hardware.memory_bytes / 1e9
+        if hardware.device.own_memory and limit > has:
+            raise InputError(f"trainer.memory_limit_gb={limit:g}: one {hardware.name} has {has:.4g}; set no more")
         longest, samples = config.longest_sample, config.samples_per_iteration
         planned = PlannedLengths.of(config.parallel.lengths, longest, config.algorithm.skips)
         if lengths:
@@ -215,7 +217,7 @@ def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: Dr
     problems = {rung: state(rung, split.models) for rung in shares}
     given = given_schedules(config.fusion, problems, ranks.shape)
     least = min_memory(problems[likeliest(shares)])
-    peaks = tuple(map(max, zip(*(evaluate(one).node_peak_memory for one in given[0].values())))) if given else least
+    peaks = memory.most_held(*given[0].values()) if given else least
     memory.check(peaks, least, given[1] if given else "")
     generation = GenerationDraft(cache, limits, _threshold_file(config.fusion.threshold_file, batch))
     training = TrainingDraft(shares, problems, split, given)
@@ -231,11 +233,15 @@ def _statement(
     memory: MemoryBudget,
 ) -> Callable[[int, frozenset[str]], FusionProblem]:
     """States the problem of a mini-batch by M1 and the models whose backwards are split."""
-    longest, alternates = longest_microbatch(run.config.longest_sample, batch), run.config.fusion.alternates
+    longest, fusion = longest_microbatch(run.config.longest_sample, batch), run.config.fusion
 
     def state(rung: int, split: frozenset[str]) -> FusionProblem:
-        made = training_problem(analytic, batch, rung, inputs.drawn, longest, costs, alternates, split)
-        return replace(made, memory_cap=memory.limit, static_memory=memory.training_bytes)
+        made = training_problem(analytic, batch, rung, inputs.drawn, longest, costs, fusion.alternates, split)
+        cap, held = memory.limit, memory.training_bytes
+        if not (fusion.by_rule or fusion.schedule):  # one is searched, into the headroom only if the leanest needs it
+            least = max(map(sum, zip(held, min_memory(made))))
+            cap = max(memory.cap, min(least, memory.limit))
+        return replace(made, memory_cap=cap, static_memory=held)
 
     return state
 
@@ -251,21 +257,20 @@ def _sizes(
     """A cache as large as memory allows, beside the optimizer on the device where that leaves enough free, and models
     that are loaded early in what is left. Raises InputError for host memory that is short."""
     config, offloading = run.config, run.config.trainer.offload_optimizer
-    headroom = config.parallel.headroom if offloading == "auto" else 0.0
 
     def sized(offload: bool) -> tuple[InstanceCache, InstanceLimits, MemoryBudget]:
         cache = InstanceCache.of(config, batch.instances)
         while True:
             limits = instance_limits(run, cache, costs, inputs.lengths.samples)
             memory = memory_budget(run, analytic, ranks, limits.kv_capacity_bytes, batch)
-            memory = memory.with_optimizer_offloaded(headroom) if offload else memory
+            memory = memory.with_optimizer_offloaded() if offload else memory
             generation = next(phase for phase in memory.static if phase.phase == "generation")
-            if (smaller := cache.fitting(generation.kv, memory.needed(generation) - memory.limit)) is None:
+            if (smaller := cache.fitting(generation.kv, memory.needed(generation) - memory.cap)) is None:
                 return cache, limits, memory
             cache = smaller
 
     cache, limits, memory = sized(offload=offloading == "true")
-    if offloading == "auto" and inputs.hardware.device.own_memory and not memory.fits_beside_training(headroom):
+    if offloading == "auto" and inputs.hardware.device.own_memory and not memory.fits_beside_training():
         cache, limits, memory = sized(offload=True)
     scorers = [analytic[f"{role}_inference"].memory.weights_bytes() for role in config.scorers()]
     memory = memory.with_early_loading(scorers)

@@ -24,7 +24,7 @@ def draft_facts(draft: PlanDraft) -> dict[str, str]:
         "the hardware planned for": hardware.name,
         "ranks of a machine": str(hardware.devices_per_node),
         "cores of the machine": f"{draft.inputs.cores.count:g}",
-        "memory of a rank": f"{draft.memory.limit / 1e9:.6g} GB",
+        "memory of a rank": f"{draft.memory.limit / 2**30:.6g} GiB",
         **{key: str(value) for key, value, _ in config.leaves()},
         **{f"the shape of the {role}": _digest(repr(spec)) for role, spec in draft.specs.items()},
         "past lengths": _digest(repr(draft.inputs.lengths.samples)),

@@ -16,7 +16,7 @@ from rlhfuse.planning.efficiency import efficiency
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.memory.memory_plan import MemoryPlan
 from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
-from rlhfuse.planning.reasons import Reasons, of_keeping, of_memory
+from rlhfuse.planning.reasons import Reasons, of_keeping
 from rlhfuse.planning.run_plan import (
     GenerationPlan,
     MinibatchSeconds,
@@ -36,7 +36,7 @@ from rlhfuse.schedule.ir.evaluate import Timeline, evaluate, idle_share
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.verify import verify
-from rlhfuse.schedule.rules.builders import serial_makespan
+from rlhfuse.schedule.rules.builders import min_memory, serial_makespan
 from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 
@@ -44,11 +44,12 @@ from rlhfuse.simulator.iteration_seconds import IterationSeconds
 def make_plan(draft: PlanDraft, kept: Path | None = None) -> RunPlan:
     """Decide what is left to decide; `kept`: schedule.json of the run that is resumed.
 
-    Raises ScheduleError where a schedule could hang or passes the memory cap.
+    Raises ScheduleError where a schedule could hang or passes the memory cap, InputError where it does not fit.
     """
     config, training = draft.run.config, draft.training
     family = config.fusion, config.trainer.seed, draft.problems, training.shares, draft.ranks.shape
-    schedules, source = schedule_family(*family, kept)
+    schedules, source = schedule_family(*family, kept, passing=draft.memory.passing)
+    draft.memory.check(draft.memory.held_by(*schedules.values()), min_memory(training.problem), source)
     return _run_plan(draft, schedules, _report(draft, schedules, source))
 
 
@@ -116,7 +117,6 @@ def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) ->
             *inputs.cores.lines(draft.world_size),
             *reasons.reward_calls(draft.costs),
             draft.training.split.why,
-            of_memory(memory, draft.memory.communicators),
             *of_keeping(draft.memory, peaks),
             *reasons.recomputation(draft.analytic["actor_train"].memory),
             *reasons.offload(draft.memory, seen),

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from rlhfuse.costs.layout_moves import LayoutMove, layout_moves
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.graph_capture import graph_capture
+from rlhfuse.planning.training.passing import with_room
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, planned_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
-from rlhfuse.schedule.ir.problem import FusionProblem, Number
+from rlhfuse.schedule.ir.graph import build_graph
+from rlhfuse.schedule.ir.problem import FusionProblem
+from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.schedule.search.admission_rules import reached_by_rule
+from rlhfuse.schedule.search.solution import schedule_of
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
@@ -65,6 +69,7 @@ class Price:
     moves: float
     offload: float  # what is not hidden of it
     capture: float
+    activations: tuple[float, ...]  # of schedules, by node
 
     @property
     def parts(self) -> Mapping[str, float]:
@@ -91,48 +96,55 @@ def price(draft: PlanDraft, generation: GenerationPrice, moves: float) -> Price:
 
     Raises InputError where no schedule fits.
     """
-    return with_schedules(draft, generation, moves, reached_seconds(draft))
+    seconds, activations = reached(draft)
+    return with_schedules(draft, generation, moves, seconds, activations)
 
 
-def with_schedules(draft: PlanDraft, generation: GenerationPrice, moves: float, minibatch: float) -> Price:
-    """`price` of a draft whose schedule takes so long for a mini-batch."""
+def with_schedules(
+    draft: PlanDraft, generation: GenerationPrice, moves: float, minibatch: float, held: tuple[float, ...] = ()
+) -> Price:
+    """`price` of a draft whose schedules take so long for a mini-batch; `held`: by them, else as little as can be."""
+    held = held or min_memory(draft.training.problem)
     count, offload = draft.batch.optimizer_steps, draft.memory.offload
     seen = offload.seen_seconds(moves, minibatch) if offload else 0.0
-    capture = graph_capture(draft, draft.memory.keeps_generation(min_memory(draft.training.problem)))
+    capture = graph_capture(draft, draft.memory.keeps_generation(held))
     again = capture.seconds if capture and capture.each_iteration else 0.0
-    return Price(generation, count * minibatch, count * draft.step_seconds, moves, seen, again)
+    return Price(generation, count * minibatch, count * draft.step_seconds, moves, seen, again, held)
 
 
 def bound_seconds(draft: PlanDraft) -> float:
     """Mean seconds of a mini-batch, by the makespans of schedules that are given, else the proved bounds of those that
     will be searched: each mini-batch by the one of its own number of micro-batches."""
-    return _schedule_seconds(draft, planned_bound)
-
-
-def reached_seconds(draft: PlanDraft) -> float:
-    """The same by the fastest schedules made by rule, where none are given: a search begins with no worse."""
-    return _schedule_seconds(draft, _reached_ticks)
-
-
-def _schedule_seconds(draft: PlanDraft, ticks: Callable[[FusionProblem], Number]) -> float:
     given = draft.training.given[0] if draft.training.given else {}
 
     def seconds(rung: int) -> float:
-        made = evaluate(given[rung]).makespan if rung in given else ticks(draft.training.problems[rung])
-        return float(made) * TICK_SECONDS
+        ticks = evaluate(given[rung]).makespan if rung in given else planned_bound(draft.training.problems[rung])
+        return float(ticks) * TICK_SECONDS
 
     return minibatch_seconds(draft, seconds)
 
 
-def _reached_ticks(problem: FusionProblem) -> float:
-    return _reached(problem.without_idle_cap())
+def reached(draft: PlanDraft) -> tuple[float, tuple[float, ...]]:
+    """The same by the fastest schedules made by rule, where none are given: a search begins with no worse. And what
+    they hold, by node."""
+    made, passing = dict(draft.training.given[0]) if draft.training.given else {}, draft.memory.passing
+    for rung, problem in draft.training.problems.items():
+        if rung not in made:
+            made[rung] = with_room(passing, problem, _reached, partial(_reached, tries=1))
+    ticks = {rung: max(float(evaluate(one).makespan), float(planned_bound(one.problem))) for rung, one in made.items()}
+    seconds = minibatch_seconds(draft, lambda rung: ticks[rung] * TICK_SECONDS)
+    return seconds, draft.memory.held_by(*made.values())
 
 
-@lru_cache(maxsize=64)  # as for bounds: tables of layouts that differ beside training have one problem
-def _reached(problem: FusionProblem) -> float:
+def _reached(problem: FusionProblem, tries: int = DECODES) -> Schedule:
+    return _reached_once(problem.without_idle_cap(), tries)
+
+
+@lru_cache(maxsize=128)  # as for bounds: tables of layouts that differ beside training have one problem
+def _reached_once(problem: FusionProblem, most_tries: int) -> Schedule:
     bound = float(planned_bound(problem))
-    tries = max(1, min(DECODES, DECODED // (problem.tasks * problem.nodes)))
-    return max(bound, reached_by_rule(problem, tries, enough=(1 + NEAR) * bound).makespan)
+    tries = max(1, min(most_tries, DECODED // (problem.tasks * problem.nodes)))
+    return schedule_of(build_graph(problem), reached_by_rule(problem, tries, enough=(1 + NEAR) * bound).sequence)
 
 
 def minibatch_seconds(draft: PlanDraft, schedule_seconds: Callable[[int], float]) -> float:

@@ -15,8 +15,7 @@ from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.planning.memory.instance_cache import InstanceCache
-from rlhfuse.planning.memory.memory_budget import KEEPING_PART, MemoryBudget
-from rlhfuse.planning.memory.memory_plan import MemoryPlan
+from rlhfuse.planning.memory.memory_budget import MemoryBudget
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.simulator.instance_limits import InstanceLimits
@@ -191,7 +190,7 @@ class Reasons:
         early, seconds = scorers[: len(memory.early)], costs.swap_in
         loading = f"loading {', '.join(scorers)} takes {seconds:.2g} s of an instance"
         if not early:
-            most = f"{KEEPING_PART:.0%} of the limit"
+            most = f"{memory.keeping_cap / memory.limit:.0%} of the limit"
             yield f"{loading}, after generation: beside it not even {scorers[0]} has room in {most}"
         else:
             rest = f"; {', '.join(scorers[len(early) :])} after it, for want of room" if early != scorers else ""
@@ -244,20 +243,6 @@ class Reasons:
         return (*rows, ("finished.json", "when all iterations are done"))
 
 
-def of_memory(memory: MemoryPlan, communicators: int) -> str:
-    """The fullest phase beside the limit of a rank; `communicators`: bytes of the process that are theirs."""
-    fullest = max(memory.phases, key=memory.needed_bytes)
-    process = f"the process itself, {readable_bytes(memory.process_bytes)},"
-    if communicators:
-        process += f" of them {readable_bytes(communicators)} communicators (assumed),"
-    included = process if memory.own_memory else f"host copies and {process}"
-    needed = readable_bytes(memory.needed_bytes(fullest))
-    return (
-        f"the fullest phase, {fullest.phase}, needs {needed} per rank, {included} included, and "
-        f"fits in {readable_bytes(memory.limit)}"
-    )
-
-
 def of_keeping(memory: MemoryBudget, activations: Sequence[float]) -> tuple[str, ...]:
     """On GPUs, whether what generation needs stays on the device; `memory`: of a run that releases it."""
     if not memory.hardware.device.own_memory:
@@ -266,7 +251,7 @@ def of_keeping(memory: MemoryBudget, activations: Sequence[float]) -> tuple[str,
     if memory.keeps_generation(activations):
         recorded = ", graphs are recorded once" if graphs else ""
         return (f"kept: the weights and cache of generation stay on the device between iterations ({held}){recorded}",)
-    kept, needed, most = memory.with_generation_kept(), memory.keeping_bytes(activations), KEEPING_PART * memory.limit
+    kept, needed, most = memory.with_generation_kept(), memory.keeping_bytes(activations), memory.keeping_cap
     recorded = ", graphs are recorded in each iteration" if graphs else ""
     if memory.offload:
         return (f"released after generation, for the optimizer too leaves the device{recorded}",)
@@ -274,6 +259,6 @@ def of_keeping(memory: MemoryBudget, activations: Sequence[float]) -> tuple[str,
     smaller = f"; a cache of {readable_bytes(left)} (rollout.kv_blocks_per_instance) would let them stay"
     return (
         f"released after generation: with its weights and cache ({held}) {kept.fullest(activations).phase} would need "
-        f"{readable_bytes(needed)} of {readable_bytes(most)}, {KEEPING_PART:.0%} of the limit{recorded}"
+        f"{readable_bytes(needed)} of {readable_bytes(most)}, {most / memory.limit:.0%} of the limit{recorded}"
         + (smaller if left > 0 else ""),
     )

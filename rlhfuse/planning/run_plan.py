@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhfuse.base.json_values import Versioned
-from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.layout_moves import LayoutMove, move_lines
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
@@ -88,7 +87,6 @@ class ScheduleSummary:
             f"{self.makespan_seconds:.4g} s, lower bound {self.lower_bound_seconds:.4g} s: gap {self.gap:.2%}; all "
             f"models one after the other, each 1F1B, idle {self.serial_idle:.0%}: {self.serial_makespan_seconds:.4g} s",
             *drawn,
-            f"activations up to {readable_bytes(self.peak_activation_bytes)} on the fullest rank",
             self.source,
             *((longer,) if self.gap > WORTH_SEARCHING else ()),
             *map(self._other_line, self.others),
@@ -98,9 +96,9 @@ class ScheduleSummary:
         if other.makespan_seconds is None or other.peak_activation_bytes is None:
             return f"{other.setting}: not here: {other.why_not}"
         times = other.makespan_seconds / self.likeliest.makespan_seconds
-        held = readable_bytes(other.peak_activation_bytes)
+        held = other.peak_activation_bytes / self.peak_activation_bytes
         most = "at most " if other.searched else ""
-        return f"{other.setting}: {most}{other.makespan_seconds:.4g} s (x{times:.3g}), activations up to {held}"
+        return f"{other.setting}: {most}{other.makespan_seconds:.4g} s (x{times:.3g}), x{held:.3g} of the activations"
 
 
 @dataclass(frozen=True)

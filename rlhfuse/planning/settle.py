@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.auto_layouts import auto_layouts, completed, decided, searched_keys, with_one_inference
+from rlhfuse.config.auto_layouts import completed, decided, searched_keys, with_one_inference
 from rlhfuse.config.device_defaults import resolve_device, without_shared_graphs
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
@@ -88,7 +88,7 @@ def settle_but_layouts(config: RunConfig, facts: Facts) -> SettledRun:
     run.rules.given_rows()
     if made.fusion.schedule:
         load_schedule(made.fusion.schedule)  # every table reads it: here a file that cannot be read says so once
-    return run.with_config(with_one_inference(made)) if auto_layouts(made) else run
+    return run.with_config(with_one_inference(made))
 
 
 def _searched(run: SettledRun, lines: tuple[str, ...]) -> SettledRun:

@@ -22,6 +22,7 @@ from rlhfuse.base.files import is_listed
 from rlhfuse.base.json_values import LARGEST
 from rlhfuse.config.auto_layouts import inference_layout, searched_keys
 from rlhfuse.config.device_defaults import is_for_gpus
+from rlhfuse.config.load import model_folder
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import RunConfig, TrainerConfig
@@ -32,7 +33,7 @@ from rlhfuse.costs.machine import Host
 from rlhfuse.data.prompt_notes import prompt_notes
 from rlhfuse.data.prompts import Prompt, PromptSet, load_prompts
 from rlhfuse.data.reward_workers import RewardSum
-from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
+from rlhfuse.models.hf import check_checkpoint
 from rlhfuse.models.layers.transformer_engine import choose_layers
 from rlhfuse.models.tokenizer import chat_tokens, fix_day, load_tokenizer, resolve_tokens
 from rlhfuse.parallel.device import device_kind
@@ -149,7 +150,7 @@ def _left_out_before(resume: Checkpoint | None, config: RunConfig) -> SampleLeng
 
 def run_tokenizer(config: RunConfig, actor: ModelSpec) -> Any:
     """The tokenizer of prompts and responses. Raises InputError."""
-    return load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor.tokenizer"), actor)
+    return load_tokenizer(model_folder(config.actor.tokenizer, "actor.tokenizer"), actor)
 
 
 def read_prompts(config: RunConfig, tokenizer: Any, key: str = "train_files") -> PromptSet:
@@ -215,7 +216,7 @@ def _cut_to_context(
 def own_tokenizer(config: RunConfig) -> Path | None:
     """The folder of actor.tokenizer, unless it is the actor's own: what the run trains reads its tokens."""
     name = config.actor.tokenizer
-    return None if name == config.actor.path else resolve_checkpoint(name, "actor.tokenizer")
+    return None if name == config.actor.path else model_folder(name, "actor.tokenizer")
 
 
 def check_reward_functions(config: RunConfig, prompts: Iterable[Prompt]) -> str:
@@ -234,7 +235,7 @@ def check_reward_functions(config: RunConfig, prompts: Iterable[Prompt]) -> str:
 def find_models(config: RunConfig) -> ModelFolders:
     """Local folder and shape of each role of the run; the critic's defaults to the reward model's."""
     order = sorted(config.roles(), key=lambda role: len(role.path_defaults))  # what others default to first
-    resolved = {role: resolve_checkpoint(getattr(config, role).path, f"{role}.path") for role in order}
+    resolved = {role: model_folder(getattr(config, role).path, f"{role}.path", weights=True) for role in order}
     paths = {role: resolved[role] for role in config.roles()}
     return ModelFolders(paths, {role: ModelSpec.from_config(path, role) for role, path in paths.items()})
 

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhfuse.base.errors import InputError, JointError, RewardError, Stopped
+from rlhfuse.costs.profiled import made_for
 from rlhfuse.models.hf import hf_tensors
 from rlhfuse.models.hf_folder import exhaust, export_checkpoint
 from rlhfuse.monitor.guard import SAVE_SECONDS
@@ -152,7 +153,9 @@ class RunLoop:
                 self.directory.check()
                 before = log.position() if due and evaluates else {}
                 log.write(record)
-                self.trainer.threshold.save_costs(self.run_dir / "costs.json")
+                draft = self.inputs.draft
+                made = made_for(draft.config.trainer, draft.tasks, draft.specs)
+                self.trainer.threshold.save_costs(self.run_dir / "costs.json", made)
                 position = log.position() if due else {}
                 if evaluates and due:
                     position |= {"metrics_bytes": before["metrics_bytes"], "row": plain_metrics(record.metrics)}

@@ -8,8 +8,10 @@ kept; without inter-stage fusion R_t is 0. No error of all this ends training.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -180,10 +182,10 @@ class ThresholdController:
         """Seconds of a decode step without guesses, of (sequences, tokens of context); None before they are fitted."""
         return self._costs.decode if isinstance(self._costs, MeasuredCost) else None
 
-    def save_costs(self, path: Path) -> None:
+    def save_costs(self, path: Path, made_for: Mapping[str, Any]) -> None:
         """Write the fitted costs, if there are any yet, which `fusion.profile` of a later run or plan reads."""
         if isinstance(self._costs, MeasuredCost):
-            write_json(path, self._costs.to_dict())
+            write_json(path, replace(self._costs, made_for=made_for).to_dict())
 
     def state(self) -> dict:
         """What the next R_t depends on, as JSON values; `costs` is null until they have been fitted."""

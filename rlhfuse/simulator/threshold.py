@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import ConfigDict, NonNegativeInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, read_json
@@ -18,6 +19,7 @@ from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.simulation import Simulation
 
+Ratio = Annotated[float, Field(ge=0, le=1)]
 SWEEP_PERCENT = tuple(range(0, 100, 5))
 FLAT = 0.01  # R_t predicted within this part of the best are as good as it
 
@@ -26,24 +28,24 @@ FLAT = 0.01  # R_t predicted within this part of the best are as good as it
 class SweepPoint:
     """One simulated R_t. Seconds are means over the simulated batches."""
 
-    ratio: float
-    threshold: int
-    destinations: int
-    fused_seconds: float
-    generation_seconds: float
-    migration_seconds: float
+    ratio: Ratio
+    threshold: NonNegativeInt
+    destinations: NonNegativeInt
+    fused_seconds: NonNegativeFloat
+    generation_seconds: NonNegativeFloat
+    migration_seconds: NonNegativeFloat
 
 
 @dataclass(frozen=True)
 class LengthSummary:
     """Percentiles of the output lengths the choice was made for, and how many of them were clipped."""
 
-    p50: int
-    p999: int
-    max: int
-    clipped: int
-    p90: int | None = None
-    p99: int | None = None
+    p50: NonNegativeInt
+    p999: NonNegativeInt
+    max: NonNegativeInt
+    clipped: NonNegativeInt
+    p90: NonNegativeInt | None = None
+    p99: NonNegativeInt | None = None
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,25 @@ class Threshold:
     """The chosen R_t, the curve it was chosen from, and the lengths it was chosen for."""
 
     threshold: NonNegativeInt
-    ratio: float
+    ratio: Ratio
     destinations: NonNegativeInt
-    instances: NonNegativeInt
-    serial_seconds: float
-    fused_seconds: float
+    instances: PositiveInt
+    serial_seconds: NonNegativeFloat
+    fused_seconds: PositiveFloat
     sweep: tuple[SweepPoint, ...]
     lengths: LengthSummary
     samples: int | None = None  # of the batch; a file may leave it out
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     def __post_init__(self) -> None:
-        if self.samples is not None and self.threshold > self.samples:
-            raise InputError(f"threshold {self.threshold} is above its {self.samples} samples")
+        for point in (self, *self.sweep):
+            if self.samples is not None and point.threshold > self.samples:
+                raise InputError(f"threshold {point.threshold} is above its {self.samples} samples")
+            if point.threshold and not 1 <= point.destinations < self.instances:
+                raise InputError(
+                    f"R_t = {point.threshold}: destinations is {point.destinations} of {self.instances} instances; "
+                    f"1 to {self.instances - 1} can keep decoding"
+                )
 
     @property
     def speedup(self) -> float:

@@ -92,7 +92,7 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
         ("trainer.seed=[1", r"argument 'trainer.seed=\[1' cannot be read"),
         ("trainer.seed=${nothing}", "trainer.seed: Interpolation key 'nothing' not found"),
         ("parallel.generation=d1p1", "parallel.generation=d1p1: layout 'd1p1' is not of the form d1t2p4"),
-        ("actor.path=", "argument 'actor.path=': actor.path=None must be a text"),
+        ("actor.path=", "actor.path is not set"),
         ("actor.path=''", "actor.path is not set"),
         ("data.train_files=[]", "data.train_files is empty"),
         ("trainer=3", "trainer must be a mapping"),

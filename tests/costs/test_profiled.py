@@ -19,7 +19,7 @@ from rlhfuse.costs.cost_model import MicrobatchTokens, RewardCost
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profile_files import load_costs
-from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids
+from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, check_made_for
 
 TABLE = Grid(((1.0, 2.0, 4.0), (10.0, 20.0)), (1.0, 2.0, 3.0, 6.0, 5.0, 12.0))
 
@@ -169,6 +169,6 @@ def test_bad_profiles_are_refused(tmp_path, change, message):
 
 
 def test_a_profile_of_something_else_is_refused():
-    profile().check({"generation_tp": 2, "dtype": "float32"}, "p.json")
+    check_made_for(profile().made_for, {"generation_tp": 2, "dtype": "float32"}, "p.json")
     with pytest.raises(InputError, match="p.json was made for dtype=float32, this run has bfloat16"):
-        profile().check({"dtype": "bfloat16"}, "p.json")
+        check_made_for(profile().made_for, {"dtype": "bfloat16"}, "p.json")

@@ -12,7 +12,7 @@ from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.kernels import Kernels
 
 LLAMA_8B = ModelSpec("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192)
-H100 = hardware_by_name("h100")
+H100 = hardware_by_name("h800")
 TOKENS = 8192
 MICRO = MicrobatchTokens(TOKENS, 4, TOKENS)
 

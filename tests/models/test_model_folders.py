@@ -15,10 +15,11 @@ from testkit.tiny import change_json, with_models, write_checkpoint, write_token
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.config_json import ARCHITECTURES
+from rlhfuse.config.load import model_folder
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.models.hf import check_checkpoint, checkpoint_index, hf_tensors, load_weights, resolve_checkpoint
+from rlhfuse.models.hf import check_checkpoint, checkpoint_index, hf_tensors, load_weights
 from rlhfuse.models.hf_folder import export_checkpoint
 from rlhfuse.models.tokenizer import read_tokenizer
 from rlhfuse.run.checkpoint.checkpoint import finished_iterations
@@ -267,7 +268,7 @@ def test_a_folder_that_is_a_link_to_nothing_is_no_hub_name(tmp_path, monkeypatch
     Path("models").mkdir()
     Path("models/mine").symlink_to("../gone")
     with pytest.raises(InputError, match="models/mine is no folder"):
-        resolve_checkpoint("models/mine", "actor.path")
+        model_folder("models/mine", "actor.path")
 
 
 # exports ------------------------------------------------------------------------------------------------------------

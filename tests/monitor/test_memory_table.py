@@ -33,7 +33,7 @@ def test_each_phase_shows_its_fullest_iteration_after_warm_up():
     assert (training.planned, training.expected, training.measured) == (7 * GB, 5 * GB, 5 * GB)  # half the tokens
     table = MemoryTable.of(PLAN, metrics)
     assert table.to_dict()["phases"][0]["error"] == pytest.approx(-0.2)
-    assert "training                7.000 GB  5.000 GB  5.000 GB   +0.0%" in table.text()
+    assert "training               6.519 GiB 4.657 GiB 4.657 GiB   +0.0%" in table.text()
 
 
 def test_on_a_gpu_neither_the_process_nor_host_copies_count():

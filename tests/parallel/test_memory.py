@@ -110,6 +110,6 @@ def test_what_a_gpu_holds_beside_torch_stands_beside_the_plan(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 10**9, 80 * 10**9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7.5 * 10**9)
     line = process_line(Device(torch.device("cuda", 0), "nccl"), 2_660_000_000)
-    assert line == "contexts and communicators hold 2.5 GB of the GPU; the plan has 2.66 GB"
+    assert line == "contexts and communicators hold 2.33 GiB of the GPU; the plan has 2.48 GiB"
     assert process_line(Device(torch.device("cpu"), "gloo"), 0) == ""
     assert process_line(Device(torch.device("cuda", 0), "shared_gpu"), 0) == ""  # others' memory is in the number

@@ -90,8 +90,8 @@ def test_a_run_that_does_not_fit_is_refused(sizes):
 
 
 def test_the_figures_are_what_a_reader_works_out(sizes):
-    draft = example("llama3_8b_8gpus.yaml", sizes)
-    use, sheet = at_the_bound(draft), data_sheets()["h100"]
+    draft = example("llama3_8b_8gpus.yaml", sizes, "trainer.hardware=h800")
+    use, sheet = at_the_bound(draft), data_sheets()["h800"]
     spec = draft.specs["actor"]
     samples = [2048] * 768
     flops = TRAINING_FORWARDS * sum(forward_flops(spec, samples, sum(samples) // 2, head) for head in (False, True))
@@ -103,7 +103,7 @@ def test_the_figures_are_what_a_reader_works_out(sizes):
     read = (weights * 2 + 192 * (1024 + 512) * spec.kv_bytes_per_token(2)) / 2  # of two tensor ranks
     decode = use.uses[0].decode
     assert decode.bytes == pytest.approx(read)
-    sums = max(5e-6, 1.5 * 192 * 4096 * 2 / 270e9)  # of two ranks by the switch
+    sums = max(5e-6, 1.5 * 192 * 4096 * 2 / 120e9)  # of two ranks by the switch
     step = read / (0.8 * sheet.memory_bandwidth) + 32 * (9 * 1.5e-6 + 2 * sums) + 192 * 128256 / 2 * 8 / 2.68e12
     assert decode.seconds == pytest.approx(step, rel=1e-3)
     assert use.hbm_share(use.uses[0]) == pytest.approx(read / (sheet.memory_bandwidth * step), rel=1e-3)
@@ -112,7 +112,7 @@ def test_the_figures_are_what_a_reader_works_out(sizes):
 def test_seconds_of_training_are_products_bytes_and_all_reduces():
     """Llama-3-8B on one rank, 4096 tokens, 1024 of them of responses: every term by hand."""
     spec = ModelSpec("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192)
-    machine, tokens, outputs = hardware_by_name("h100"), 4096, 1024
+    machine, tokens, outputs = hardware_by_name("h200"), 4096, 1024
     made = AnalyticCost(spec, ParallelLayout.parse("d2t1p4"), machine, 2, kernels=Kernels())
     flops = 2 * spec.layer_parameters * tokens + 4 * 4096 * tokens * (tokens + 1) / 2
     products, rate = flops / machine.flops, machine.memory_bandwidth
@@ -147,7 +147,7 @@ def test_seconds_of_training_are_products_bytes_and_all_reduces():
 def test_what_was_measured_of_few_tokens_and_of_launches_backwards_counts():
     """A layer on one rank, of 16 tokens and of 4096; without it the floor of a backward is two forwards'."""
     spec = ModelSpec("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192)
-    machine = replace(hardware_by_name("h100"), launch_seconds=1e-3)
+    machine = replace(hardware_by_name("h200"), launch_seconds=1e-3)
 
     def layer(tokens: int, **measured: float) -> tuple[float, float]:
         hardware = replace(machine, **measured)

@@ -1,15 +1,17 @@
 """Recording CUDA graphs is in a plan's seconds, once or in every iteration."""
 
 import pytest
+from testkit.flat_profile import facts_of
 from testkit.four_ranks import SPECS, planned, run
 from testkit.sim_helpers import linear_cost
 
 from rlhfuse.base.files import write_json
+from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.planning.run_plan import PlanReport
 
-GPU = dict(trainer__hardware="h100", rollout__max_response_tokens=384, fusion__threshold=0)
+GPU = dict(trainer__hardware="h200", rollout__max_response_tokens=384, fusion__threshold=0)
 # 8 samples an instance: 1, 2, 4, 8 rows; 256 and 512 tokens; 8 layers of 9 launches, 6 beside them
 SHAPES, SHAPE_SECONDS = 5, 0.03 + (8 * 9 + 6) * 60e-6
 
@@ -55,9 +57,10 @@ def test_nothing_is_recorded_on_cpus_or_without_graphs(monkeypatch):
 
 def test_an_earlier_run_knows_better(monkeypatch, tmp_path):
     for capture, seconds in ((0.25, 0.25), (0.0, SHAPE_SECONDS)):
-        raw = linear_cost().to_dict() | {"capture": capture}
-        write_json(tmp_path / "costs.json", raw)
-        made = report(monkeypatch, False, run(**GPU, fusion__profile=str(tmp_path / "costs.json"))).generation.capture
+        config = run(**GPU, fusion__profile=str(tmp_path / "costs.json"))
+        made_for = facts_of(resolve_device(config), SPECS)
+        write_json(tmp_path / "costs.json", linear_cost().to_dict() | {"capture": capture, "made_for": made_for})
+        made = report(monkeypatch, False, config).generation.capture
         assert made.shape_seconds == pytest.approx(seconds) and made.measured == bool(capture)
         assert ("measured" if capture else "estimated") in str(made)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from run_report.program_times import makespan, program_times
-from testkit.flat_profile import trained, training
+from testkit.flat_profile import facts_of, trained, training
 from testkit.four_ranks import SPECS, drafted, planned, run, shared_plan
 from testkit.sim_helpers import linear_cost, long_tail
 
@@ -13,6 +13,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
 from rlhfuse.base.readable_bytes import readable_bytes
+from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.machine import Host, memory_limit
 from rlhfuse.costs.profiled import ProfiledCost
@@ -158,26 +159,26 @@ def test_the_cache_gets_what_memory_leaves(layout):
     block_bytes, beside = generation.kv / wanted, generation.device - generation.kv + memory.process
 
     def limit(blocks):
-        return beside + (blocks + 0.5) * block_bytes
+        return (beside + (blocks + 0.5) * block_bytes) / (1 - memory.headroom)
 
     def fitting_blocks(memory):
-        smaller = draft.generation.cache.fitting(generation.kv, memory.needed(generation) - memory.limit)
+        smaller = draft.generation.cache.fitting(generation.kv, memory.needed(generation) - memory.cap)
         return smaller and smaller.blocks
 
     for blocks in (wanted - 1, wanted // 2, longest + 1):
         fitting = fitting_blocks(replace(memory, limit=limit(blocks)))
         left, part = blocks - 1, wanted // 16  # a GPU's cache has a block for padding, and whole 16ths of what it wants
         assert left - part < fitting <= left and (fitting % part == 0 if left >= part else fitting == left)
-    for blocks in (wanted, longest):
-        memory = replace(memory, limit=limit(blocks))
-        assert fitting_blocks(memory) is None
+    assert fitting_blocks(replace(memory, limit=limit(wanted))) is None
+    for blocks in (longest, longest // 2):  # which the longest sample needs, whatever there is
+        assert fitting_blocks(replace(memory, limit=limit(blocks))) == longest
     tight = drafted(run(**keys, trainer__memory_limit_gb=limit(wanted // 2) / 1e9), SPECS, 4)
     kept = tight.config.rollout.kv_blocks_per_instance
     assert kept == 7 * wanted // 16 and tight.generation.cache.blocks == kept
     assert tight.generation.limits.kv_capacity_bytes == kept * 16 * draft.generation.limits.kv_bytes_per_token
-    assert tight.memory.needed(generation_of(tight.memory)) <= tight.memory.limit
+    assert tight.memory.needed(generation_of(tight.memory)) <= tight.memory.cap
     assert f"rollout.kv_blocks_per_instance = {kept}: what memory leaves" in make_plan(tight).report.render()
-    given = {**keys, "rollout__kv_blocks_per_instance": wanted, "trainer__memory_limit_gb": limit(wanted // 2) / 1e9}
+    given = {**keys, "rollout__kv_blocks_per_instance": wanted, "trainer__memory_limit_gb": limit(wanted // 2) * 0.9e-9}
     with pytest.raises(InputError, match="memory: generation needs .* lower rollout.kv_blocks_per_instance"):
         drafted(run(**given), SPECS, 4)
 
@@ -204,9 +205,10 @@ def limits(peaks, draft) -> tuple[float, float, float]:
 
 
 def test_the_schedule_is_searched_under_the_memory_that_is_left():
-    draft = drafted(run(**ON_GPU), SPECS, 4)
-    enough, between, below = limits(evaluate(make_plan(draft).likeliest).node_peak_memory, draft)
-    searched = {**ON_GPU, "fusion__search_seconds": 2.0}  # long enough to find the best also on a busy machine
+    keys = {**ON_GPU, "parallel__headroom": 0.0}
+    draft = drafted(run(**keys), SPECS, 4)
+    enough, between, below = limits(draft.memory.most_held(make_plan(draft).likeliest), draft)
+    searched = {**keys, "fusion__search_seconds": 2.0}  # long enough to find the best also on a busy machine
     free, tight = (planned(run(**searched, trainer__memory_limit_gb=limit)) for limit in (enough, between))
     assert tight.likeliest.problem.memory_cap == between * 1e9
     training = tight.report.memory.phases[-1]
@@ -226,7 +228,7 @@ def test_a_given_schedule_that_does_not_fit_is_refused(tmp_path, source):
         save_schedule(tmp_path / "free.json", greedy(problem_of(run(**ON_GPU))))
         keys = {"fusion__schedule": str(tmp_path / "free.json")}
     draft = drafted(run(**ON_GPU, **keys), SPECS, 4)
-    enough, between, _ = limits(evaluate(draft.training.given[0][4]).node_peak_memory, draft)
+    enough, between, _ = limits(draft.memory.most_held(draft.training.given[0][4]), draft)
     drafted(run(**ON_GPU, **keys, trainer__memory_limit_gb=enough), SPECS, 4)
     with pytest.raises(InputError, match=f"with {source}.*set fusion.intra_stage=search without fusion.schedule"):
         drafted(run(**ON_GPU, **keys, trainer__memory_limit_gb=between), SPECS, 4)
@@ -270,10 +272,14 @@ def test_threshold_from_the_config(keys, world, expected, reason):
 def test_the_plan_says_what_the_reward_function_counts(tmp_path):
     """Unknown before anything was measured; with the costs of a run it delays the predicted end."""
     file, called = tmp_path / "costs.json", dict(reward__function="rewards:slow", reward__workers=2)
-    write_json(file, linear_cost(reward=2.0).to_dict())
     unknown = shared_plan(**called).report
     assert any("reward.function takes is unknown" in sentence for sentence in unknown.reasons)
-    fast, slow = (planned(run(fusion__profile=str(file), **keys)).report for keys in ({}, called))
+    reports = []
+    for keys in ({}, called):
+        made_for = facts_of(resolve_device(run(**keys)), SPECS)
+        write_json(file, linear_cost(reward=2.0).to_dict() | {"made_for": made_for})
+        reports.append(planned(run(fusion__profile=str(file), **keys)).report)
+    fast, slow = reports
     assert not any("reward.function" in sentence for sentence in fast.reasons)
     assert any("reward.function counts 2 s, 2 at once" in sentence for sentence in slow.reasons)
     assert slow.seconds.gen_infer_serial >= 2.0 * 16 / 2 > fast.seconds.gen_infer_serial

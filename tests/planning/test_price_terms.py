@@ -193,7 +193,7 @@ def test_contexts_and_communicators(monkeypatch):
     keys = {"rollout__kv_blocks_per_instance": 64 * 128, "trainer__memory_limit_gb": 15.7}
     keys |= {"trainer__offload_optimizer": "false"}
     report = make_plan(drafted("d2t4p8", 32, **keys)).report.render()
-    assert "the process itself, 3.18 GiB, of them 1.31 GiB communicators (assumed), included" in report
+    assert "communicators 1.31 GiB of the process, assumed" in report
     refused = r"memory: inference needs .* the process 3.18 GiB\), but a rank of this h800"
     with pytest.raises(InputError, match=refused):
         drafted("d2t2p16", 32, **keys)

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from testkit.four_ranks import planned, run
+from testkit.flat_profile import facts_of
+from testkit.four_ranks import SPECS, planned, run
 from testkit.sim_helpers import limits, linear_cost, long_tail, with_turns
 
 from rlhfuse.base.files import write_json
@@ -58,7 +59,7 @@ def observe(controller, number, lengths=None, turns=None, **observed) -> str:
 def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
     """R_t, limits and the choice how a sample moves; then its own observations take over."""
     profile = linear_cost()
-    write_json(tmp_path / "costs.json", profile.to_dict())
+    write_json(tmp_path / "costs.json", profile.to_dict() | {"made_for": facts_of(resolve_device(run()), SPECS)})
     priced = control(run(fusion__profile=str(tmp_path / "costs.json")))
     assert priced.limits.move_cost == move_cost(profile, priced._instance_limits())
     before = f"costs of fusion.profile={tmp_path}/costs.json"
@@ -196,7 +197,7 @@ def test_an_error_of_a_prediction_is_one_warning_and_what_was_in_force_stays(alo
         said = [observe(followed, number) for number in range(2)]
     assert said == ["warning: costs and R_t stay as they were (ZeroDivisionError: made up)", ""]
     assert (followed._costs, followed.limits, followed.threshold) == before
-    followed.save_costs(tmp_path / "costs.json")
+    followed.save_costs(tmp_path / "costs.json", {})
     assert not (tmp_path / "costs.json").exists()  # nothing is measured yet
     other = restored(followed)
     assert other._costs == before[0] and other.threshold == before[2]

@@ -17,6 +17,7 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.fits import Grid
+from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.machine import Host
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
@@ -193,7 +194,11 @@ def with_little_memory(case: SearchCase, rng: random.Random) -> SearchCase:
 
 
 def with_memory(case: SearchCase, gigabytes: float) -> SearchCase:
-    return replace(case, config=case.config.with_(trainer={"memory_limit_gb": gigabytes}))
+    """With no more than a GPU has."""
+    trainer = case.config.trainer
+    machine = hardware_by_name(trainer.hardware, trainer.device, case.world_size)
+    most = machine.memory_bytes / 1e9 if machine.device.own_memory else gigabytes
+    return replace(case, config=case.config.with_(trainer={"memory_limit_gb": min(gigabytes, most)}))
 
 
 def table_of(overrides: Sequence[str]) -> Table:
@@ -254,7 +259,7 @@ def priced_tables(case: SearchCase) -> list[PricedTable]:
     for table in tables_of(space_of_setting(case.setting)):
         try:
             draft = drafted(table.of(case.config), case.specs, case.world_size, case.lengths)
-            check_headroom(draft, case.config.parallel.headroom)
+            check_headroom(draft)
         except InputError:
             continue
         key = str(table.generation), str(table.inference), draft.generation.limits

@@ -9,7 +9,7 @@ from testkit.programs import MPIRUN, call_tool
 from testkit.search_cases import table_of
 from testkit.tiny import write_tokenizer
 
-from rlhfuse.config.load import load_config
+from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.planning.price import CAPTURE, OFFLOAD
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.schedule.ir.problem import load_problem
@@ -40,6 +40,23 @@ def test_models_of_config_json_alone_are_compared_by_size_in_one_line(run_yaml, 
     (other / "config.json").write_text(text.replace("512", "448", 1))
     done = plan(run_yaml, f"reward.path={other}")
     assert done.returncode == 2 and "vocab(448) != vocab(512) of the actor" in done.stderr
+
+
+def test_plans_take_hub_names(run_yaml, tmp_path, monkeypatch):
+    """As they lie in the cache of the hub; nothing is fetched here."""
+    place = tmp_path / "hub" / "models--someone--small"
+    (place / "snapshots" / "0123").mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0123")
+    (place / "snapshots" / "0123" / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    names = [f"{role}.path=someone/small" for role in ("actor", "critic", "reward")]
+    assert read_specs(load_config(run_yaml, names)) == read_specs(load_config(run_yaml))
+    done = plan(run_yaml, "--json", "fusion.intra_stage=false", *names)
+    assert done.returncode == 0 and json.loads(done.stdout)["ranks"]["count"] == 4, done.stderr
+    done = plan(run_yaml, "actor.path=someone/other")
+    assert done.returncode == 2 and "actor.path=someone/other" in done.stderr
 
 
 def test_the_length_of_prompts_is_read_off_them(run_yaml, tmp_path):

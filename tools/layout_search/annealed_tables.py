@@ -42,9 +42,12 @@ def with_annealed_schedules(row: Row, setting: Setting, seconds: float, comm: An
     config, training = draft.run.config, draft.training
     fusion = config.with_(fusion={"search_seconds": seconds}).fusion
     family = fusion, config.trainer.seed, training.problems, training.shares, draft.ranks.shape
-    schedules, _ = schedule_family(*family, comm=comm)
+    schedules, _ = schedule_family(*family, comm=comm, passing=draft.memory.passing)
     ticks = {rung: float(evaluate(schedule).makespan) for rung, schedule in schedules.items()}
     minibatch = minibatch_seconds(draft, lambda rung: ticks[rung] * TICK_SECONDS)
-    found = with_schedules(draft, row.price.generation, row.price.moves, minibatch)
+    held = draft.memory.held_by(*schedules.values())
+    found = with_schedules(draft, row.price.generation, row.price.moves, minibatch, held)
     price = min(row.price, found, key=lambda price: price.seconds)
-    return replace(row, price=price, bound=min(row.bound, price.seconds), by_rule=row.seconds)
+    fullest = draft.memory.fullest(price.activations)
+    filled = {"fullest": fullest, "needed_bytes": draft.memory.needed(fullest)}
+    return replace(row, price=price, bound=min(row.bound, price.seconds), by_rule=row.seconds, **filled)

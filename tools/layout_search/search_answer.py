@@ -29,7 +29,7 @@ PHASES = {  # columns of the table, and the parts of a price that each sums
     "moves": (MOVES,),
     "other": (OFFLOAD, CAPTURE),
 }
-HEAD = ("", "seconds", "bound", "by rule", *PHASES, "peak GB", "phase", "generation", "inference", "actor_train")
+HEAD = ("", "seconds", "bound", "by rule", *PHASES, "peak GiB", "phase", "generation", "inference", "actor_train")
 HEAD += ("critic_train", "cut", "recompute", "sequence_parallel")
 LEFT = range(HEAD.index("phase"), len(HEAD))  # columns that begin at the left
 
@@ -153,7 +153,7 @@ def wishes_table(wishes: Sequence[Wish]) -> list[str]:
 
 
 def curve_line(curve: Sequence[Row]) -> str:
-    points = " | ".join(f"{gigabytes(row.needed_bytes)} GB {row.seconds:.4g} s" for row in curve)
+    points = " | ".join(f"{gibibytes(row.needed_bytes)} GiB {row.seconds:.4g} s" for row in curve)
     return f"memory against time, of the tables priced: {points}"
 
 
@@ -227,9 +227,8 @@ def by_phase(parts: Mapping[str, float]) -> dict[str, float]:
     return {phase: sum(parts[name] for name in names) for phase, names in PHASES.items()}
 
 
-def gigabytes(count: float) -> str:
-    """In 10^9 bytes, as trainer.memory_limit_gb."""
-    return f"{count / 1e9:.3g}"
+def gibibytes(count: float) -> str:
+    return f"{count / 2**30:.3g}"
 
 
 def _cells(number: int, row: Row) -> tuple[str, ...]:
@@ -241,7 +240,7 @@ def _cells(number: int, row: Row) -> tuple[str, ...]:
         f"{row.bound:.4g}",
         f"{row.by_rule or row.seconds:.4g}",
         *(f"{part:.3g}" for part in seconds),
-        gigabytes(row.needed_bytes),
+        gibibytes(row.needed_bytes),
         row.fullest.phase,
         *map(str, layouts),
         str(table.cut),
@@ -271,10 +270,10 @@ def draw_memory_curve(rows: Sequence[Row], curve: Sequence[Row]) -> bytes:
         axes.scatter(*_points(rows), s=12, color="#9ecae1", label="priced")
         axes.plot(*_points(curve), drawstyle="steps-post", marker="o", color="#08519c", label="none is better in both")
         for number, row in enumerate(curve, start=1):
-            place = row.needed_bytes / 1e9, row.seconds
+            place = row.needed_bytes / 2**30, row.seconds
             axes.annotate(str(number), place, xytext=(0, -11), textcoords="offset points", ha="center")
             axes.plot([], [], " ", label=f"{number}  {_short(row)}")
-        axes.set_xlabel("peak memory of a rank, 10^9 bytes")
+        axes.set_xlabel("peak memory of a rank, GiB")
         axes.set_ylabel("predicted seconds of an iteration")
         axes.legend(frameon=False, fontsize=7)
         axes.margins(0.15)
@@ -284,7 +283,7 @@ def draw_memory_curve(rows: Sequence[Row], curve: Sequence[Row]) -> bytes:
 
 
 def _points(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
-    return [row.needed_bytes / 1e9 for row in rows], [row.seconds for row in rows]
+    return [row.needed_bytes / 2**30 for row in rows], [row.seconds for row in rows]
 
 
 def _short(row: Row) -> str:

@@ -17,6 +17,7 @@ from placements.mesh import Mesh, MeshTree, aligned_meshes
 from placements.problem import Call, Choice, MeshPlan, MeshProblem, Option
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.readable_bytes import readable_bytes
 
 Placed = tuple[tuple[str, int, Option, int], ...]  # name, first rank from a mesh's first on, option, ranks
 Table = list[tuple[float, Placed]]  # by set of calls, as bits: least seconds of a mesh with these on it, and how
@@ -63,10 +64,10 @@ def best_plan(problem: MeshProblem, tree: MeshTree | None = None) -> BestPlan:
     else:
         bound = inf
     if best is None:
-        names, size = ", ".join(call.name for call in problem.residents), max(problem.memory_bytes) / 1e9
+        names, size = ", ".join(call.name for call in problem.residents), readable_bytes(max(problem.memory_bytes))
         what = f"no placement beside {names}" if queue else f"no placement of {names}"
         raise InputError(
-            f"{what} on {problem.ranks} ranks fits into {size:.4g} GB of a rank; use more ranks or larger devices"
+            f"{what} on {problem.ranks} ranks fits into {size} of a rank; use more ranks or larger devices"
         )
     return BestPlan(best, problem.seconds(best), len(queue), priced, bound)
 

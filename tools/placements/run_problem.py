@@ -14,6 +14,7 @@ from placements.training_options import training_options
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.auto_layouts import SCORERS
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import HardwareSpec
@@ -121,8 +122,7 @@ def leanest_fastest(options: Iterable[Option], loose: bool) -> tuple[Option, ...
 
 class _Pricer:
     """Options by mesh; of equal meshes they are priced once. What rests on hosts is not counted, even on CPUs, where it
-    shares the ranks' memory. What parallel.headroom leaves free counts as needed by every call but generation, whose
-    cache takes what it may have; as in a search of layouts."""
+    shares the ranks' memory. parallel.headroom stays free, as in a search of layouts."""
 
     def __init__(self, work: RunWork, machines: Machines, forwards: int) -> None:
         """`forwards`: calls that are no training, for each of which a rank has a communicator at most."""
@@ -130,13 +130,12 @@ class _Pricer:
         self._talks = machines.ranks > 1 and not work.config.trainer.share_gpu  # else through the host
         self._priced: dict[tuple[str, int, HardwareSpec], tuple[Option, ...]] = {}
         self.memory_bytes: tuple[float, ...] = ()
-        self._headroom: tuple[float, ...] = ()
         for spec, count in machines.kinds:
             limit = memory_limit(work.config.trainer, spec, machines.ranks, work.run.host)[0]
+            limit *= 1 - work.config.parallel.headroom
             groups = (forwards + 1) * self._talks  # one more for weights on the move
             room = limit - spec.process_bytes - groups * spec.communicator_bytes
             self.memory_bytes += (room,) * count
-            self._headroom += (limit * work.config.parallel.headroom,) * count
 
     def options(self, task: str, meshes: Sequence[Mesh]) -> dict[Mesh, tuple[Option, ...]]:
         options = {}
@@ -147,25 +146,20 @@ class _Pricer:
                 self._priced[key] = leanest_fastest(self._fitting(task, mesh, hardware), loose=True)
             options[mesh] = self._priced[key]
         if not any(options.values()):
-            room = max(memory - free for memory, free in zip(self.memory_bytes, self._left_free(task)))
+            room = readable_bytes(max(self.memory_bytes))
             raise InputError(
                 f"{task} of {self.machines.ranks} ranks of {self.machines.text}: no layout cuts the model and fits "
-                f"into the {room / 1e9:.4g} GB that a rank has for it; use more ranks or larger devices"
+                f"into the {room} that a rank has for it; use more ranks or larger devices"
             )
         return options
 
-    def _left_free(self, task: str) -> tuple[float, ...]:
-        """Bytes of each rank."""
-        return self._headroom if task != "generation" else (0.0,) * self.machines.ranks
-
     def _fitting(self, task: str, mesh: Mesh, hardware: HardwareSpec) -> Iterator[Option]:
-        """With what a rank needs beside models: communicators of a training, and what is to stay free."""
-        ranks = slice(mesh.first, mesh.last + 1)
-        room, free = min(self.memory_bytes[ranks]), min(self._left_free(task)[ranks])
-        for option in self._all(task, mesh.size, hardware, room - free):
+        """With what a rank needs beside models: communicators of a training."""
+        room = min(self.memory_bytes[mesh.first : mesh.last + 1])
+        for option in self._all(task, mesh.size, hardware, room):
             held = option.held_bytes + (self._communicators(task, option.layout, hardware) if task in TRAINED else 0)
-            if held + option.passing_bytes + free <= room:
-                yield replace(option, held_bytes=held, passing_bytes=option.passing_bytes + free)
+            if held + option.passing_bytes <= room:
+                yield replace(option, held_bytes=held)
 
     def _communicators(self, task: str, layout: ParallelLayout, hardware: HardwareSpec) -> int:
         """Bytes of those of a model that trains, as a plan counts them; the group of all ranks, in which weights move,

@@ -97,4 +97,4 @@ class PhaseLog:
             dict(self._mode.reads - self._reads),
         )
         self._done.append(done)
-        self._progress(f"iteration {self._running}, {phase}: {done.peak / 1e9:.3f} GB, {seconds:.1f} s")
+        self._progress(f"iteration {self._running}, {phase}: {done.peak / 2**30:.3f} GiB, {seconds:.1f} s")

@@ -55,16 +55,15 @@ class InstanceCache:
     def fitting(self, cache_bytes: float, missing_bytes: float) -> InstanceCache | None:
         """The cache that memory leaves where this one, `cache_bytes` on a rank, needs so many more than there are.
 
-        None where it has room, where its blocks are given or reduced already, and where not even the longest sample
-        would find room. Samples beyond the blocks wait, or are preempted and run again.
+        None where it has room, and where its blocks are given or reduced already. The longest sample always finds room.
+        Samples beyond the blocks wait, or are preempted and run again.
         """
         if self.given or self.left or missing_bytes <= 0:
             return None
         block_bytes, part = cache_bytes / self.blocks, self.blocks / CACHE_PARTS
-        left = int((cache_bytes - missing_bytes) // block_bytes) - SPARE_BLOCKS
+        left = max(self.least, int((cache_bytes - missing_bytes) // block_bytes) - SPARE_BLOCKS)
         even = int(left // part * part)
-        fits = even if even >= self.least else left
-        return replace(self, left=fits) if fits >= self.least else None
+        return replace(self, left=even if even >= self.least else left)
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)

@@ -35,12 +35,21 @@ SMALL_BYTES = 8 * 512  # of a micro-batch: borders, sums of its loss and whether
 RESTING = ("moves", "generation", "inference")  # phases in which the optimizer may rest on the host
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
 REMEDIES = {
-    "start": "use more stages or tensor ranks for parallel.actor_train and parallel.critic_train",
-    "moves": "use more tensor ranks for parallel.generation and parallel.inference",
-    "generation": "lower rollout.kv_blocks_per_instance or use more tensor ranks for parallel.generation",
-    "inference": "lower rollout.max_batched_tokens or use more tensor ranks for parallel.inference",
-    "training": "lower fusion.microbatch_tokens or raise fusion.actor_microbatches, set trainer.recompute=selective or "
-    "full, or use more stages or tensor ranks",
+    "start": ("stages",),
+    "moves": ("generation", "inference", "stages"),
+    "generation": ("cache", "generation", "stages"),
+    "inference": ("batch", "inference", "stages"),
+    "training": ("cut", "recompute", "stages"),
+}
+WORDS = {
+    "stages": "use more stages or tensor ranks for the models that train (parallel=auto searches them)",
+    "generation": "use more tensor ranks for parallel.generation",
+    "inference": "use more tensor ranks for parallel.inference",
+    "cache": "lower rollout.kv_blocks_per_instance",
+    "batch": "lower rollout.max_batched_tokens",
+    "cut": "lower fusion.microbatch_tokens or raise fusion.actor_microbatches",
+    "recompute": "set trainer.recompute=full",
+    "limit": "raise trainer.memory_limit_gb",
 }
 
 
@@ -149,6 +158,18 @@ class MemoryBudget:
     early: tuple[int, ...] = ()  # weights of the first scorers, which are loaded before generation ends
     passing: PassingMemory | None = None  # on GPUs
     communicators: int = 0  # bytes of their buffers on a GPU
+    headroom: float = 0.0  # part of the limit
+    idle: frozenset[str] = frozenset()  # remedies that cannot help this run
+
+    @property
+    def cap(self) -> float:
+        """What a plan fills where it chooses: the limit without the headroom."""
+        return self.limit * (1 - self.headroom)
+
+    @property
+    def keeping_cap(self) -> float:
+        """What a plan fills with generation kept, or with models that are loaded early."""
+        return min(KEEPING_PART * self.limit, self.cap)
 
     @property
     def process(self) -> int:
@@ -160,6 +181,11 @@ class MemoryBudget:
         held = (self.passing.held_by(one) if self.passing else evaluate(one).node_peak_memory for one in schedules)
         return tuple(map(max, zip(*held)))
 
+    def most_held(self, *schedules: Schedule) -> tuple[float, ...]:
+        """The same, and no less than the schedules count by themselves."""
+        counted = (evaluate(one).node_peak_memory for one in schedules)
+        return tuple(map(max, self.held_by(*schedules), *counted))
+
     def with_generation_kept(self) -> MemoryBudget:
         """Where the actor's copy and the cache never leave the device."""
         return self._with_phases(lambda rank, phase: self.generation.beside(phase))
@@ -170,7 +196,7 @@ class MemoryBudget:
 
     def keeps_generation(self, activations: Sequence[float]) -> bool:
         """Whether they stay: on GPUs, where every phase has room for them, the optimizer and KEEPING_PART's margin."""
-        fits = self.keeping_bytes(activations) <= KEEPING_PART * self.limit
+        fits = self.keeping_bytes(activations) <= self.keeping_cap
         return fits and self.hardware.device.own_memory and not self.offload
 
     def keeping_bytes(self, activations: Sequence[float]) -> int:
@@ -196,18 +222,13 @@ class MemoryBudget:
         """Part of `limit` that a phase takes; on a CPU host copies share it."""
         return phase.device + self.process + (0 if self.hardware.device.own_memory else phase.host)
 
-    def fits_beside_training(self, headroom: float = 0.0) -> bool:
-        """Whether the phases do in which the optimizer may rest on the host, and leave such a share of a rank free."""
-        return all(self.leaves(headroom, phase) for phase in self.static if phase.phase in RESTING)
+    def fits_beside_training(self) -> bool:
+        """Whether the phases do in which the optimizer may rest on the host."""
+        return all(self.needed(phase) <= self.cap for phase in self.static if phase.phase in RESTING)
 
-    def leaves(self, headroom: float, phase: PhaseMemory) -> bool:
-        """Whether a phase does; in generation the cache takes what it may have."""
-        share = 1.0 if phase.phase == "generation" else 1.0 - headroom
-        return self.needed(phase) <= self.limit * share
-
-    def with_optimizer_offloaded(self, headroom: float = 0.0) -> MemoryBudget:
+    def with_optimizer_offloaded(self) -> MemoryBudget:
         """The optimizer on the host outside training; it leaves before the moves where they do not fit beside it."""
-        beside = all(self.leaves(headroom, phase) for phase in self.static if phase.phase == RESTING[0])
+        beside = all(self.needed(phase) <= self.cap for phase in self.static if phase.phase == RESTING[0])
         resting, most = RESTING[beside:], max(rank.static[-1].optimizer for rank in self.ranks)
 
         def rested(rank: RankMemory, phase: PhaseMemory) -> PhaseMemory:
@@ -220,10 +241,9 @@ class MemoryBudget:
         return replace(self._with_phases(rested), offload=offload)
 
     def with_early_loading(self, weights: Sequence[int]) -> MemoryBudget:
-        """On GPUs, as many of the scorers' `weights`, in order, as have room beside generation with KEEPING_PART's
-        margin."""
+        """On GPUs, as many of the scorers' `weights`, in order, as have room beside generation."""
         phases = (phase for phase in self.static if phase.phase == "generation")
-        room = KEEPING_PART * self.limit - self.generation.graphs - max(map(self.needed, phases))
+        room = self.keeping_cap - self.generation.graphs - max(map(self.needed, phases))
         fitting = sum(total <= room for total in accumulate(weights)) if self.hardware.device.own_memory else 0
         early = tuple(weights[:fitting])
 
@@ -254,21 +274,22 @@ class MemoryBudget:
             parts.append(f"host copies {readable_bytes(fullest.host)}")
         if self.process:
             parts.append(f"the process {readable_bytes(self.process)}")
-        which, remedy = "", REMEDIES[fullest.phase]
+        helpful = [WORDS[one] for one in (*REMEDIES[fullest.phase], "limit") if one not in self.idle]
+        which, remedy = "", ", or ".join(helpful)
         may_rest = self.hardware.device.own_memory and not self.offload
         if fullest.phase == "training":
             smallest = max(self.needed(rank.phases(least)[-1]) for rank in self.ranks)
             which = f" with {order}" if smallest < needed else ""
             which += f"; the least of any schedule is {readable_bytes(smallest)}"
             if smallest <= self.limit:
-                remedy = f"set fusion.intra_stage=search without fusion.schedule to find one that fits, {remedy}"
+                remedy = f"set fusion.intra_stage=search without fusion.schedule to find one that fits, or {remedy}"
         elif may_rest and self.with_optimizer_offloaded().fits_beside_training():
-            remedy = f"set trainer.offload_optimizer=auto, {remedy}"
+            remedy = f"set trainer.offload_optimizer=auto, or {remedy}"
         raise MemoryRefusal(
             fullest.phase,
             needed - self.limit,
             f"memory: {fullest.phase} needs {readable_bytes(needed)} per rank ({', '.join(parts)}){which}, but a rank "
-            f"of this {self.hardware.name} has {readable_bytes(self.limit)}; {remedy}, or set trainer.memory_limit_gb",
+            f"of this {self.hardware.name} has {readable_bytes(self.limit)}; {remedy}",
         )
 
 
@@ -315,7 +336,26 @@ def memory_budget(
     if not trainer.share_gpu:  # else what ranks exchange passes through the host
         layouts = {task: model.layout for task, model in models.items()}
         buffers = communicator_bytes(hardware, layouts, ranks, run.tied, run.norms_by_pipeline)
-    return MemoryBudget(tuple(kinds.values()), hardware, *limit, tokens, needs.generation, None, (), passing, buffers)
+    rest = None, (), passing, buffers, run.config.parallel.headroom, _idle_remedies(run, hardware, models, tokens)
+    return MemoryBudget(tuple(kinds.values()), hardware, *limit, tokens, needs.generation, *rest)
+
+
+def _idle_remedies(
+    run: SettledRun, hardware: HardwareSpec, models: Mapping[str, ModelMemory], tokens: float
+) -> frozenset[str]:
+    """Remedies that change nothing, as what they change is at its end already."""
+    config, widest = run.config, min(hardware.devices_per_node, run.world_size)
+    cut = {task: model.layout.tp * (model.layout.pp if task in TRAINED else 1) for task, model in models.items()}
+    idle = {
+        "stages": all(cut[task] == run.world_size for task in TRAINED if task in cut),
+        "generation": cut["generation"] == widest,
+        "inference": all(cut[task] == widest for task in SCORERS if task in cut),
+        "cache": not config.rollout.kv_blocks_per_instance,
+        "cut": tokens <= sum(config.longest_sample),
+        "recompute": config.trainer.recompute == "full",
+        "limit": hardware.device.own_memory and config.trainer.memory_limit_gb * 1e9 in (0, hardware.memory_bytes),
+    }
+    return frozenset(remedy for remedy, ended in idle.items() if ended)
 
 
 def input_bytes(batch: BatchArithmetic, longest: tuple[int, int], hardware: HardwareSpec) -> int:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.planning.memory.memory_budget import DEVICE_PARTS, MemoryBudget, OptimizerOffload, PhaseMemory
 
+NEARLY_FULL = 0.95  # of the limit
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -26,6 +28,7 @@ class MemoryPlan:
     microbatch_tokens: float
     keeps_generation: bool = False
     offload: OptimizerOffload | None = None  # None: the optimizer stays on the device
+    communicators: int = 0  # bytes of `process_bytes`, assumed; plans of before do not say
 
     @staticmethod
     def of(budget: MemoryBudget, activations: Sequence[float], ranks_per_node: int) -> MemoryPlan:
@@ -41,6 +44,7 @@ class MemoryPlan:
             budget.microbatch_tokens,
             kept,
             budget.offload,
+            budget.communicators,
         )
 
     def needed_bytes(self, phase: PhaseMemory) -> int:
@@ -60,4 +64,14 @@ class MemoryPlan:
         if self.own_memory:
             node = readable_bytes(self.ranks_per_node * max(phase.host for phase in self.phases))
             host += f" for host memory alone: {node} on a node of {self.ranks_per_node} ranks"
-        return (*lines, f"limit {readable_bytes(self.limit)} ({self.limit_source}); {host}")
+            host += f"; communicators {readable_bytes(self.communicators)} of the process, assumed"
+        return (*lines, f"limit {readable_bytes(self.limit)} ({self.limit_source}); {host}", *self.warnings())
+
+    def warnings(self) -> tuple[str, ...]:
+        """A line for each phase that leaves hardly anything free."""
+        shares = {phase.phase: self.needed_bytes(phase) / self.limit for phase in self.phases}
+        return tuple(
+            f"warning: {phase} fills {share:.1%} of the limit, and fragments of memory are not counted"
+            for phase, share in shares.items()
+            if share > NEARLY_FULL
+        )

@@ -9,6 +9,8 @@ come out in the order of their price, then of their text (RLHFuse section 6 and 
 from __future__ import annotations
 
 import heapq
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +47,10 @@ from rlhfuse.simulator.instance_limits import InstanceLimits
 
 TOP = 5
 CLOSEST = 50  # training rows that are drafted to find which table lacks least, where none fits
+LEANEST = 12  # tables that are drafted to find whether any has room
+MORE = "tools/plan.py says how many ranks have room"
 WORTH_REACHING = 0.01  # of what a table takes as reached: another's floor must be lower by it to be reached too
+QUIET_SECONDS = 15.0  # after which a search says how far it is
 ROUNDING = 1e-12  # of seconds: floors and prices add the same numbers up in other orders
 Allowed = Callable[[TrainingRow, GenerationRow], bool]
 
@@ -53,7 +58,7 @@ Allowed = Callable[[TrainingRow, GenerationRow], bool]
 @dataclass(frozen=True)
 class Row:
     """A table that fits, its price with training as reached, its seconds at the bound of training, and the phase that
-    fills a rank most with the leanest training schedule. `by_rule`: its seconds before its schedules were annealed."""
+    fills a rank most with what was reached. `by_rule`: its seconds before its schedules were annealed."""
 
     table: Table
     price: Price
@@ -111,9 +116,9 @@ class Ranking:
         hardware, config = setting.inputs.hardware, setting.config
         self.space = Space.of(setting.run, hardware.devices_per_node, setting.given, setting.inputs.drawn)
         limit, _ = memory_limit(config.trainer, hardware, setting.world_size, setting.run.host)
-        self.whole_limit = limit  # bytes of a rank
-        self.limit = self.whole_limit - hardware.process_bytes
-        self.training_limit = self.whole_limit * (1 - config.parallel.headroom) - hardware.process_bytes
+        self.headroom_bytes = limit * config.parallel.headroom  # of a rank
+        self.limit = limit - self.headroom_bytes - hardware.process_bytes
+        self.keeping_limit = min(self.limit, KEEPING_PART * limit - hardware.process_bytes)
         self.refused = Counter(self.space.refused)
         self._said: dict[str, str] = {}  # by rule that refuses, the first error
         self._floors = TrainingFloors(setting)
@@ -122,6 +127,7 @@ class Ranking:
         self._training_floors = [self._training_floor(row) for row in self.space.training]
         self._captures = [0.0] * len(self.space.generation)  # seconds of an iteration that records graphs
         self._works: dict[int, float | None] = {}
+        self._unscheduled: dict[int, InputError] = {}
         self._held: dict[int, float] = {}
         self._drafts: dict[tuple[int, int], PlanDraft | None] = {}
         self._generated: dict[tuple[int, InstanceLimits], GenerationPrice] = {}
@@ -170,7 +176,12 @@ class Ranking:
         heapq.heapify(queue)
         training = self._by_work, self._by_moves, self._by_split, self._by_order
         steps = *training, self._by_draft, self._by_room, self._by_bound, self._by_reach
+        told = time.monotonic()
         while queue and (until == inf or time.monotonic() < until):
+            if time.monotonic() > told + QUIET_SECONDS:
+                told, counts = time.monotonic(), f"{len(self._rows)} tables priced, {len(queue):,} may be faster"
+                if os.environ.get("RANK", "0") == "0":
+                    print(f"search of layouts: {counts}", file=sys.stderr, flush=True)
             _, step, t, g = heapq.heappop(queue)
             if step == len(steps):
                 yield self._rows[t, g], len(self._rows)
@@ -181,7 +192,7 @@ class Ranking:
     # ---- the steps; None: refused
 
     def _training_floor(self, row: TrainingRow) -> float | None:
-        if self._floors.rough_bytes(row)[0] > self.training_limit:
+        if self._floors.rough_bytes(row)[0] > self.limit:
             self.refused["memory of training"] += len(self.space.generation)
             return None
         try:
@@ -207,14 +218,15 @@ class Ranking:
 
     def _by_work(self, t: int, g: int) -> float | None:
         if t not in self._works:
-            row = self.space.training[t]
-            problems, held = self._floors.problems(row), self._floors.rough_bytes(row)[0]
-            self._held[t] = held + fmean(min_memory(problems[0][1]))
-            self._works[t] = (
-                self._floors.seconds(row, problems, work_bound) if self._held[t] <= self.training_limit else None
-            )
+            try:
+                self._works[t] = self._work(t)
+            except InputError as error:  # it has more micro-batches than can be scheduled
+                self._works[t], self._unscheduled[t] = None, error
         generation, needs = self._generation_floors[g], self._generation_bytes[g]
         assert generation is not None and needs is not None, "only rows with floors are paired"
+        if t in self._unscheduled:
+            self._refuse("too many micro-batches", self._unscheduled[t])
+            return None
         if (training := self._works[t]) is None:
             self.refused["memory of training"] += 1
             return None
@@ -223,10 +235,16 @@ class Ranking:
             return None
         return training + generation + (0.0 if self._may_keep(self._held[t], needs) else self._captures[g])
 
+    def _work(self, t: int) -> float | None:
+        row = self.space.training[t]
+        problems, held = self._floors.problems(row), self._floors.rough_bytes(row)[0]
+        self._held[t] = held + fmean(min_memory(problems[0][1]))
+        return self._floors.seconds(row, problems, work_bound) if self._held[t] <= self.limit else None
+
     def _may_keep(self, held: float, needs: GenerationBytes) -> bool:
         """Whether a rank that trains with so much may have room for generation beside it: for all of the cache, or for
         what memory has cut it down to, which leaves no more free than a part of it."""
-        most = KEEPING_PART * self.limit
+        most = self.keeping_limit
         if held + needs.copy + needs.cache <= most:
             return True
         return held + needs.copy + needs.sample <= most and self.limit - needs.cut <= most
@@ -269,13 +287,13 @@ class Ranking:
         return self._with(t, g, draft, generation)
 
     def _drafted(self, table: Table, whole: bool = False) -> PlanDraft | None:
-        draft, share = None, self.setting.config.parallel.headroom
+        draft = None
         try:
             draft = self.setting.draft(table, whole)
-            check_headroom(draft, share)
+            check_headroom(draft)
         except MemoryRefusal as error:
             self._refuse(f"memory of {error.phase}", error)
-            left = 0.0 if draft or error.phase == "generation" else share * self.whole_limit
+            left = 0.0 if draft else self.headroom_bytes
             self._lacking.append((error.missing_bytes + left, table.text, table, error.phase, str(error)))
             return None
         except InputError as error:  # such as fusion.intra_stage=time_sharing: ..., or host memory: ...
@@ -306,7 +324,7 @@ class Ranking:
         if (t, g) not in self._rows:
             draft = self._draft(t, g)
             made = price(draft, self._generation(g, draft), self._moves(t, g))
-            fullest = draft.memory.fullest(min_memory(draft.training.problem))
+            fullest = draft.memory.fullest(made.activations)
             needed, limit = draft.memory.needed(fullest), draft.memory.limit
             bound = self._by_bound(t, g)
             assert bound is not None, "it was bounded before"
@@ -350,36 +368,42 @@ class Ranking:
     def _nothing_fits(self) -> InputError:
         """Which table lacks least, of those that were drafted and those that hold least."""
         world, share = self.setting.world_size, self.setting.config.parallel.headroom
-        generation = [g for g, needs in enumerate(self._generation_bytes) if needs]  # that were measured
-        training = [t for t, row in enumerate(self.space.training) if self._is_measured(row)]
-        training.sort(key=lambda t: (self._floors.rough_bytes(self.space.training[t]), t))
-        for t, g in product(training[:CLOSEST], generation):
+        for t, g in islice(self._leanest(), CLOSEST * len(self.space.generation)):
             if (t, g) not in self._drafts:
                 self._drafts[t, g] = self._drafted(self.space.table(t, g), whole=True)
         if not self._lacking:
             told = ", ".join(f"{count} {rule}" for rule, count in self.refused.items())
-            return InputError(
-                f"no layouts can run on {world} ranks: {told}; the first: {next(iter(self._said.values()), '')}"
-            )
+            said = f"no layouts can run on {world} ranks: {told}; the first: {next(iter(self._said.values()), '')}"
+            return MemoryRefusal("", 0, f"{said}; {MORE}") if "memory" in told else InputError(said)
         missing, _, table, phase, told = min(self._lacking, key=itemgetter(0, 1))
         if not auto_layouts(self.setting.config):  # there is one table, as far as anybody can tell
             return MemoryRefusal(phase, missing, told)
-        free = f" beside parallel.headroom={share:g}" if share and phase != "generation" else ""
+        free = f" beside parallel.headroom={share:g}" if share else ""
         return MemoryRefusal(
             phase,
             missing,
             f"memory: no layouts fit {world} ranks of {self.setting.inputs.hardware.name}: the closest, {table}, lacks "
-            f"{readable_bytes(missing)} of a rank in {phase}{free}; use more ranks, or set trainer.memory_limit_gb",
+            f"{readable_bytes(missing)} of a rank in {phase}{free}; {MORE}",
         )
 
+    def has_room(self) -> bool:
+        """Whether a table has that holds little."""
+        return any(self._drafted(self.space.table(t, g)) for t, g in islice(self._leanest(), LEANEST))
 
-def check_headroom(draft: PlanDraft, share: float) -> None:
-    """Raise MemoryRefusal unless every phase leaves so much of a rank free: with the leanest training schedule, and
-    without generation, whose cache takes what it may have."""
-    memory, least = draft.memory, min_memory(draft.training.problem)
-    phases = [phase for phase in memory.phases(least) if phase.phase != "generation"]
-    fullest = max(phases, key=memory.needed)
-    missing = memory.needed(fullest) - memory.limit * (1 - share)
+    def _leanest(self) -> Iterator[tuple[int, int]]:
+        """Tables, those first of which a mean rank holds least."""
+        training = [t for t, row in enumerate(self.space.training) if self._is_measured(row)]
+        training.sort(key=lambda t: (self._floors.rough_bytes(self.space.training[t]), t))
+        generation = [g for g, needs in enumerate(self._generation_bytes) if needs]  # that were measured
+        generation.sort(key=lambda g: (needs.least if (needs := self._generation_bytes[g]) else 0, g))
+        return product(training, generation)
+
+
+def check_headroom(draft: PlanDraft) -> None:
+    """Raise MemoryRefusal unless every phase leaves the headroom free, with the leanest of the training schedules."""
+    memory, given = draft.memory, draft.training.given
+    fullest = memory.fullest(memory.most_held(*given[0].values()) if given else min_memory(draft.training.problem))
+    missing = memory.needed(fullest) - memory.cap
     if missing > 0:
-        message = f"{fullest.phase} leaves less than parallel.headroom={share:g} of a rank's memory"
+        message = f"{fullest.phase} leaves less than parallel.headroom={memory.headroom:g} of a rank's memory"
         raise MemoryRefusal(fullest.phase, missing, message)

@@ -105,9 +105,9 @@ class Space:
                 if rows is training and given.cut:
                     fixed.append(f"fusion.{given.cut.name}={given.cut.value}")
                 told = f"{' and '.join(fixed)}: " if fixed else ""
+                fix = "use auto for these rows" if fixed else f"use whole machines of {devices_per_node} ranks"
                 raise InputError(
-                    f"{told}no layouts of {' and '.join(names)} fit {run.world_size} ranks and these models; use "
-                    "another number of ranks, or auto for these rows"
+                    f"{told}no layouts of {' and '.join(names)} fit {run.world_size} ranks and these models; {fix}"
                 )
         return Space(tuple(training), tuple(generation), refused)
 

@@ -7,14 +7,17 @@ until W, where the backward is split. The memory is taken once, for the most tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.schedule.ir.action import Action
-from rlhfuse.schedule.ir.evaluate import memory_profile
-from rlhfuse.schedule.ir.problem import Pipeline
+from rlhfuse.schedule.ir.evaluate import loosen, memory_profile
+from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.rules.builders import min_memory, one_at_a_time
+
+ATTEMPTS = 5  # to find a schedule that has room for what its stages receive
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,14 @@ class PassingMemory:
             peaks.append(highest - max(passing) + self._received_beyond(schedule, node))
         return tuple(peaks)
 
+    def over(self, schedule: Schedule) -> tuple[float, ...]:
+        """By node, what is held above the caps; empty where all of it has room."""
+        rooms = map(schedule.problem.node_cap, range(schedule.problem.nodes))
+        beyond = tuple(
+            max(0, held - room) if held > loosen(room) else 0 for held, room in zip(self.held_by(schedule), rooms)
+        )
+        return beyond if any(beyond) else ()
+
     def _in(self, pipeline: Pipeline, action: Action) -> float:
         less, in_weights = self.split[pipeline.model]
         if action.kind == "W":
@@ -73,3 +84,25 @@ class PassingMemory:
             if stage > 0 if kind == "F" else stage < depth[model] - 1:
                 beyond += max(0, count - usual) * self.received[model]
         return beyond
+
+
+def with_room(
+    passing: PassingMemory | None,
+    problem: FusionProblem,
+    find: Callable[[FusionProblem], Schedule],
+    probe: Callable[[FusionProblem], Schedule],
+) -> Schedule:
+    """The schedule that `find` makes of `problem`; where what stages receive has no room beside it, of less memory for
+    activations: `probe` says in a moment how much less."""
+    stated = problem
+    for _ in range(ATTEMPTS):
+        for seek in (probe, find) if passing else (find,):
+            made = Schedule(problem, seek(stated).orders)
+            if over := passing.over(made) if passing else ():
+                break
+        else:
+            return made
+        left = (max(least, stated.node_cap(node) - over[node]) for node, least in enumerate(min_memory(problem)))
+        caps = tuple(room + problem.node_static(node) for node, room in enumerate(left))
+        stated = replace(problem, memory_cap=caps)
+    return one_at_a_time(problem)

@@ -8,44 +8,50 @@ schedule without its last micro-batches is one of fewer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import FusionConfig
+from rlhfuse.planning.training.passing import PassingMemory, with_room
 from rlhfuse.planning.training.training_orders import derived, given_schedules, short_search
 from rlhfuse.schedule.io import check_same_layout, load_family
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedShape
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.search.library import Library
-from rlhfuse.schedule.search.search import SearchSettings, search
+from rlhfuse.schedule.search.search import SearchReport, SearchSettings, search
 from rlhfuse.schedule.search.solution import Incumbent
 
+Problems = Mapping[int, FusionProblem]
+Passing = PassingMemory | None
 LEAST_SECONDS = 0.05  # of a search, whatever is left
 
 
 def schedule_family(
     fusion: FusionConfig,
     seed: int,
-    problems: Mapping[int, FusionProblem],
+    problems: Problems,
     shares: Mapping[int, float],
     shape: FusedShape,
     kept: Path | None = None,
     comm: Any = None,
+    passing: Passing = None,
 ) -> tuple[dict[int, Schedule], str]:
     """Schedules of `problems`, by micro-batches per actor pipeline, and where they are from.
 
     `shares`: of the mini-batches that are drawn; `kept`: schedule.json of the run that is resumed; `comm`: MPI's ranks,
-    if several search together. Raises InputError as `given_schedules`.
+    if several search together; `passing`: what needs room beside activations. Raises InputError as `given_schedules`.
     """
     given = given_schedules(fusion, problems, shape) or (kept and _kept(kept, problems))
     if given:
         made, source = dict(given[0]), given[1]
     else:
-        made, source = _searched(fusion, seed, problems, shares, comm)
+        made, source = _searched(fusion, seed, problems, shares, comm, passing)
     if (last := max(problems)) not in made:
-        made[last] = short_search(seed, problems[last])
+        quick = partial(short_search, seed)
+        made[last] = with_room(passing, problems[last], quick, quick)
     return made | derived(made, {rung: problem for rung, problem in problems.items() if rung not in made}), source
 
 
@@ -63,7 +69,7 @@ def _kept(file: Path, problems: Mapping[int, FusionProblem]) -> tuple[dict[int, 
 
 
 def _searched(
-    fusion: FusionConfig, seed: int, problems: Mapping[int, FusionProblem], shares: Mapping[int, float], comm: Any
+    fusion: FusionConfig, seed: int, problems: Problems, shares: Mapping[int, float], comm: Any, passing: Passing
 ) -> tuple[dict[int, Schedule], str]:
     made, told, left, library = {}, [], fusion.search_seconds, Library.at(fusion.library)
     waiting = sorted(shares, key=lambda rung: (-shares[rung], -rung))
@@ -71,13 +77,20 @@ def _searched(
         part = shares[waiting[0]] / sum(shares[rung] for rung in waiting)
         rung = waiting.pop(0)
         settings = SearchSettings(time_limit=max(part * left, LEAST_SECONDS), seed=seed, objective="memory")
-        known = library.find(problems[rung])
-        known = known if comm is None else comm.bcast(known)  # hosts may know different ones
-        made[rung], report = search(problems[rung], settings, start=known, comm=comm)
-        library.keep(made[rung])
-        left -= report.seconds - report.kernel_seconds
+        reports: list[tuple[SearchReport, str]] = []
+
+        def anneal(problem: FusionProblem) -> Schedule:
+            known = library.find(problem)
+            known = known if comm is None else comm.bcast(known)  # hosts may know different ones
+            schedule, report = search(problem, settings, start=known, comm=comm)
+            library.keep(schedule)
+            reports.append((report, f", from a schedule of {library.folder}" if known else ""))
+            return schedule
+
+        made[rung] = with_room(passing, problems[rung], anneal, partial(short_search, seed))
+        report, begun = reports[-1]
+        left -= sum(report.seconds - report.kernel_seconds for report, _ in reports)
         proved = "proved optimal" if report.optimal else "not proved optimal"
         of = f"{rung} micro-batches: " if len(problems) > 1 else ""
-        begun = f", from a schedule of {library.folder}" if known else ""
         told.append(f"{of}annealed {report.seconds:.1f} s, {report.moves} moves{begun}, latency {proved}")
     return made, "; ".join(told)

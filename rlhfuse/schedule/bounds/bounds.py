@@ -21,6 +21,7 @@ from rlhfuse.schedule.bounds.windows import Windows
 from rlhfuse.schedule.ir.evaluate import TOLERANCE, tidy
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 
+MOST_AMOUNTS = 20_000  # of memory, of which all pairs are tried
 _PRECISION = SLACK * 10  # relative, of a latency bound whose times have no common tick
 
 
@@ -84,9 +85,11 @@ def _last(values: np.ndarray, holds: Callable[[float], bool]) -> float:
 
 
 def _peaks(windows: Windows) -> tuple[np.ndarray, np.ndarray]:
-    """Every positive amount that one stage can come to hold, and that two can, ascending."""
+    """Every positive amount that one stage can come to hold, and that two can, ascending; of very many only some,
+    which proves less."""
     kinds = {(hold.activation, len(hold.forward)) for hold in windows.holds}
-    multiples = [activation * np.arange(1, count + 1) for activation, count in kinds]
+    step = -(-sum(count for _, count in kinds) // MOST_AMOUNTS)
+    multiples = [activation * np.arange(1, count + 1, step) for activation, count in kinds]
     single = np.concatenate([[hold.single for hold in windows.holds], *multiples])
     pairs = [np.add.outer(a, b).ravel() for a, b in itertools.combinations_with_replacement(multiples, 2)]
     return np.unique(single[single > 0]), np.unique(np.concatenate([single, *pairs]))

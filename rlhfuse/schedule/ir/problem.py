@@ -28,7 +28,6 @@ _PER_STAGE = ("forward", "backward", "activation", "weight_gradient", "weight_ac
 _MEMORY = ("activation", "weight_activation")
 SMALLEST, LARGEST = 1e-12, 1e18  # numbers but 0: sums and quotients of them keep within float64 and int64
 MOST_NODES, MOST_TASKS = 10_000, 500_000
-MOST_AMOUNTS = 20_000  # of memory that micro-batches of one pipeline can hold: bounds try all pairs of them
 
 
 @dataclass(frozen=True)
@@ -129,11 +128,11 @@ class FusionProblem:
                     f"pipeline {pipeline.name!r}: placement names node {max(pipeline.placement)}, "
                     f"but nodes are 0..{self.nodes - 1}"
                 )
-        held = {(amount, p.microbatches) for p in self.pipelines for amount in p.activation}
-        amounts = sum(microbatches for _, microbatches in held)
-        if self.tasks > MOST_TASKS or amounts > MOST_AMOUNTS:
-            limits = f"at most {MOST_TASKS} tasks and {MOST_AMOUNTS} amounts of memory can be scheduled"
-            raise InputError(f"{limits}, these are {self.tasks} and {amounts}; use fewer micro-batches")
+        if self.tasks > MOST_TASKS:
+            raise InputError(
+                f"at most {MOST_TASKS} tasks can be scheduled, these are {self.tasks}; use fewer micro-batches: raise "
+                "fusion.microbatch_tokens or algorithm.minibatches"
+            )
 
     def pipeline(self, name: str) -> Pipeline:
         """The pipeline called `name`. Raises InputError listing the known names."""

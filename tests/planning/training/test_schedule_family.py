@@ -59,12 +59,13 @@ def test_a_file_of_one_run_orders_the_next(tmp_path):
     save_schedule(file, plan.likeliest, {}, [one for m, one in plan.schedules.items() if m != likeliest])
     assert {m: one.orders for m, one in load_family(file).items()} == {m: s.orders for m, s in plan.schedules.items()}
     again = make_plan(by_tokens(fusion__schedule=str(file)))
-    assert again.schedules == plan.schedules and str(file) in again.report.schedule.source
+    orders = ({m: one.orders for m, one in made.schedules.items()} for made in (again, plan))
+    assert next(orders) == next(orders) and str(file) in again.report.schedule.source
     save_schedule(file, plan.likeliest)
     alone = make_plan(by_tokens(fusion__schedule=str(file)))
     for rung, schedule in alone.schedules.items():
         if rung <= likeliest:
-            assert schedule == plan.likeliest.of_fewer(schedule.problem)
+            assert schedule.orders == plan.likeliest.of_fewer(schedule.problem).orders
 
 
 def test_the_plan_says_what_will_occur_and_what_it_takes():

@@ -13,7 +13,7 @@ from rlhfuse.planning.planner import parse_plan
 from rlhfuse.planning.run_plan import PlanReport
 
 WIDE = dict.fromkeys(SPECS, replace(TINY, hidden=1024, mlp=2816, head_dim=128, vocab=64_000))
-H100 = {"trainer__hardware": "h100"}
+H100 = {"trainer__hardware": "h200"}
 
 
 def training(made, specs=WIDE) -> dict[str, tuple[int, ...]]:
