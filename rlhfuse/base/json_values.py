@@ -1,7 +1,6 @@
 """JSON files as values, read within limits: models that refuse what they do not know, in one line that says where.
 
-Files of this program hold what JSON allows, each key once. Those of others may hold NaN where nobody looks, and a key
-twice with equal values.
+Files of this program hold what JSON allows. Those of others may hold NaN where nobody looks. No key has two values.
 """
 
 from __future__ import annotations
@@ -57,15 +56,7 @@ def _real(text: str) -> float:
     return value
 
 
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
-    return values
-
-
-def _each_key_with_one_value(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _one_value_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     for key, value in pairs if len(values) < len(pairs) else ():
         if value != values[key]:
@@ -73,8 +64,8 @@ def _each_key_with_one_value(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-_OWN = json.JSONDecoder(object_pairs_hook=_each_key_once, parse_int=_whole, parse_float=_real, parse_constant=_real)
-_OTHERS = json.JSONDecoder(object_pairs_hook=_each_key_with_one_value)
+_OWN = json.JSONDecoder(object_pairs_hook=_one_value_each, parse_int=_whole, parse_float=_real, parse_constant=_real)
+_OTHERS = json.JSONDecoder(object_pairs_hook=_one_value_each)
 
 
 def _check_depth(value: Any) -> None:

@@ -140,17 +140,6 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("rope", [{"rope_type": "default"}, LINEAR, LLAMA3], ids=lambda rope: rope["rope_type"])
-def test_theta_within_rope_scaling(tmp_path, family, rope):
-    folder = write_checkpoint(tmp_path / "m", model_type=family)
-    raw = json.loads((folder / "config.json").read_text())
-    del raw["rope_theta"]
-    (folder / "config.json").write_text(json.dumps(raw | {"rope_scaling": rope | {"rope_theta": 5e5}}))
-    assert ModelSpec.from_config(folder).rope_theta == 5e5
-    assert_drawn_as_by_transformers(folder)
-
-
 @pytest.mark.parametrize(
     "changes, values",
     [
