@@ -76,7 +76,7 @@ def test_a_plan_above_95_percent_warns_and_below_does_not():
 
 def test_a_limit_above_the_memory_of_a_gpu_is_refused():
     for limit in (80.1, 200.0, 1e9):
-        with pytest.raises(InputError, match=r"memory_limit_gb=.* one a100 has 80 "):
+        with pytest.raises(InputError, match=r"memory_limit_gb=.* one a100 has 80;"):
             drafted(run(**ON_GPU, trainer__memory_limit_gb=limit), SPECS, 4)
     drafted(run(**ON_GPU, trainer__memory_limit_gb=80.0), SPECS, 4)
 
@@ -113,18 +113,6 @@ def test_large_batches_can_be_planned():
     keys = {"rollout__prompts_per_iteration": 6000, "rollout__samples_per_prompt": 4, "algorithm__minibatches": 1}
     draft = drafted(run(**keys, fusion__actor_microbatches=24_000), SPECS, 4)
     assert draft.training.problem.tasks > 20_000 * 8
-
-
-def test_a_refusal_names_the_number_of_ranks_that_would_do(open_run):
-    large = {role: replace(spec, hidden=8192, mlp=32768, layers=8, head_dim=1024) for role, spec in SPECS.items()}
-    keys = {"trainer__hardware": "a100", "trainer__memory_limit_gb": 24.0}
-    with pytest.raises(InputError) as caught:
-        settle(open_run(1, large, **keys).config, Facts(large, 1))
-    ranks = int(str(caught.value).partition("; use ")[2].split()[0])
-    assert 1 < ranks <= 64
-    assert settle(open_run(ranks, large, **keys).config, Facts(large, ranks)).lines
-    with pytest.raises(InputError, match="no number of ranks up to .* would do"):
-        settle(open_run(1, large, **{**keys, "trainer__memory_limit_gb": 3.5}).config, Facts(large, 1))
 
 
 @pytest.mark.parametrize("tensor, named", [("d4t1p1", True), ("d1t4p1", False)])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from rlhfuse.base.launcher import START
 from testkit import durations, profiles, tiers
 from testkit.paths import ROOT
 from testkit.programs import Programs
@@ -76,7 +77,9 @@ class Guard:
         if event == "subprocess.Popen" and self._in_process:
             given = [arguments[1]] if isinstance(arguments[1], str | bytes) else arguments[1]
             program, *words = map(os.fsdecode, given)
-            own = words[:1] == ["-m"] and words[1].startswith("rlhfuse.")  # kernels compiled apart, once on a machine
+            own = words[:2] == ["-c", START] and words[2].startswith(
+                "rlhfuse."
+            )  # kernels compiled apart, once on a machine
             if Path(program).name.startswith(STARTS_PROGRAMS) and not own:
                 raise AssertionError(f"a test starts {program} and does not use the fixture 'programs'")
 

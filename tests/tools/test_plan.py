@@ -89,7 +89,7 @@ def test_layouts_that_are_auto_are_searched_and_told(run_yaml, tmp_path):
         ("", {"WORLD_SIZE": "2"}, "!= world_size(2)"),
         ("", {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' is no number"),
         ("parallel.generatoin=d4t1p1", {}, "unknown key parallel.generatoin; did you mean parallel.generation?"),
-        ("actor.path=/none", {}, "/none/config.json is missing"),
+        ("actor.path=/none", {}, "/none is no folder"),
         ("--lengths none.csv", {}, "none.csv does not exist"),
         ("parallel=auto", {}, "parallel.actor_train=auto: the number of ranks is not known; start under torchrun"),
         ("parallel=auto parallel.generation=d2t1p1 --world-size 4", {}, "parallel.generation=d2t1p1: dp(2)"),
