@@ -20,13 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from cap_sweep import CapPoint, sweep, sweep_svg, sweep_table
 from mpi_ranks import MpiRanks
 from search_output import EarlierRuns, LiveLine, ResultFile, describe
 from stop_signals import StopSignals
 
 from rlhfuse.base.errors import InputError, run_program
-from rlhfuse.base.files import write_text
 from rlhfuse.base.json_values import read_json
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.evaluate import tidy
@@ -66,8 +64,7 @@ def main() -> int:
             if ranks.rank == 0:
                 mpi = f", MPI in {ready - imported:.2f} s ({ranks.size} ranks)" if ranks.comm is not None else ""
                 print(f"imports in {imported - BEGUN:.2f} s{mpi}", file=sys.stderr, flush=True)
-            work = run_sweep if task.arguments.cap_sweep else run_search
-            return work(task, ranks.comm, signals)
+            return run_search(task, ranks.comm, signals)
 
 
 class Output(SearchObserver):
@@ -114,24 +111,6 @@ def run_search(task: Task, comm: Any, signals: StopSignals) -> int:
     return 128 + report.signal if report.signal else 0
 
 
-def run_sweep(task: Task, comm: Any, signals: StopSignals) -> int:
-    """Print the table and write the picture on rank 0; returns the exit code."""
-
-    class Observer(SearchObserver):
-        def stop(self) -> int:
-            return signals.received
-
-    def tell(point: CapPoint) -> None:
-        print(f"cap {point.cap:g}: makespan {point.makespan:g}, bound {point.bound:g}", file=sys.stderr, flush=True)
-
-    library = Library.at(task.arguments.library)
-    points = sweep(task.problem, task.settings, task.arguments.cap_sweep, library, comm, Observer(), tell)
-    if points and (comm is None or comm.Get_rank() == 0):
-        write_text(task.arguments.out, sweep_svg(points))
-        print(f"{sweep_table(points)}\nwritten to {task.arguments.out}")
-    return 128 + signals.received if signals.received else 0
-
-
 class Parser(argparse.ArgumentParser):
     """One line for what cannot be parsed, as for every other bad input."""
 
@@ -174,12 +153,6 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FOLDER",
         help="of the best schedules found, with which searches with a time limit begin; '' for none [~/.cache/rlhfuse]",
     )
-    parser.add_argument(
-        "--cap-sweep",
-        type=int,
-        metavar="N",
-        help="search under N caps from the least possible to the uncapped peak, each as long; --out is then an SVG",
-    )
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--force", action="store_true", help="replace an existing output file")
     existing.add_argument(
@@ -204,9 +177,6 @@ def read_task(arguments: argparse.Namespace) -> Task:
         arguments.time_limit, arguments.iterations, arguments.seed, arguments.objective, arguments.latency
     )
     check_output(Path(arguments.out), arguments)
-    if arguments.cap_sweep is not None:
-        check_sweep(arguments)
-        return Task(arguments, problem, settings, None, EarlierRuns())
     if not arguments.resume:
         return Task(arguments, problem, settings, known_schedule(arguments, problem), EarlierRuns())
     if not Path(arguments.out).exists():
@@ -220,15 +190,6 @@ def read_task(arguments: argparse.Namespace) -> Task:
         print(f"{arguments.out} was made for {other}; its order is priced again", file=sys.stderr)
         earlier = earlier.model_copy(update={"first_bound_seconds": None})
     return Task(arguments, problem, settings, start, earlier)
-
-
-def check_sweep(arguments: argparse.Namespace) -> None:
-    """Raise InputError for what does not go with --cap-sweep."""
-    if arguments.cap_sweep < 2:
-        raise InputError(f"--cap-sweep {arguments.cap_sweep} shows nothing; give 2 caps or more")
-    for option in ("resume", "memory_cap", "latency"):
-        if getattr(arguments, option):
-            raise InputError(f"--{option.replace('_', '-')} is of one cap, --cap-sweep of many; leave one of them out")
 
 
 def known_schedule(arguments: argparse.Namespace, problem: FusionProblem) -> Schedule | None:

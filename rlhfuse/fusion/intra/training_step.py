@@ -112,12 +112,7 @@ class TrainingStep:
         self._outboxes = {pipeline: Outbox() for pipeline in parts}
         self.dry_run_first = self._device.type == "cuda"  # nothing on a CPU is made at first use that others wait for
 
-    def run(
-        self,
-        batch: RolloutBatch,
-        lr: Mapping[str, float | None],
-        algorithm: AlgorithmConfig,
-    ) -> MinibatchResult:
+    def run(self, batch: RolloutBatch, lr: Mapping[str, float | None], algorithm: AlgorithmConfig) -> MinibatchResult:
         """Train on one mini-batch in host memory; `lr` is by role.
 
         A model whose `lr` is None is held still: it computes, and its step is left out.

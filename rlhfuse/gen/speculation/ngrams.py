@@ -186,19 +186,7 @@ def _may_pay(tokens, gain, best, prices):
 
 
 @njit(cache=True, nogil=True)
-def propose(
-    texts,
-    at,
-    lengths,
-    limits,
-    rows,
-    draws,
-    ends,
-    hopes,
-    prices,
-    tables,
-    room,
-):
+def propose(texts, at, lengths, limits, rows, draws, ends, hopes, prices, tables, room):
     """Guesses for S samples, `rows` in all, each where it is likeliest to be right: those before it have to be, too.
 
     texts [rows, columns] int32, with room behind; at, lengths, limits [S] int64: row, tokens, most guesses; draws: what
