@@ -12,8 +12,6 @@ from rlhfuse.config.load import load_config
 from rlhfuse.run.preflight import check_inputs
 
 BROKEN = {
-    "untyped": "def count(word):\n    return word\n",
-    "undocumented": "def count(word: str) -> str:\n    return word\n",
     "twice": TOOLS + "\nother = count\n",
     "open": "class World:\n    def __init__(self):\n        self.file = (i for i in ())\n\n    def look(self) -> str:\n"
     '        """Looks."""\n        return ""\n',
@@ -52,11 +50,8 @@ TWO = ("tools.py", "world.py:World")
     "settings, message",
     [
         ("function_tool_path={folder}/nowhere.py", "file .*nowhere.py does not exist"),
-        ("function_tool_path={folder}/untyped.py", "untyped.py, tool count: .*give every parameter a type"),
-        ("function_tool_path={folder}/undocumented.py", "undocumented.py, tool count: .*a line in the docstring"),
         ("function_tool_path={folder}/twice.py", "count and other are both named count; rename one"),
         ("function_tool_path={folder}/open.py:World", "prompts.jsonl:1: its state cannot be pickled"),
-        ("function_tool_path={folder}/tools.py:World", "has no class World"),
         ("replay={folder}/actor", "rollout.multi_turn.replay=.*actor has no tool_calls"),
     ],
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numba import njit
 from run_report.timeline import simulate_gen_infer
 from testkit.profiles import examples
-from testkit.sim_helpers import limits, linear_cost, long_tail
+from testkit.sim_helpers import limits, linear_cost, long_tail, with_turns
 from trial_cost import TrialCost
 
 from rlhfuse.base.errors import InputError
@@ -104,8 +104,10 @@ def test_a_sweep_is_the_mean_of_its_batches_time_lines():
     grid, flat = Grid(((1.0, 64.0), (1.0, 400.0)), (0.01, 0.02, 0.03, 0.05)), Grid(((1.0,),), (0.001,))
     facts = {"actor_inference_tp": 1, "generation_tp": 1}
     profiled = ProfiledCost(facts, grid, grid, {"actor": grid}, 0.5, flat, None, {})
-    for costs in (linear_cost(reward=0.02), JobCost(actor, (actor, critic)), profiled):
-        batches, lim = [long_tail(64, seed) for seed in range(3)], limits(kv_capacity_bytes=1e5, early_models=1)
+    plain = [long_tail(64, seed) for seed in range(3)]
+    pausing, lim = list(map(with_turns, plain, range(3))), limits(kv_capacity_bytes=1e5, early_models=1)
+    priced = (linear_cost(reward=0.02), JobCost(actor, (actor, critic)), profiled)
+    for costs, batches in (*((costs, plain) for costs in priced), (priced[0], pausing)):
         found = sweep_threshold(batches, 4, costs, lim)
         assert len(found.sweep) == 20
         for point in found.sweep:

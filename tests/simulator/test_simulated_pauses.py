@@ -103,16 +103,6 @@ def test_jumping_equals_stepping_on_larger_cases():
     assert min(pausing, moved, sent, lost) >= share(10)
 
 
-def test_a_sweep_is_the_mean_of_its_batches_time_lines():
-    batches, lim = [with_turns(long_tail(64, seed), seed) for seed in range(3)], limits(kv_capacity_bytes=1e5)
-    found = sweep_threshold(batches, 4, linear_cost(), lim)
-    for point in found.sweep:
-        lines = [simulate_gen_infer(batch, 4, linear_cost(), lim, point.threshold) for batch in batches]
-        assert point.fused_seconds == float(np.mean([line.total_seconds for line in lines]))
-    plain = [replace(batch, turns=()) for batch in batches]
-    assert found.serial_seconds > sweep_threshold(plain, 4, linear_cost(), lim).serial_seconds
-
-
 def test_fewer_instances_keep_a_tail_that_mostly_pauses():
     lengths = with_turns(long_tail(64), 0, seconds=2.0)
     active = lengths.active_share(0.02)

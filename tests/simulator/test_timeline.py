@@ -118,14 +118,6 @@ def test_move_cost_reads_linear_costs_exactly():
     assert (cost.prefill_latency_seconds, cost.prefill_seconds_per_token) == pytest.approx((2e-3, 1e-4))
 
 
-def test_equal_lengths_have_a_closed_form():
-    """8 samples of 10 + 50 tokens: one prefill, then 49 steps of 10 + 8 ms and 1 us per context token."""
-    context = sum(8 * (10 + done) for done in range(1, 50))
-    expected = 2e-3 + 80 * 1e-4 + 49 * 18e-3 + context * 1e-6
-    line = simulate_gen_infer(equal(8, 10, 50), 1, linear_cost(), limits(), 0)
-    assert line.sample_seconds == pytest.approx((expected,) * 8)
-
-
 def test_too_little_room_is_refused():
     with pytest.raises(InputError, match="KV of 299 tokens, fewer than one sample of 100 \\+ 200 = 300"):
         limits(kv_capacity_bytes=29900.0)

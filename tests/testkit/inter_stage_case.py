@@ -6,7 +6,6 @@
 import hashlib
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,13 +53,11 @@ class Case:
     blocks: int = 80
     bucket_bytes: int = 64 << 20
     one_prompt: bool = False
-    pauses: tuple[float, ...] = ()  # before a decode step on each instance; the last is for the rest
     in_step: bool = False  # instances decode step by step together, and nobody misses the trigger
     bs_max: int = 8
     score_tokens: int = 64
     early_models: int = 0
     guesses: bool = True  # else a step is a token
-    tag: str = ""
 
     def requests(self) -> list[Request]:
         prompts = [tuple(range(3, 23 if self.one_prompt else 6 + i % 4)) for i in range(len(self.lengths))]
@@ -266,11 +263,8 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
             store.add("left", 1)
 
     stage, scorer, made = inter_stage(rank, folders, case, number, progress, rewarder, store)
-    engine, own_step, guesser = made.engine, made.engine.step, made.engine.loop.guesser
+    engine, guesser = made.engine, made.engine.loop.guesser
     engine.loop.guesser = guesser if case.guesses else None
-    if case.pauses:
-        pause = case.pauses[min(made.placement.instance_of(rank), len(case.pauses) - 1)]
-        engine.step = lambda: (time.sleep(pause), own_step())[1]
     if case.in_step:
         engine.step = InStep(rank, made, case, store).step
     try:

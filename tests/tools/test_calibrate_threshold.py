@@ -71,7 +71,6 @@ def test_the_instances_are_those_of_the_plan(run_yaml, lengths_csv, tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("parallel.generation=d8t1p1", "parallel.generation"),
         ("--draws 0", "--draws 0"),
         *((f"--draws {bad}", f"--draws {bad} must be at most 1000") for bad in ("1001", "100000000")),
         ("--hardware abacus", "hardware 'abacus' is not known"),
@@ -81,10 +80,8 @@ def test_the_instances_are_those_of_the_plan(run_yaml, lengths_csv, tmp_path):
         ("--plot /none/curve.png", "does not exist"),
         ("fusion.threshold=65", "fusion.threshold=65 > 64 samples of one iteration"),
         ("--world-size 0", "--world-size 0"),
-        ("parallel=auto", "parallel.actor_train=auto: the number of ranks is not known; start under torchrun"),
         ("--out THERE", "exists"),
         ("--lengths THERE:output_tokens", ":2: output_tokens is 'nan'"),
-        ("--lengths none.txt", "none.txt is of no known kind"),
         ("--lengths .", "metrics.jsonl does not exist"),  # a folder that holds no run
     ],
 )

@@ -88,13 +88,9 @@ def test_layouts_that_are_auto_are_searched_and_told(run_yaml, tmp_path):
         ("--world-size 8", {}, "dp(4) * tp(1) * pp(1) = 4 != world_size(8)"),
         ("", {"WORLD_SIZE": "2"}, "!= world_size(2)"),
         ("", {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' is no number"),
-        ("parallel.generatoin=d4t1p1", {}, "unknown key parallel.generatoin; did you mean parallel.generation?"),
-        ("actor.path=/none", {}, "/none is no folder"),
         ("--lengths none.csv", {}, "none.csv does not exist"),
         ("parallel=auto", {}, "parallel.actor_train=auto: the number of ranks is not known; start under torchrun"),
-        ("parallel=auto parallel.generation=d2t1p1 --world-size 4", {}, "parallel.generation=d2t1p1: dp(2)"),
         ("data.max_prompt_tokens=auto", {}, "has no tokenizer files; set actor.tokenizer to a folder that has them"),
-        ("data.max_prompt_tokens=auto", {}, "=auto is read off the prompts: "),
         ("--problem /none/problem.json", {}, "cannot write /none/problem.json"),
         # a search's options, and what does not go together
         ("--top 3", {}, "--top is of a search; add --search"),

@@ -65,14 +65,6 @@ def test_who_decodes_the_tail_loads_meanwhile(run):
         assert models == 3 and in_cache == (left > 0) == (rank in plan.destinations)
 
 
-def test_tensor_parallel_instances(run):
-    case = Case(LENGTHS, 2, layout="d2t2p1", inference="d2t2p1", in_step=True, guesses=False)
-    (digest,) = {one[0] for one in run(watched, case)}
-    results = run(watched, replace(case, early_models=2))
-    assert {one[0] for one in results} == {digest}
-    assert {begun[0][0] for _, begun, _ in results} == {2, 3}  # who is freed loads all
-
-
 def fail_while_decoding(rank, folders, case, number):
     """All ranks fail once weights are there; returns what of them is left."""
     stage, scorer, made = inter_stage(rank, folders, case, number)

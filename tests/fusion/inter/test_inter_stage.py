@@ -6,11 +6,8 @@ from functools import partial
 from itertools import count
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from run_report.timeline import simulate_gen_infer
 from testkit.inter_stage_case import Case, clean_up, iterate, write_models
-from testkit.profiles import examples
 from testkit.programs import eventually
 from testkit.sim_helpers import limits, linear_cost
 
@@ -40,7 +37,7 @@ def run(workers, tmp_path_factory):
         return results if all_ranks else results[0]
 
     def serial_result(case):
-        case = replace(case, threshold=0, by="kv", pauses=(), in_step=False, blocks=80, bs_max=8, bucket_bytes=64 << 20)
+        case = replace(case, threshold=0, by="kv", in_step=False, blocks=80, bs_max=8, bucket_bytes=64 << 20)
         if case not in serial:
             result = call(case)
             assert result["lengths"] == list(case.lengths) and result["plan"] == "None"
@@ -73,33 +70,6 @@ def test_what_a_migration_reports(run, by):
     assert report.migrated_samples == len(report.plan.moves) >= 1
     assert report.recomputed_samples == (0 if by == "kv" else report.migrated_samples)
     assert report.migrated_bytes == report.bytes_needed and (report.bytes_needed > 0) == (by == "kv")
-
-
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=13),
-    share=st.floats(0.05, 1.0),
-    by=st.sampled_from(["kv", "tokens"]),
-    slow=st.sampled_from([(), (0.004, 0.0), (0.0, 0.004, 0.0)]),
-    bs_max=st.integers(1, 6),
-)
-@examples(10)
-def test_any_lengths_thresholds_and_paces(run, lengths, share, by, slow, bs_max):
-    case = Case(tuple(lengths), max(1, round(share * len(lengths))), by=by, pauses=slow, bs_max=bs_max)
-    assert run(case)["digest"] == run.serial_digest(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("instances", [2, 3])
-def test_any_number_of_instances_gives_the_same_bits(pools, tmp_path, instances):
-    pool, folders, layout = pools.of(instances), write_models(tmp_path), f"d{instances}t1p1"
-    cases = [(0, "kv"), (1, "kv"), (6, "kv"), (6, "tokens"), (12, "kv"), (12, "tokens")]
-    digests, number = set(), count()
-    for threshold, by in cases:
-        for slow in ((), (0.005, 0.0), (0.0, 0.005)):  # who finishes first
-            case = Case(STAIRS[:12], threshold, by=by, layout=layout, inference=layout, pauses=slow, bs_max=4)
-            digests |= {one["digest"] for one in pool.run(iterate, folders, case, next(number))}
-    assert len(digests) == 1
-    pool.run(clean_up)
 
 
 @pytest.mark.parametrize("inference", ["d4t1p1", "d2t2p1"])

@@ -21,16 +21,6 @@ def test_what_never_comes_is_named(store):
         store.fetch(0)
 
 
-def test_an_iteration_leaves_no_key(store):
-    (store.add_finished(2), store.publish([b"x"]), store.next_ticket(), store.try_take(0, 1, 5))
-    store.add_workers(1), store.add_ready(1), store.begin_places(3), store.send("scores", "[]")
-    store.put("state/7", b"\x00\xff")
-    assert store.reconnect().find("state/7") == b"\x00\xff" and store.find("state/8") is None
-    store.clear()
-    assert store.add_finished(0) == store.published() == store.taken() == store.add_workers(0) == 0
-    assert store.begin_places(0) == 0 and store.letters("scores") == [] and store.find("state/7") is None
-
-
 def test_a_reporter_does_not_keep_its_owner_waiting(store, monkeypatch):
     """The store answers only when the owner is through with all its reports."""
     own, answers, waited = IterationStore.add_finished, threading.Event(), []

@@ -59,10 +59,3 @@ def test_what_is_published_last_goes_to_a_worker_that_has_its_models(store):
     thread.join(120)
     assert [one.sample_id for one in scored] == [0, 1]
     assert freed.scorer.loads and not destination.scorer.loads and store.add_workers(0) == 2
-
-
-def test_where_none_is_ready_the_first_that_looks_loads_for_it(store):
-    alone = queue(store, 1)
-    store.publish([sample(0).to_bytes()])
-    assert [one.sample_id for one in alone.pull([], 1, 1)] == [0] and alone.scorer.loads
-    assert store.add_ready(0) == 0

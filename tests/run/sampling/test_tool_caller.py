@@ -120,13 +120,6 @@ def test_calls_of_a_turn_are_made_one_on_the_other_and_written_down(world):
     assert written[1].state == written[2].state != written[3].state
 
 
-def test_a_failure_may_end_the_sample(world):
-    caller, sample = world.caller(on_tool_failure="fail"), sample_id(0, 0, 0)
-    caller.submit(sample, 0, turn(4, 8, 5, 11), 40)
-    ended = answer_of(caller, sample)
-    assert ended.failed and ended.tokens == () and len(journal(world, 0)) == 1
-
-
 def test_who_goes_on_is_answered_from_the_journal(world):
     first, sample = world.caller(), sample_id(0, 1, 0)
     first.submit(sample, 0, turn(4, 10), 40)

@@ -104,20 +104,6 @@ def test_tuned_starts_are_the_undominated_ones_of_the_grid(seed):
     assert [solution[:2] for solution in starts] == sorted(undominated)[:KEPT]
 
 
-@pytest.mark.parametrize("number", [2, 6, 9])
-def test_tuned_starts_of_table_3(number):
-    """Not all of the grid is tried where operations are many; what is tried first always is."""
-    dispatcher = dispatcher_of(table_3(number))
-    starts = tuned_starts(dispatcher)
-    for solution in starts:
-        check_solution(dispatcher.graph, solution)
-    assert 2 <= len(starts) <= KEPT
-    for faster, leaner in zip(starts, starts[1:]):
-        assert faster.makespan < leaner.makespan and faster.peak_memory > leaner.peak_memory
-    first = dispatcher.dispatch(dispatcher.rules(LARGEST_EXTRAS[0], OTHER_EXTRAS[0], True, False))
-    assert starts[0].makespan <= first.makespan and starts[0].makespan < TABLE_3[number][1]
-
-
 @pytest.mark.parametrize("number, digest", [(2, "78c37b31306c709c"), (5, "b713f5c529b26369"), (8, "5b8a48a80f2cd602")])
 def test_tuned_starts_are_the_same_to_the_operation(number, digest):
     """Recorded when no memory cap was regarded: without one nothing changes."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rlhfuse.base.errors import JointError
-from rlhfuse.base.sample_ids import sample_id
+from rlhfuse.base.sample_ids import sample_id, sample_origin
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.decisions.migration import FusionLimits, SampleMoveCost
@@ -290,6 +290,13 @@ class Life:
 
     def _scored(self, call: Any) -> tuple[Any, str]:
         self._asked_for.update(call.sample_ids)
+        if self.setting.signature == "trl":  # all samples of a prompt, in their order, each with what tools said
+            iteration, place, _ = sample_origin(call.sample_ids[0])
+            assert call.sample_ids == tuple(sample_id(iteration, place, i) for i in range(self.setting.copies)), call
+            for sample, said in zip(call.sample_ids, call.turns):
+                script = self.setting.script
+                answers = [text or error for text, error in map(partial(script.answer, sample), range(len(said)))]
+                assert said == answers and len(said) >= len(script.response(sample)[1]), call
         if self.setting.mishap == REWARD and self._bad_sample() in call.sample_ids:
             return None, f"sample {self._bad_sample()}: the function raised"
         return {number: self.setting.script.score(number) for number in call.sample_ids}, ""

@@ -95,7 +95,7 @@ class Chat:
 
     def messages(self, turns: Sequence[Any], said: Sequence[Any]) -> list[Any]:
         assert len(said) >= len(turns) - 1, "the answers of a sample have not followed it"
-        return []
+        return [text for turn in said for _, text in turn]
 
 
 @dataclass(eq=False)
