@@ -29,14 +29,9 @@ def slow(completions, **columns):
     return answer_match(completions, **columns)
 """
 SMALL = (
-    *("rollout.prompts_per_iteration=8", "trainer.hang_seconds=60", "trainer.watchdog_seconds=30"),
-    *(
-        "reward.timeout_seconds=20",
-        "fusion.search_seconds=1",
-        "trainer.eval_before_train=false",
-        "trainer.export=false",
-    ),
-)
+    "rollout.prompts_per_iteration=8 trainer.hang_seconds=60 trainer.watchdog_seconds=30 reward.timeout_seconds=20 "
+    "fusion.search_seconds=1 trainer.eval_before_train=false trainer.export=false"
+).split()
 SIGNALS = dict(k=[signal.SIGKILL], s=[signal.SIGSTOP, signal.SIGCONT], t=[signal.SIGTERM], i=[signal.SIGINT])
 FILTERED = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=4")
 
