@@ -34,6 +34,8 @@ INSTALLED = {  # the programs of pyproject.toml
 MEANT = {  # what stands for something of the reader's, or is large -> what it is here
     "[key=value ...]": "",
     "FILE[:COLUMN]": "lengths.csv:output",
+    "--config run.yaml --lengths RUN_DIR": "--config my_run.yaml --lengths runs/mine",
+    "--config run.yaml fusion.threshold_file=": "--config my_run.yaml fusion.threshold_file=",
     "RUN_DIR": "runs/mine",
     "RUN_A": "runs/mine",
     "RUN_B": "runs/serial",

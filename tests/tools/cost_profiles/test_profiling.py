@@ -129,7 +129,7 @@ def test_the_program_measures_each_degree(programs, tmp_path, layouts):
         (["--limit", "0"], "--limit 0.0 must be above 0 seconds"),
         (["--tensor", "1,two"], "--tensor 1,two: 'two' is not a tensor degree; give some such as 1,2,4"),
         (["--tensor", "2"], "1 ranks % tp(2) = 1, must be 0"),
-        (["actor.path=/nowhere"], "config.json is missing"),
+        (["actor.path=/nowhere"], "is no folder"),
         (["parallel=auto"], "parallel.generation=auto: costs are measured at tensor degrees that are known; name them"),
         (["parallel=auto", "--tensor", "2"], "1 ranks % tp(2) = 1, must be 0"),
         (["parallel.actor_train=d1t1p8", "parallel.critic_train=d1t1p8"], "parallel.generation=d4t1p1"),
