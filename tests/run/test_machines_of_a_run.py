@@ -23,11 +23,11 @@ def test_the_least_of_all_machines(gpus, listed):
 
 def test_gpus_of_two_kinds_are_planned_as_the_slower(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    mixed = drafted(run(trainer__device="cuda"), host=Host(8.0, 10**12, "a100:2,h100:2"))
+    mixed = drafted(run(trainer__device="cuda"), host=Host(8.0, 10**12, "a100:2,h200:2"))
     slow = drafted(run(trainer__device="cuda"), host=Host(8.0, 10**12, "a100"))
     assert mixed.inputs.hardware.flops == slow.inputs.hardware.flops
     assert mixed.training.problem == slow.training.problem
-    assert mixed.config.trainer.hardware == "a100:2,h100:2"
+    assert mixed.config.trainer.hardware == "a100:2,h200:2"
 
 
 def test_drafts_are_told_apart_by_what_differs():

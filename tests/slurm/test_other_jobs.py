@@ -42,7 +42,7 @@ def test_ranks_on_both_nodes_search_together_and_those_of_srun_alone_are_refused
     tool = ("python", ROOT / "tools/search_schedule.py", "--problem", options[0], "--out", out, "--force")
     path = {"PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"}
     refused = slurm.run("srun", *nodes, *tool, "--iterations", 1, **path)
-    assert refused.returncode == 2 and refused.stderr.count("2 processes were started") == 1, refused
+    assert refused.returncode == 2 and "2 processes were started" in refused.stderr, refused
     assert out.read_bytes() == before
 
 

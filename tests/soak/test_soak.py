@@ -24,12 +24,12 @@ pytestmark = pytest.mark.slow
 LIVES, PARTS, ITERATIONS, ENDS = 200_000, 40, 60, 100
 REWARD = """import os, time
 from rlhfuse.data.gsm8k import answer_match
-def slow(completions, **columns):
+def slow(completions, answer, **columns):
     time.sleep(0.3 * (int.from_bytes(os.urandom(1), "little") < 24))
-    return answer_match(completions, **columns)
+    return answer_match(completions, answer)
 """
 SMALL = (
-    "rollout.prompts_per_iteration=8 trainer.hang_seconds=60 trainer.watchdog_seconds=30 reward.timeout_seconds=20 "
+    "rollout.prompts_per_iteration=8 trainer.hang_seconds=90 trainer.watchdog_seconds=30 reward.timeout_seconds=20 "
     "fusion.search_seconds=1 trainer.eval_before_train=false trainer.export=false"
 ).split()
 SIGNALS = dict(k=[signal.SIGKILL], s=[signal.SIGSTOP, signal.SIGCONT], t=[signal.SIGTERM], i=[signal.SIGINT])

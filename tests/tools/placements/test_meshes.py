@@ -29,7 +29,7 @@ def check_best(problem, tree=None):
     meshes = (tree or aligned_meshes(problem.ranks, problem.least)).meshes()
     expected = min(map(problem.seconds, plans(problem, meshes)), default=None)
     if expected is None:
-        with pytest.raises(InputError, match=f"on {problem.ranks} ranks fits into .* GB of a rank"):
+        with pytest.raises(InputError, match=f"on {problem.ranks} ranks fits into .* of a rank"):
             best_plan(problem, tree)
         return
     found = best_plan(problem, tree)
