@@ -10,13 +10,14 @@ from gpu_checks.figures import Figure, told
 from testkit.four_ranks import SPECS, drafted, run
 
 from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.costs import hardware
 from rlhfuse.costs.flops import forward_flops
 from rlhfuse.costs.forms.roofline import forward_seconds
-from rlhfuse.costs.hardware import hardware_by_name, load_hardware
+from rlhfuse.costs.hardware import load_hardware
 from rlhfuse.planning.planner import make_plan
 
 GPU = {"name": "NVIDIA H100 80GB HBM3", "devices": 8, "capability": 9, "memory_bytes": 85_520_809_984}
-ASSUMED = hardware_by_name("h100")
+ASSUMED = hardware.ASSUMED.reached(hardware.data_sheets()["h100"])
 TRUE = replace(  # the machine that the stand-in figures are of
     ASSUMED,
     flops=5.6e14,
@@ -116,7 +117,7 @@ def test_the_planner_prices_with_what_was_measured(tmp_path):
     file = tmp_path / "gpu.json"
     gpu_check.lines_of(object_of(stand_ins(replace(ASSUMED, **half))), file)
     layouts = dict(parallel__actor_train="d1t1p4", parallel__critic_train="d1t1p4", parallel__generation="d4t1p1")
-    runs = [run(trainer__device="cuda", trainer__hardware=name, **layouts) for name in ("h100", f"measured:{file}")]
+    runs = [run(trainer__device="cuda", trainer__hardware=name, **layouts) for name in ("h800", f"measured:{file}")]
     assumed, measured = drafts = [drafted(made, SPECS, 4) for made in runs]
     for task, cost in assumed.analytic.items():
         slower = measured.analytic[task]
