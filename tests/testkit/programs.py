@@ -56,6 +56,7 @@ def call_main(module: Any, *words: object, **variables: str) -> subprocess.Compl
         mock.patch.object(sys, "argv", arguments),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
+        mock.patch("rlhfuse.base.errors.leave", sys.exit),  # the process is the tests'
     ):
         try:
             run_program(module.main)
