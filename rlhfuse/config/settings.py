@@ -270,7 +270,7 @@ class ParallelConfig(Settings):
     headroom: Float = key(
         0.1,
         "part of a rank's memory that a plan leaves free in every phase where it chooses: layouts, schedules, the KV "
-        "cache, whether the optimizer rests in host memory; what is given may fill all of it; in [0, 1)",
+        "cache, whether the optimizer rests in host memory; layouts and sizes that you set may use it; in [0, 1)",
         ge=0,
         lt=1,
     )

@@ -20,7 +20,7 @@ from rlhfuse.config.spec import CPU, HardwareSpec
 
 _GB = 1e9
 MEASURED, MEASURED_KIND, MEASURED_VERSION = "measured:", "hardware", 1
-# Of a measured GPU, by name or its last word: what lies beyond is a slip of the pen.
+# Plausible ranges of a measured GPU, by field name or its last word: a value outside is a typing error.
 PLAUSIBLE = {"flops": (1e10, 1e18), "memory_bytes": (1e8, 1e15), "devices_per_node": (1, 10_000), "share": (0.01, 1)}
 PLAUSIBLE |= {"bandwidth": (1e6, 1e16), "bytes": (0, 1e15), "seconds": (0, 10), "tokens": (0, 1e7), "waiting": (1, 1e3)}
 # Of a process on a GPU, assumed, as nothing here was measured: a CUDA context with all kernels of torch (800 MB of them

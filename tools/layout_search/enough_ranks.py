@@ -1,4 +1,4 @@
-"""What helps where no layouts have room: how many ranks would do, or that none would."""
+"""The number of ranks that a run needs, for a refusal of a run that fits into no layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = ("generation", "inference", "actor_train", "critic_train")
 
 
 def with_enough_ranks(refusal: str, run: SettledRun) -> str:
-    """A refusal with the least of twice as many ranks, again and again, and of whole machines between."""
+    """The refusal with the smallest number of ranks that fits: doubled first, then halved by whole machines."""
     if MORE not in refusal:
         return refusal
     setting, world = Setting.of(run), run.world_size
@@ -34,7 +34,7 @@ def with_enough_ranks(refusal: str, run: SettledRun) -> str:
 
 
 def fits(setting: Setting, ranks: int) -> bool:
-    """Whether so many have room for a table that holds little."""
+    """Whether `ranks` fit the leanest layouts."""
     given, longest = setting.given, sum(setting.config.longest_sample)
     lean = replace(given, cut=given.cut or CutSetting(TOKENS, longest), recompute=given.recompute or "full")
     try:

@@ -163,12 +163,12 @@ class MemoryBudget:
 
     @property
     def cap(self) -> float:
-        """What a plan fills where it chooses: the limit without the headroom."""
+        """The limit less the headroom, in bytes: a choice of the plan stays within it."""
         return self.limit * (1 - self.headroom)
 
     @property
     def keeping_cap(self) -> float:
-        """What a plan fills with generation kept, or with models that are loaded early."""
+        """The same where generation stays on the device, or scorers are loaded early."""
         return min(KEEPING_PART * self.limit, self.cap)
 
     @property
@@ -223,7 +223,7 @@ class MemoryBudget:
         return phase.device + self.process + (0 if self.hardware.device.own_memory else phase.host)
 
     def fits_beside_training(self) -> bool:
-        """Whether the phases do in which the optimizer may rest on the host."""
+        """Whether every phase in which the optimizer may rest on the host is within the cap."""
         return all(self.needed(phase) <= self.cap for phase in self.static if phase.phase in RESTING)
 
     def with_optimizer_offloaded(self) -> MemoryBudget:
@@ -343,7 +343,7 @@ def memory_budget(
 def _idle_remedies(
     run: SettledRun, hardware: HardwareSpec, models: Mapping[str, ModelMemory], tokens: float
 ) -> frozenset[str]:
-    """Remedies that change nothing, as what they change is at its end already."""
+    """Remedies that cannot help, because the setting that they change is at its limit."""
     config, widest = run.config, min(hardware.devices_per_node, run.world_size)
     cut = {task: model.layout.tp * (model.layout.pp if task in TRAINED else 1) for task, model in models.items()}
     idle = {

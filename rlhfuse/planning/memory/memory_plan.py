@@ -28,7 +28,7 @@ class MemoryPlan:
     microbatch_tokens: float
     keeps_generation: bool = False
     offload: OptimizerOffload | None = None  # None: the optimizer stays on the device
-    communicators: int = 0  # bytes of `process_bytes`, assumed; plans of before do not say
+    communicators: int = 0  # bytes of `process_bytes`, assumed; older plans lack it
 
     @staticmethod
     def of(budget: MemoryBudget, activations: Sequence[float], ranks_per_node: int) -> MemoryPlan:
@@ -68,10 +68,10 @@ class MemoryPlan:
         return (*lines, f"limit {readable_bytes(self.limit)} ({self.limit_source}); {host}", *self.warnings())
 
     def warnings(self) -> tuple[str, ...]:
-        """A line for each phase that leaves hardly anything free."""
+        """A line for each phase that fills more than NEARLY_FULL of the limit."""
         shares = {phase.phase: self.needed_bytes(phase) / self.limit for phase in self.phases}
         return tuple(
-            f"warning: {phase} fills {share:.1%} of the limit, and fragments of memory are not counted"
+            f"warning: {phase} fills {share:.1%} of the limit, and fragmentation is not counted"
             for phase, share in shares.items()
             if share > NEARLY_FULL
         )

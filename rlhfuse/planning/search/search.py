@@ -387,7 +387,7 @@ class Ranking:
         )
 
     def has_room(self) -> bool:
-        """Whether a table has that holds little."""
+        """Whether one of the LEANEST tables fits into memory."""
         return any(self._drafted(self.space.table(t, g)) for t, g in islice(self._leanest(), LEANEST))
 
     def _leanest(self) -> Iterator[tuple[int, int]]:

@@ -92,8 +92,8 @@ def with_room(
     find: Callable[[FusionProblem], Schedule],
     probe: Callable[[FusionProblem], Schedule],
 ) -> Schedule:
-    """The schedule that `find` makes of `problem`; where what stages receive has no room beside it, of less memory for
-    activations: `probe` says in a moment how much less."""
+    """The schedule that `find` makes of `problem`. If the inboxes of stages do not fit next to it, `find` gets a
+    smaller memory cap; `probe`, a quick search, shows how much smaller."""
     stated = problem
     for _ in range(ATTEMPTS):
         for seek in (probe, find) if passing else (find,):

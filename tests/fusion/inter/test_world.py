@@ -22,6 +22,7 @@ def one_thread():
     yield
     gc.unfreeze()
     torch.set_num_threads(threads)
+    assert torch.is_grad_enabled()  # the lives give the thread back as it was
 
 
 @pytest.fixture

@@ -152,10 +152,7 @@ class Life:
         self._pools: dict[int, list[Any]] = {rank: [] for rank in range(setting.ranks)}
         self._doing, self._progress = ["start"] * setting.ranks, [0] * setting.ranks
         self._asked_for: set[int] = set()  # samples of which the reward function was asked
-        self._round, self._at_barrier = (
-            "",
-            {},
-        )  # prefix of the round's keys -> samples that were finished at its barrier
+        self._round, self._at_barrier = "", {}  # prefix of a round's keys -> samples finished at its barrier
 
     def run(self) -> None:
         simulation, setting = self.simulation, self.setting
@@ -169,14 +166,14 @@ class Life:
         simulation.run()
 
     def check(self) -> None:
-        setting, word, expected = self.setting, self.must_fail(), self.serial.expected()
+        setting, words, expected = self.setting, self.must_fail(), self.serial.expected()
         for rank in range(setting.ranks):
             if (end := self.ends.get(rank)) is not None or (rank in self.simulation.dead):
-                if word is None or (end is not None and word not in end):
-                    raise Broken(f"rank {rank} ended by {end!r}; the word that it must say: {word}")
+                if not words or (end is not None and not any(word in end for word in words)):
+                    raise Broken(f"rank {rank} ended by {end!r}; it must say one of {words}")
                 continue
-            if word is not None and setting.mishap != DEATH:
-                raise Broken(f"rank {rank} did not end by an error that says {word!r}")
+            if words and setting.mishap != DEATH:
+                raise Broken(f"rank {rank} did not end by an error that says one of {words}")
             report, _ = self.reports[rank]
             if (got := facts(report)) != [sample[:6] for sample in expected]:
                 wrong = [pair for pair in zip_longest(got, (s[:6] for s in expected)) if pair[0] != pair[1]]
@@ -184,22 +181,20 @@ class Life:
             told = {number: report.function_scores.get(number) for number, *_ in got}
             if setting.signature and told != {number: setting.script.score(number) for number, *_ in expected}:
                 raise Broken(f"rank {rank} has other scores: {told}")
-        if self.simulation.values and word is None:
+        if self.simulation.values and not words:
             raise Broken(f"left in the store: {[*self.simulation.values][:4]}")
 
-    def must_fail(self) -> str | None:
-        """A word of the error by which all ranks must end; None where they must not."""
+    def must_fail(self) -> tuple[str, ...]:
+        """All ranks must end by an error that has one of these words; empty where none may."""
         setting, simulation = self.setting, self.simulation
-        if setting.mishap == DEATH:
-            return f"rank {setting.victim} " if setting.victim in simulation.dead else self._shortage()
+        shortage = ("filter_groups",) if self.serial.shortage else ()
+        if setting.mishap == DEATH and setting.victim in simulation.dead:
+            return f"rank {setting.victim} ", *shortage  # which may be known before anybody misses the rank
         if setting.mishap == REWARD and setting.signature and self._bad_sample() in self._asked_for:
-            return f"sample {self._bad_sample()}"
+            return (f"sample {self._bad_sample()}",)
         if setting.mishap == LOADER and setting.models and any("weights" in end for end in self.ends.values()):
-            return "weights cannot be read"
-        return self._shortage()
-
-    def _shortage(self) -> str | None:
-        return "filter_groups" if self.serial.shortage else None
+            return ("weights cannot be read",)
+        return shortage
 
     def _bad_sample(self) -> int:
         return sample_id(0, self.setting.victim // self.setting.copies, self.setting.victim % self.setting.copies)
