@@ -14,9 +14,11 @@ from rlhfuse.simulator.lengths import SampleLengths
 class InstanceLimits:
     """What one generation instance can hold, and what a sample can grow to.
 
-    `score_tokens`: tokens of one packed scoring batch. `scoring_models`: how many models score, one after the other;
-    the first `early_models` of them are loaded beneath the end of decoding. `reward_workers`: processes that call the
-    reward function, 0 without one. `active_share`: part of their time in which samples decode, 1 where none pauses.
+    `score_tokens`: tokens of one packed scoring batch. `padded_score_tokens`: 0 for packed scoring, else the
+    tokens that every sample costs there whatever its length (to study engines that pad). `scoring_models`: how many
+    models score, one after the other; the first `early_models` of them are loaded beneath the end of decoding.
+    `reward_workers`: processes that call the reward function, 0 without one. `active_share`: part of their time in
+    which samples decode, 1 where none pauses.
     """
 
     max_sequences: int
@@ -27,6 +29,7 @@ class InstanceLimits:
     max_prompt_tokens: int
     max_output_tokens: int
     score_tokens: int
+    padded_score_tokens: int = 0
     scoring_models: int = 3
     reward_workers: int = 0
     early_models: int = 0

@@ -20,11 +20,15 @@ from rlhfuse.simulator.lengths import SampleLengths
     st.sampled_from([16, 1024, 8192]),
     st.integers(1, 8),
     st.sampled_from([(1, 0), (2, 0), (4, 0), (2, 1), (4, 2)]),
+    st.sampled_from([0, 140]),
     st.sampled_from([1, 3, 6, 8]),
 )
-def test_jumping_equals_stepping(lengths, instances, threshold, capacity, swap_in, per_token, bs_max, models, most):
+def test_jumping_equals_stepping(
+    lengths, instances, threshold, capacity, swap_in, per_token, bs_max, models, padded, most
+):
     models, early = models
-    lim = tight(capacity, bs_max=bs_max, scoring_models=models, early_models=early, max_sequences=most)
+    sizes = dict(scoring_models=models, early_models=early, max_sequences=most, padded_score_tokens=padded)
+    lim = tight(capacity, bs_max=bs_max, **sizes)
     both(lengths, instances, exact_costs(swap_in, per_token), lim, threshold)
 
 

@@ -116,7 +116,7 @@ class StepByStep:
             for first, last in zip(edges, edges[1:])
         ]
         self.lengths, self.costs, self.limits, self.threshold = lengths, costs, limits, threshold
-        self.tokens = [sum(pair) for pair in pairs]
+        self.tokens = [limits.padded_score_tokens or sum(pair) for pair in pairs]
         self.ended: dict[int, float] = {}
         self.begun_at = {sample.number: i for i, place in enumerate(self.places) for sample in place.waiting}
         self.told: set[int] = set()
