@@ -52,9 +52,7 @@ class Store(Protocol):
     """The job's key-value store, through a connection that no other thread uses."""
 
     def set(self, key: str, value: str) -> None: ...
-
     def get(self, key: str) -> bytes: ...
-
     def check(self, keys: list[str]) -> bool: ...
 
 
@@ -80,6 +78,7 @@ class Watchdog:
         self._due = threading.Event()  # the thread is wanted before its next heartbeat
         self._wanted: Verdict | None = None  # the guard's, by which the thread is to leave
         self._asked = math.inf  # when the store was asked what it has not answered yet
+        self._lost: Exception | None = None  # the store's first error: a connection that timed out is closed afterwards
         self._looked = self._awake_since = 0.0  # the guard's last look at that, and the first one in turn
         self._counter = 0  # of heartbeats; the thread's, and the main thread's once that has ended
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -118,8 +117,7 @@ class Watchdog:
         if error is not None:
             self.guard.wait_for_save(self._save_seconds())
         self.guard.watchdog = None
-        # last: a SIGTERM meanwhile would end this rank without a word
-        for number, handler in self._old_handlers.items():
+        for number, handler in self._old_handlers.items():  # last: SIGTERM would end this rank without a word
             signal.signal(number, handler)
 
     def _interrupt(self, *_: object) -> None:
@@ -153,10 +151,13 @@ class Watchdog:
         self._ask(self._store.set, _key(self._rank), beat.to_json())
 
     def _ask(self, question: Callable[..., T], *words: object) -> T:
-        """Ask the store; the guard's thread sees for how long it does not answer."""
+        """Ask the store; the guard's thread sees for how long it does not answer. Raises the store's first error."""
         self._asked = time.monotonic()
         try:
             return question(*words)
+        except Exception as error:
+            self._lost = self._lost or error
+            raise self._lost from None
         finally:
             self._asked = math.inf
 
@@ -258,8 +259,7 @@ class Watchdog:
     def _farewell(self, state: str, because: str = "") -> None:
         """Write how this rank ended, and return when the store has it. Without a store nobody is left to read it."""
         because = because.partition(" (found by")[0]  # who found it first is not worth a chain
-        # a new counter, so that the word counts as heard
-        last = replace(self._own, counter=-1, state=state, because=because)
+        last = replace(self._own, counter=-1, state=state, because=because)  # a new counter: it counts as heard
         with suppress(Exception):
             self._ask(self._store.set, _key(self._rank), last.to_json())
             # a TCPStore's set is not answered: without this question a peer could see the process gone, read the key

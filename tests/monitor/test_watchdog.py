@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+from unittest.mock import Mock
 
 import pytest
 from testkit.programs import eventually
@@ -37,11 +38,6 @@ def beat(rank, process=FAR, counter=0, progress=0, doing="generation step 3", **
 
 def table():
     return PeerTable(beat(0, HERE), LIMITS, now=0.0, world_size=3)
-
-
-def test_heartbeat_reads_back():
-    original = beat(3, HERE, 5, 6, state=FAILED, because="ValueError: x")
-    assert Heartbeat.from_json(original.to_json().encode()) == original
 
 
 @pytest.fixture
@@ -85,8 +81,7 @@ def test_silent_peer_is_dead_and_a_beating_one_is_not():
         peers.note(beat(1, counter=now), now)
         peers.note(beat(2, counter=min(now, 10)), now)
         verdict = peers.verdict(now)
-        if now <= 25:
-            assert verdict is None
+        assert verdict is None or now > 25
     seen = "last seen in: generation step 3 (its word of 29.0 s before)"
     assert f"rank 2 (pid 7 on far) died: silent for 29 s; {seen}" in verdict.report
     assert verdict.exit_code == 1
@@ -280,9 +275,8 @@ def test_a_rank_that_was_suspended_does_not_judge_by_what_it_missed(monkeypatch,
 
 def test_unheard_since_counts_only_running_ranks():
     peers = table()
-    peers.note(beat(1), 0)
-    peers.note(beat(2, HERE), 0)
-    peers.note(beat(3, state=TERMINATED), 0)
+    for known in (beat(1), beat(2, HERE), beat(3, state=TERMINATED)):
+        peers.note(known, 0)
     peers.note(beat(4, counter=1), 5)
     assert [b.rank for b in peers.unheard_since(2)] == [1, 2]
     assert [b.rank for b in peers.elsewhere(peers.unheard_since(2))] == [1]
@@ -342,3 +336,13 @@ def test_an_error_beside_a_silent_peer_names_it(monkeypatch):
     said = failing(beat(1, FAR))
     assert said.state == FAILED
     assert "closed by peer; not heard since: rank 1 (pid 7 on far), last seen in" in said.because
+
+
+def test_a_cut_network_is_the_cause_though_its_connection_is_closed_afterwards(monkeypatch, capfd):
+    """The thread's question timed out while the main thread left by an error; every later one says "Broken pipe"."""
+    errors = [OSError("Connection timed out"), *[OSError("Broken pipe")] * 9]
+    monkeypatch.setattr(SlowDeathStore, "check", Mock(side_effect=errors))
+    watchdog = Watchdog(SlowDeathStore(), 0, 2, LIMITS, Guard(0, 540, exit_process=Mock()))
+    pytest.raises(OSError, watchdog._look, 1)
+    watchdog._leave_by_error("RuntimeError: Connection timed out")
+    assert "is cut off" in capfd.readouterr().err
