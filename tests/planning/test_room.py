@@ -21,8 +21,10 @@ from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.settle import Facts, settle, settle_but_layouts
 from rlhfuse.planning.training.passing import with_room
-from rlhfuse.schedule.ir.evaluate import loosen
-from rlhfuse.schedule.rules.builders import greedy, min_memory
+from rlhfuse.planning.training.training_orders import short_search
+from rlhfuse.schedule.ir.evaluate import loosen, memory_profile
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.rules.builders import min_memory, one_at_a_time
 from rlhfuse.simulator.threshold import load_threshold
 
 ON_GPU = dict(trainer__hardware="a100", rollout__kv_blocks_per_instance=24, rollout__max_batched_tokens=64)
@@ -45,21 +47,23 @@ def test_no_plan_of_a_real_model_is_above_its_headroom(cell):
 
 
 def test_what_stages_receive_has_room_beside_the_schedule():
-    """A greedy schedule fills the cap; with its inboxes it would pass it."""
+    """The fullest schedule under the cap has a little more than its inboxes leave; a leaner one is taken."""
     draft = drafted(run(**ON_GPU), SPECS, 4)
     passing, problem = draft.memory.passing, draft.training.problem
-    passing = replace(passing, received={name: 40 * held for name, held in passing.received.items()})
-    static = max(map(max, zip(draft.memory.training_bytes)))
-    least = max(min_memory(problem))
-    found = 0
-    for part in (1.0, 1.5, 2.0, 3.0):
-        capped = replace(problem, memory_cap=static + part * least)
-        free = greedy(capped)
-        found += bool(passing.over(free))
-        made = with_room(passing, capped, greedy, greedy)
-        assert not passing.over(made) and made.problem == capped
-        assert with_room(None, capped, greedy, greedy) == free
-    assert found, "no schedule had more than its cap"
+    passing = replace(passing, received={name: 20 * held for name, held in passing.received.items()})
+    static, least = max(map(max, zip(draft.memory.training_bytes))), max(min_memory(problem))
+    made = [short_search(0, replace(problem, memory_cap=static + part * least)) for part in (3.0, 2.0, 1.5, 1.0)]
+    peaks = [[max(memory_profile(one, node)) for node in range(problem.nodes)] for one in made]
+    rooms = [held - 0.1 * (held - peak) for held, peak in zip(passing.held_by(made[0]), peaks[0])]
+    capped = replace(problem, memory_cap=tuple(room + problem.node_static(n) for n, room in enumerate(rooms)))
+
+    def find(stated):
+        fits = (all(peak <= stated.node_cap(n) for n, peak in enumerate(row)) for row in peaks)
+        return next((one for one, fit in zip(made, fits) if fit), one_at_a_time(problem))
+
+    assert find(capped) is made[0] and passing.over(Schedule(capped, made[0].orders))
+    found = with_room(passing, capped, find, find)
+    assert not passing.over(found) and found.problem == capped and found.orders != one_at_a_time(problem).orders
 
 
 def test_a_plan_above_95_percent_warns_and_below_does_not():
@@ -79,9 +83,6 @@ def test_a_limit_above_the_memory_of_a_gpu_is_refused():
         with pytest.raises(InputError, match=r"memory_limit_gb=.* one a100 has 80;"):
             drafted(run(**ON_GPU, trainer__memory_limit_gb=limit), SPECS, 4)
     drafted(run(**ON_GPU, trainer__memory_limit_gb=80.0), SPECS, 4)
-
-
-# what cannot be cut, what helps ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -111,8 +112,7 @@ def test_a_table_with_too_many_microbatches_is_left_out_and_counted(open_run, mo
 
 def test_large_batches_can_be_planned():
     keys = {"rollout__prompts_per_iteration": 6000, "rollout__samples_per_prompt": 4, "algorithm__minibatches": 1}
-    draft = drafted(run(**keys, fusion__actor_microbatches=24_000), SPECS, 4)
-    assert draft.training.problem.tasks > 20_000 * 8
+    assert drafted(run(**keys, fusion__actor_microbatches=24_000), SPECS, 4).training.problem.tasks > 20_000 * 8
 
 
 @pytest.mark.parametrize("tensor, named", [("d4t1p1", True), ("d1t4p1", False)])

@@ -93,7 +93,7 @@ def with_room(
     probe: Callable[[FusionProblem], Schedule],
 ) -> Schedule:
     """The schedule that `find` makes of `problem`. If the inboxes of stages do not fit next to it, `find` gets a
-    smaller memory cap; `probe`, a quick search, shows how much smaller."""
+    smaller memory cap, below what was held; `probe`, a quick search, shows how much smaller."""
     stated = problem
     for _ in range(ATTEMPTS):
         for seek in (probe, find) if passing else (find,):
@@ -102,7 +102,8 @@ def with_room(
                 break
         else:
             return made
-        left = (max(least, stated.node_cap(node) - over[node]) for node, least in enumerate(min_memory(problem)))
+        held = [max(memory_profile(made, node)) if over[node] else stated.node_cap(node) for node in range(len(over))]
+        left = (max(least, held[node] - over[node]) for node, least in enumerate(min_memory(problem)))
         caps = tuple(room + problem.node_static(node) for node, room in enumerate(left))
         stated = replace(problem, memory_cap=caps)
     return one_at_a_time(problem)

@@ -88,9 +88,9 @@ def _searched(
             return schedule
 
         made[rung] = with_room(passing, problems[rung], anneal, partial(short_search, seed))
-        report, begun = reports[-1]
         left -= sum(report.seconds - report.kernel_seconds for report, _ in reports)
-        proved = "proved optimal" if report.optimal else "not proved optimal"
         of = f"{rung} micro-batches: " if len(problems) > 1 else ""
-        told.append(f"{of}annealed {report.seconds:.1f} s, {report.moves} moves{begun}, latency {proved}")
-    return made, "; ".join(told)
+        for report, begun in reports[-1:]:  # no search, where nothing but one micro-batch at a time has room
+            proved = "proved optimal" if report.optimal else "not proved optimal"
+            told.append(f"{of}annealed {report.seconds:.1f} s, {report.moves} moves{begun}, latency {proved}")
+    return made, "; ".join(told) or "one micro-batch at a time: nothing else has room"
