@@ -373,7 +373,9 @@ class Ranking:
                 self._drafts[t, g] = self._drafted(self.space.table(t, g), whole=True)
         if not self._lacking:
             told = ", ".join(f"{count} {rule}" for rule, count in self.refused.items())
-            said = f"no layouts can run on {world} ranks: {told}; the first: {next(iter(self._said.values()), '')}"
+            first = next(iter(self._said.values()), "")  # whose remedies do not help where others lack other memory
+            first = first.partition("; ")[0] if "memory of" in told else first
+            said = f"no layouts can run on {world} ranks: {told}; the first: {first}"
             return MemoryRefusal("", 0, f"{said}; {MORE}") if "memory" in told else InputError(said)
         missing, _, table, phase, told = min(self._lacking, key=itemgetter(0, 1))
         if not auto_layouts(self.setting.config):  # there is one table, as far as anybody can tell
