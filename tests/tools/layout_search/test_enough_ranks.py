@@ -12,11 +12,7 @@ from rlhfuse.planning.settle import Facts, settle, settle_but_layouts
 
 
 def test_the_number_of_ranks_that_is_named_has_room():
-    for limit, width, layers, named in (
-        (40.0, 8192, 8, "use "),
-        (3.5, 8192, 8, "no number"),
-        (3.5, 16384, 64, "no number"),
-    ):
+    for limit, width, layers, named in ((40.0, 8192, 8, "use "), (3.5, 8192, 8, "no"), (3.5, 16384, 64, "no")):
         large = {n: replace(spec, hidden=width, mlp=32768, layers=layers, head_dim=1024) for n, spec in SPECS.items()}
         config, facts = everything(trainer__hardware="a100", trainer__memory_limit_gb=limit), Facts(large, 1)
         with pytest.raises(InputError) as caught:
