@@ -7,7 +7,6 @@ Megatron). Scaling stretches the wavelengths: linear by one factor, llama3 by on
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,30 +48,13 @@ class RotaryTables:
         return self._tables
 
 
-def rotate_packed(x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
-    """x [T, heads, D] turned by the positions [T] of its tokens; differentiable once, and of x nothing is kept.
+def rotate_packed(x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor, back: bool = False) -> Tensor:
+    """x [T, heads, D] turned by the positions [T] of its tokens, or turned `back`, which is the gradient.
 
     Angles and products are float32 whatever x is, and the result is rounded once, as the engine does it.
     """
-    return _Rotation.apply(x, *tables, positions)  # pyright: ignore[reportReturnType]
-
-
-class _Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin, positions)
-        return _turn(x, cos, sin, positions)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _turn(gradient, *(saved.detach() for saved in ctx.saved_tensors), back=True), None, None, None
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, back: bool = False) -> Tensor:
-    if x.is_cuda:
-        from rlhfuse.models.layers.rotation_triton import turn
-
-        return turn(x, cos, sin, positions, back)
-    cos, sin = (table[positions][:, None] for table in (cos, -sin if back else sin))
+    cos, sin = (table[positions][:, None] for table in tables)
     first, second = x.float().chunk(2, dim=-1)
+    if back:
+        sin = -sin
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

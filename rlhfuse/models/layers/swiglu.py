@@ -1,12 +1,10 @@
-"""SwiGLU: torch's and Triton's, and on CPU one by which a row's bits depend on that row alone.
+"""SwiGLU: torch's, and on CPU one by which a row's bits depend on that row alone.
 
 In float32 the CPU's is numba kernels, forward and backward, with numpy's model of errors (elementwise.py says why).
-All take x [..., 2 W], gate and up side by side, give silu(gate) * up [..., W], and are differentiable once.
+All take x [..., 2 W], gate and up side by side, and give silu(gate) * up [..., W].
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,38 +43,19 @@ def gate_rows_backward(x, gradient, threads, dx):
                 dgate[f] = row[f] * up[f] * (sigmoid + activation * (F32(1.0) - sigmoid))
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        ctx.save_for_backward(rows)
-        out = rows.new_empty(len(rows), x.shape[-1] // 2)
-        gate_rows(rows.numpy(), share_threads(), out.numpy())
-        return out.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows = ctx.saved_tensors[0].detach()
-        dx = torch.empty_like(rows)
-        flat = gradient.reshape(len(rows), -1).contiguous()
-        gate_rows_backward(rows.numpy(), flat.numpy(), share_threads(), dx.numpy())
-        return dx.view(*gradient.shape[:-1], -1)
-
-
 def swiglu(x: Tensor) -> Tensor:
-    """Triton's on CUDA, which runs it in one launch; else torch's."""
-    if x.is_cuda:
-        from rlhfuse.models.layers import swiglu_triton
-
-        return swiglu_triton.swiglu(x)
+    """Torch's."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def exact_swiglu(x: Tensor) -> Tensor:
-    """The CPU's."""
+    """The CPU's; in float32 without a graph."""
     if x.dtype == torch.float32:
-        return _SwiGLU.apply(x)  # pyright: ignore[reportReturnType]
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        out = rows.new_empty(len(rows), x.shape[-1] // 2)
+        gate_rows(rows.numpy(), share_threads(), out.numpy())
+        return out.view(*x.shape[:-1], -1)
     gate, up = x.chunk(2, dim=-1)
     return _silu(gate) * up
 

@@ -8,15 +8,11 @@ the weights again from scores and log-sums, BLOCK queries at a time: its memory 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import torch
 from numba import njit, prange
-from torch import Tensor
 
 from rlhfuse.models.cpu.elementwise import F32, exp32, log32, turned
-from rlhfuse.models.cpu.tiles import LANES, WIDE, make_tile, share_threads
+from rlhfuse.models.cpu.tiles import LANES, WIDE, make_tile
 
 ROWS, PANELS = 4, 2 if WIDE else 1  # of a tile
 BLOCK = PANELS * LANES  # queries whose weights the backward holds at a time: as many as a tile's keys
@@ -257,35 +253,10 @@ def attend_backward(q, k, v, out, log_sums, gradient, cos, sin, starts, bounds, 
                     dv[start + t, group, d] = value_sums[d, t]
 
 
-class _PackedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> Tensor:
-        starts = cu_seqlens.numpy().astype(np.int64)
-        q, k, v = (x.contiguous() for x in (q, k, v))
-        out, log_sums = torch.empty_like(q), q.new_empty(q.shape[:2])
-        ctx.save_for_backward(q, k, v, out, log_sums)
-        threads = share_threads()
-        ctx.work = cos.numpy(), sin.numpy(), starts, _bounds(starts, k.shape[1], threads), F32(q.shape[2] ** -0.5)
-        attend(q.numpy(), k.numpy(), v.numpy(), *ctx.work, out.numpy(), log_sums.numpy())
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        share_threads()
-        saved = [x.detach() for x in (*ctx.saved_tensors, gradient.contiguous())]
-        gradients = [torch.empty_like(x) for x in saved[:3]]
-        attend_backward(*(x.numpy() for x in saved), *ctx.work, *(x.numpy() for x in gradients))
-        return *gradients, None, None, None
-
-
-def _bounds(starts: np.ndarray, groups: int, threads: int) -> np.ndarray:
+def bounds_of(starts: np.ndarray, groups: int, threads: int) -> np.ndarray:
     """[threads + 1] the (sequence, group) pairs of each thread, with about equally many weights to compute."""
     lengths = np.diff(starts)
     cost = np.cumsum(np.repeat(lengths * (lengths + LANES), groups))
     inner = np.searchsorted(cost, cost[-1] * np.arange(1, threads) / threads)
     return np.concatenate(([0], inner, [len(cost)]))
 
-
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor) -> Tensor:
-    """As `varlen_attention`, in float32 on the CPU; differentiable once."""
-    return _PackedAttention.apply(q, k, v, *rotary, cu_seqlens)  # pyright: ignore[reportReturnType]

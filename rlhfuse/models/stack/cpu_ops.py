@@ -1,0 +1,92 @@
+"""A decoder layer's kernels on CPU in float32: numba's, where a row's bits depend on that row alone (cpu/tiles.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhfuse.models.attention.packed import cpu
+from rlhfuse.models.attention.packed.sequences import SequenceBorders
+from rlhfuse.models.cpu.elementwise import F32
+from rlhfuse.models.cpu.tiles import share_threads
+from rlhfuse.models.layers.norm import normalize, normalize_backward
+from rlhfuse.models.layers.swiglu import gate_rows, gate_rows_backward
+from rlhfuse.models.stack.torch_ops import TorchOps, main_grad
+
+
+class CpuBatch(NamedTuple):
+    """Arguments of the attention kernels, in their order."""
+
+    cos: np.ndarray
+    sin: np.ndarray
+    starts: np.ndarray
+    bounds: np.ndarray
+    scale: Any
+
+
+class CpuOps(TorchOps):
+    """`TorchOps` by numba kernels; the attention kernels turn queries and keys themselves."""
+
+    def batch(self, sequences: SequenceBorders) -> CpuBatch:
+        cos, sin = self.rotary.up_to(sequences.longest)
+        starts = sequences.cu_seqlens.numpy().astype(np.int64)
+        bounds = cpu.bounds_of(starts, self.shape.groups, share_threads())
+        return CpuBatch(cos.numpy(), sin.numpy(), starts, bounds, F32(self.shape.dim**-0.5))
+
+    def norm(self, x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor, Any]:
+        if delta is not None:
+            x = x + (delta if bias is None else delta + bias)
+        return x, *self._normed(x, weight)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(the norm of each row of x, its 1 / rms)."""
+        out, scales = torch.empty_like(x), x.new_empty(x.shape[:-1])
+        rows = x.view(-1, x.shape[-1]).numpy(), weight.numpy()
+        normalize(*rows, F32(self.eps), share_threads(), scales.view(-1).numpy(), out.view(rows[0].shape).numpy())
+        return out, scales
+
+    def _norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any) -> Tensor:
+        threads, dx, width = share_threads(), torch.empty_like(x), x.shape[-1]
+        parts = x.new_empty(threads, width, dtype=torch.float64)
+        flat = [rows.view(-1, width).numpy() for rows in (x, gradient, dx)]
+        normalize_backward(flat[0], weight.numpy(), saved.view(-1).numpy(), flat[1], threads, flat[2], parts.numpy())
+        if weight.requires_grad:
+            main_grad(weight).add_(parts.sum(0).float())
+        return dx
+
+    def split(self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+        q, k, v = self.heads_of(qkv)
+        if norms is None:
+            return q, k, v, None
+        (q_normed, q_scales), (k_normed, k_scales) = (self._normed(x, weight) for x, weight in zip((q, k), norms))
+        return q_normed, k_normed, v, ((q, q_scales), (k, k_scales))
+
+    def join(self, gradients: Sequence[Tensor], saved: Any, norms: tuple[Tensor, Tensor] | None, batch: Any) -> Tensor:
+        dq, dk, dv = gradients
+        if norms is not None:
+            dq, dk = (self._norm_backward(d, x, w, scales) for d, (x, scales), w in zip((dq, dk), saved, norms))
+        return self.joined(dq, dk, dv)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: CpuBatch) -> tuple[Tensor, Any]:
+        out, log_sums = torch.empty_like(q), q.new_empty(q.shape[:2])
+        share_threads()
+        cpu.attend(q.numpy(), k.numpy(), v.numpy(), *batch, out.numpy(), log_sums.numpy())
+        return out.view(len(out), -1), log_sums
+
+    def attend_backward(
+        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Any, batch: CpuBatch
+    ) -> Sequence[Tensor]:
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        known = (x.numpy() for x in (q, k, v, out.view(q.shape), saved, gradient.view(q.shape)))
+        share_threads()
+        cpu.attend_backward(*known, *batch, *(x.numpy() for x in gradients))
+        return gradients
+
+    def swiglu_backward(self, x: Tensor, gradient: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        dx = torch.empty_like(x)
+        gate_rows_backward(x.numpy(), gradient.numpy(), share_threads(), dx.numpy())
+        return dx, self.swiglu(x) if y is None else y
