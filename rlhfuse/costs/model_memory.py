@@ -142,9 +142,27 @@ class ModelMemory(ABC):
         kept = self.split_layer_bytes(tokens)
         return max(0.0, kept - self.kept_layer_bytes(tokens)), 2 * self.gathering_bytes(tokens)
 
-    @abstractmethod
     def layer_activation_bytes(self, tokens: float) -> float:
-        """What the backward of one layer needs."""
+        """What the backward of one layer needs: of both norms input and output; query, key, value and attention's
+        output, before the norms of heads once more; gate, up and their product. Kernels of our own also keep a float32
+        number for a row and norm, and for a row and head. All but the norms' are cut by tp."""
+        spec, numbers = self.spec, 4 if self.own_kernels else 0
+        keys = spec.kv_heads * spec.head_dim
+        divided = 2 * (spec.heads * spec.head_dim + keys) + 3 * spec.mlp + (self.normed_heads if spec.qk_norm else 0)
+        rows = 4 * self.hidden + divided / self.layout.tp
+        return tokens * (
+            rows * self.element_bytes + numbers * (2 * self.hidden / spec.hidden + spec.heads / self.layout.tp)
+        )
+
+    @property
+    def own_kernels(self) -> bool:
+        """Whether a layer runs by kernels of our own."""
+        return True
+
+    @property
+    def normed_heads(self) -> int:
+        """Elements per token that norms of heads keep."""
+        return (self.spec.heads + 2 * self.spec.kv_heads) * self.spec.head_dim
 
     def remade_bytes(self, tokens: float) -> float:
         """What selective recomputation makes again of these: outputs of both norms and of SwiGLU."""
@@ -184,27 +202,17 @@ class ModelMemory(ABC):
 
 
 class CpuMemory(ModelMemory):
-    """Kernels for float32 that keep little, Megatron's own for others; logits are whole."""
+    """Kernels of our own for float32, torch's for others; logits are whole."""
 
-    def layer_activation_bytes(self, tokens: float) -> float:
-        """Kept whole on every tensor rank, but cut under sequence parallelism: of both norms the input in float32, the
-        normed input and the output. Always cut by tp: query, key and value joined, query and key once more after the
-        rotation, the attention's output of each sequence and of all, and gate, its activation, up and their product.
+    @property
+    def own_kernels(self) -> bool:
+        return self.element_bytes == 4
 
-        In float32 of a norm the input, the output and one number, of attention query, key, value and output once each,
-        and one number a head; not the activation.
-        """
-        spec, norms = self.spec, 2 * self.hidden
-        if self.element_bytes == 4:
-            divided = 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads + 3 * spec.mlp
-            return tokens * 4 * (2 * norms + norms / spec.hidden + divided / self.layout.tp)
-        divided = (4 * spec.heads + 3 * spec.kv_heads) * spec.head_dim + 4 * spec.mlp
-        return tokens * (norms * (4 + 2 * self.element_bytes) + divided / self.layout.tp * self.element_bytes)
-
-    def remade_bytes(self, tokens: float) -> float:
-        """In others than float32 norms keep no input as it came: it is kept for this, in place of the output."""
-        norms = 0 if self.element_bytes == 4 else 2 * self.hidden_bytes(tokens)
-        return super().remade_bytes(tokens) - norms
+    @property
+    def normed_heads(self) -> int:
+        """Queries and keys, and of float32 ones a number for each head."""
+        spec = self.spec
+        return (spec.heads + spec.kv_heads) * (spec.head_dim + self.own_kernels)
 
     def _kept_end_bytes(self, stage: int, tokens: float) -> float:
         last = stage == self.layout.stages - 1
@@ -226,14 +234,6 @@ class CpuMemory(ModelMemory):
 
 class GpuMemory(ModelMemory):
     """What the CUDA kernels of this project keep; on a stage also what it receives, in memory that stays."""
-
-    def layer_activation_bytes(self, tokens: float) -> float:
-        """Both norms' inputs and outputs with one float32 a row; query, key and value joined, query and key once more
-        after the rotation, attention's output and one float32 a row and head; gate and up, and their product."""
-        spec = self.spec
-        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        divided = ((3 * queries + 3 * keys + 3 * spec.mlp) * self.element_bytes + 4 * spec.heads) / self.layout.tp
-        return tokens * (4 * self.hidden * self.element_bytes + 2 * 4 * self.hidden / spec.hidden + divided)
 
     def _kept_end_bytes(self, stage: int, tokens: float) -> float:
         """Its output, on the last stage what goes into the final norm, the head, and the loss; less the received input,

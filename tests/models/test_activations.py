@@ -141,7 +141,6 @@ def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, split: b
     it, weights and results apart; 0 on ranks without such a stage. With `split` W does not come."""
     from rlhfuse.models.build import Activations
     from rlhfuse.parallel.groups import GroupMaker
-    from rlhfuse.parallel.weight_gradients import DeferredProducts
 
     ranks, maker = ranks_of(actor=layout), GroupMaker(600)
     built = build(rank, maker, ranks, "actor", folder, Activations(sequence_parallel, recompute))
@@ -152,7 +151,7 @@ def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, split: b
         shape = stage.hidden_shape(len(batch))
         with torch.no_grad():
             stage.forward(batch, torch.zeros(shape))  # rotations are there from now on
-        DeferredProducts(stage.model).on = split
+        stage.stack.deferred = [] if split else None
         before = live_storages()
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
         out = stage.forward(batch, hidden)
@@ -183,10 +182,13 @@ def added_bytes(after: dict[int, int], before: dict[int, int], *results: torch.T
     return sum(nbytes for place, nbytes in after.items() if place not in known)
 
 
-@pytest.mark.parametrize("layout, sequence_parallel, split", [("d1t1p4", False, False), ("d1t2p2v2", True, True)])
-def test_a_layer_keeps_what_the_planner_counts(workers, references, layout, sequence_parallel, split):
+@pytest.mark.parametrize(
+    "name, layout, sequence_parallel, split",
+    [("llama", "d1t1p4", False, False), ("llama", "d1t2p2v2", True, True), ("qwen3", "d1t2p2v2", False, False)],
+)
+def test_a_layer_keeps_what_the_planner_counts(workers, references, name, layout, sequence_parallel, split):
     """To the byte: what norms, attention and products keep; of these what is not made of others; its input alone."""
-    _, folder, _, _ = references("llama")
+    _, folder, _, _ = references(name)
     spec, hardware, kept = ModelSpec.from_config(folder), hardware_by_name("cpu"), {}
     for recompute in MODES:
         found = workers.run(kept_bytes, folder, layout, sequence_parallel, split, recompute)

@@ -100,7 +100,7 @@ class TorchOps:
         """Copies of q, k and v as they lie in qkv."""
         heads, groups, dim = self.shape
         grouped = qkv.view(len(qkv), groups, -1, dim)
-        q = grouped[:, :, :-2].reshape(len(qkv), heads, dim)
+        q = grouped[:, :, :-2].reshape(len(qkv), heads, dim).contiguous()  # one query a key head: a view
         return q, grouped[:, :, -2].contiguous(), grouped[:, :, -1].contiguous()
 
     def joined(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
