@@ -49,8 +49,8 @@ class OneRank:
         targets, losses = packed.tokens.roll(-1)[: sum(map(len, rows))], []
 
         def loss(output: LanguageOutput, _: int) -> torch.Tensor:
-            logprobs = output.logprobs(slice(len(targets)), targets, self.spec.vocab, 1.0)[0]
-            losses.append(-logprobs.mean())
+            mean = lambda logprobs, entropy, rows: -logprobs.sum() / len(targets)  # noqa: E731
+            losses.append(output.loss(mean, slice(len(targets)), targets, self.spec.vocab, 1.0))
             return losses[-1]
 
         self.stage.forward(microbatch, packed, None, loss)
