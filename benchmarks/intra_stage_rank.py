@@ -224,7 +224,7 @@ def policy_loss(vocab: int, batches: Sequence[PackedTokens]) -> LossFunction:
 
     def loss(output: LanguageOutput, microbatch: int) -> Tensor:
         targets = batches[microbatch].tokens.roll(-1)
-        return -output.logprobs(slice(None), targets, vocab, 1.0)[0].sum() / total
+        return output.loss(lambda logprobs, *_: -logprobs.sum() / total, slice(None), targets, vocab, 1.0)
 
     return loss
 

@@ -58,7 +58,6 @@ RESTRICTED = {
     "transformers": ("rlhfuse/models/tokenizer.py", "tools/"),
     "flash_attn": ("rlhfuse/models/attention/packed/flash_attention.py",),
     "flashinfer": ("rlhfuse/models/attention/paged/flashinfer.py",),
-    "transformer_engine": ("rlhfuse/models/layers/transformer_engine.py",),
     "triton": (
         "rlhfuse/models/attention/paged/triton_kernels.py",
         "rlhfuse/models/layers/decode_layer_triton.py",

@@ -52,6 +52,11 @@ class PolicyLossConfig(Settings):
         """Whether it is a mean over each sample's tokens, and then over samples, whatever `loss_agg_mode` says."""
         return self.loss_mode in ("gspo", "sapo")
 
+    @property
+    def by_token(self) -> bool:
+        """Whether a token's loss depends on its own log-probability alone."""
+        return self.loss_mode != "gspo"
+
 
 class AlgorithmConfig(Settings):
     name: Literal["ppo", "grpo", "rloo", "reinforce++", "reinforce_plus_plus_baseline"] = key(

@@ -195,11 +195,6 @@ def _trainer(config: RunConfig) -> Iterator[str]:
             yield f"{role}.optim.name=sgd has no checkpoints; {fix}, or {role}.optim.name=adam"
     if trainer.share_gpu and trainer.device == "cpu":
         yield "trainer.share_gpu=true needs a GPU to share, and trainer.device=cpu; use trainer.share_gpu=false"
-    if trainer.transformer_impl == "transformer_engine" and trainer.device == "cpu":
-        yield "trainer.transformer_impl=transformer_engine needs a GPU, and trainer.device=cpu; use auto"
-    if trainer.transformer_impl == "transformer_engine" and trainer.recompute == "selective":
-        fix = "use trainer.recompute=full or trainer.transformer_impl=local"
-        yield f"trainer.recompute=selective needs our own layers, not Transformer Engine's; {fix}"
     if not data.train_files and trainer.iterations:
         yield "data.train_files is empty; give at least one prompt file"
 
@@ -265,7 +260,7 @@ def _nothing_ends(config: RunConfig) -> bool:
 CRITICS = ("critic.", "algorithm.value_", "parallel.critic_")
 CLIPS, GATES = ("algorithm.clip_eps", "algorithm.dual_clip"), ("algorithm.policy_loss.tau_",)
 FUNCTIONS = ("reward.signature", "reward.timeout_seconds", "reward.workers")
-FOR_GPUS = ("rollout.attention", "rollout.all_reduce", "rollout.cuda_graphs", "trainer.transformer_impl")
+FOR_GPUS = ("rollout.attention", "rollout.all_reduce", "rollout.cuda_graphs")
 SEARCHED = ("fusion.schedule", "fusion.search_seconds", "fusion.library")
 TRIGGERS = ("fusion.threshold", "fusion.least_threshold", "fusion.bs_max")
 IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (

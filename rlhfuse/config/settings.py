@@ -298,10 +298,6 @@ class TrainerConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "float32, bfloat16, or auto: bfloat16 on GPUs (as device says, else hardware), float32 on CPU"
     )
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = key(
-        "auto",
-        "whose layers train and score on GPUs: transformer_engine, local, or auto: local until the first is measured",
-    )
     recompute: Literal[Recompute, "auto"] = key(
         "none",
         "what training runs again in backwards and does not keep till then, same bits: none; selective: norms and "

@@ -6,6 +6,7 @@ Shapes: T packed tokens, V vocabulary rows of this tensor rank, R selected posit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from rlhfuse.models.layers.operations import operations_for
 from rlhfuse.models.logprobs.linear_logprobs import VocabularyShard, linear_logprobs
+from rlhfuse.models.logprobs.linear_loss import LinearLoss, TokenLoss
 
 
 class ScalarHead(torch.nn.Module):
@@ -84,19 +86,48 @@ class LanguageOutput:
 
         Ids from `vocab` on are padding and take no part. The entropy is differentiable only with `entropy_graph`.
         """
-        x_RH = self.hidden_TH[rows] if isinstance(rows, slice) else self.hidden_TH.index_select(0, rows)
-        group = self.head.tp_group
-        if not self.head.gathers:  # whose backward sums over tensor ranks
-            x_RH = copy_to_tensor_model_parallel_region(x_RH, group)
-        shard = VocabularyShard.of(self.weight_VH, vocab, group)
+        x_RH, shard = self._inputs(rows, vocab)
         if by_tiles(x_RH.device):
             return linear_logprobs(x_RH, self.weight_VH, targets_R, shard, temperature, entropy_graph)
         logits_RV = operations_for(x_RH.device).linear(x_RH, self.weight_VH)
         return token_logprobs(logits_RV, targets_R, shard, temperature, entropy_graph)
 
+    def loss(
+        self,
+        loss: TokenLoss,
+        rows: Tensor | slice,
+        targets_R: Tensor,
+        vocab: int,
+        temperature: float,
+        *,
+        entropy_graph: bool = False,
+        by_token: bool = True,
+    ) -> Tensor:
+        """What `loss` makes of `logprobs`; where logits are no whole tensor, of some tokens at a time if it is a sum
+        `by_token`, and then with their gradients: its own must be 1."""
+        weight: Any = self.weight_VH
+        if not (by_token and by_tiles(weight.device) and torch.is_grad_enabled() and hasattr(weight, "main_grad")):
+            logprobs = self.logprobs(rows, targets_R, vocab, temperature, entropy_graph)
+            return loss(*logprobs, slice(None))
+        x_RH, shard = self._inputs(rows, vocab)
+        total = weight.main_grad
+        if self.head.weight is None:  # the embedding's too, whose gradients come in backwards
+            if getattr(weight, "head_grad", None) is None:
+                weight.head_grad = torch.zeros_like(total)
+            total = weight.head_grad  # so that no sum depends on how forwards and backwards alternate
+        return LinearLoss(loss, weight.detach(), targets_R, shard, temperature, entropy_graph).of(x_RH, total)
+
+    def _inputs(self, rows: Tensor | slice, vocab: int) -> tuple[Tensor, VocabularyShard]:
+        """What is multiplied [R, H], and by which of the weight's rows."""
+        x_RH = self.hidden_TH[rows] if isinstance(rows, slice) else self.hidden_TH.index_select(0, rows)
+        group = self.head.tp_group
+        if not self.head.gathers:  # whose backward sums over tensor ranks
+            x_RH = copy_to_tensor_model_parallel_region(x_RH, group)
+        return x_RH, VocabularyShard.of(self.weight_VH, vocab, group)
+
 
 def by_tiles(device: torch.device) -> bool:
-    """Whether logits exist only as tiles; on CPU whole, by products whose bits are the engine's."""
+    """Whether logits exist only in part at a time; on CPU whole, by products whose bits are the engine's."""
     return device.type != "cpu"
 
 

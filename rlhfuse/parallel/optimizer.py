@@ -145,6 +145,8 @@ class ModelOptimizer:
             storage = buffer.grad_data.untyped_storage()
             if storage.nbytes() != buffer.grad_data.nbytes:
                 storage.resize_(buffer.grad_data.nbytes)
+        for weight in self._tied_weights():
+            weight.head_grad = None
         for module in self._modules.values():
             module.zero_grad_buffer()
             for group in module.bucket_groups:
@@ -168,6 +170,10 @@ class ModelOptimizer:
         `finite` (a boolean) false, one element is made NaN, and with it the norm: no rank of the model can step.
         """
         module = self._modules[stage]
+        for weight in module.parameters():
+            if (head := getattr(weight, "head_grad", None)) is not None:  # of an output layer that is the embedding
+                weight.main_grad.add_(head)
+                weight.head_grad = None
         if finite is not None and (finite.is_cuda or not finite):  # asking a CUDA tensor would stop the queue
             self._counted_weight(stage).main_grad.view(-1)[:1].masked_fill_(~finite, math.nan)
         _allreduce_non_tensor_model_parallel_grads([module], module.config, self._groups.tp)

@@ -24,13 +24,13 @@ from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.parallel.reshard import located_shards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-FUSED = "FusedAdam"  # of Apex and Transformer Engine: a group of parameters has the step, not each parameter
+FUSED = "FusedAdam"  # Apex's, or of another package: a group of parameters has the step, not each parameter
 Lookup = Callable[[str, str, Place], Tensor]  # (parameter, kind, place) -> flat values in host memory
 StepOf = Callable[[str], int]  # parameter -> step of Adam
 
 
 def check_exportable(optimizer: ModelOptimizer) -> None:
-    """Raise InputError where the optimizer is no Adam of torch, Apex or Transformer Engine."""
+    """Raise InputError where the optimizer is no Adam of torch, and no FusedAdam."""
     adam = _zero(optimizer).optimizer
     if "SGD" in type(adam).__name__:
         raise InputError(

@@ -74,13 +74,13 @@ class LossTerms:
     def has(self, name: str) -> bool:
         return self.terms[name].coefficient != 0
 
-    def total(self, losses: Mapping[str, Tensor], lengths: Tensor) -> Tensor:
-        """A micro-batch's part of the loss, by term [C]; `lengths` [N]: how many tokens of each sample count."""
+    def total(self, losses: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
+        """Some tokens' part of the loss, by term [C]; `sizes` [C]: how many tokens of each one's sample count."""
         sums: dict[float, Tensor] = {}
         for name, loss in losses.items():
             term = self.terms[name]
             if term.sample_means:
-                loss = loss / per_token(lengths.to(loss.dtype), lengths, len(loss))
+                loss = loss / sizes
             part = term.coefficient * loss.sum()
             sums[term.divisor] = sums[term.divisor] + part if term.divisor in sums else part
         return reduce(operator.add, (total / divisor for divisor, total in sums.items()))

@@ -34,7 +34,6 @@ from rlhfuse.data.prompt_notes import prompt_notes
 from rlhfuse.data.prompts import Prompt, PromptSet, load_prompts
 from rlhfuse.data.reward_workers import RewardSum
 from rlhfuse.models.hf import check_checkpoint
-from rlhfuse.models.layers.transformer_engine import choose_layers
 from rlhfuse.models.tokenizer import chat_tokens, fix_day, load_tokenizer, resolve_tokens
 from rlhfuse.parallel.device import device_kind
 from rlhfuse.planning.draft import PlanDraft, draft_plan
@@ -265,8 +264,6 @@ def _check_before_prompts(config: RunConfig, facts: Facts) -> None:
     run = settle_but_layouts(shortest, facts)
     if not searched_keys(run.config):
         run.rules.table()
-    trainer, heads = run.config.trainer, {spec.head_dim for spec in facts.specs.values()}
-    choose_layers(trainer.transformer_impl, trainer.device, trainer.dtype, heads)
 
 
 def check_output(config: RunConfig) -> None:

@@ -7,7 +7,7 @@ reference, reward                               a copy per inference replica, of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.engine import EngineOptions
 from rlhfuse.models.build import Activations, build_model, fill
 from rlhfuse.models.hf import load_weights
-from rlhfuse.models.layers.transformer_engine import ChosenLayers, choose_layers
 from rlhfuse.models.stage import PipelineStage, TrainingStage
 from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.parallel.connect import MOST_BYTES, connect, tensor_parallel_uses
@@ -72,7 +71,6 @@ class RankModels:
     place: RankPlace
     channels: Channels
     groups: GroupMaker  # owns every process group of the above
-    layers: ChosenLayers  # of what trains and scores
 
     def offload_optimizers(self, free: bool) -> None:
         """Main weights and moments leave for the host; with `free` they are there and their device memory is free."""
@@ -94,12 +92,6 @@ class RankModels:
         return held + (offloaded if with_host else 0)
 
 
-def layers_of(config: RunConfig, specs: Mapping[Role, ModelSpec], device: Device) -> ChosenLayers:
-    """Whose layers the run's models have. Raises InputError where trainer.transformer_impl's cannot serve."""
-    trainer, heads = config.trainer, {spec.head_dim for spec in specs.values()}
-    return choose_layers(trainer.transformer_impl, device.torch_device.type, trainer.dtype, heads)
-
-
 def build_models(
     config: RunConfig,
     folders: ModelFolders,
@@ -117,12 +109,10 @@ def build_models(
     dtype = DTYPES[config.trainer.dtype]
     specs, paths = folders.specs, folders.paths
     activations = Activations.of(config.parallel, config.trainer)
-    layers = layers_of(config, specs, device)
 
     def build(role: Role, grid: ModelGrid, groups: Any, **part: Any) -> torch.nn.Module:
         progress(f"building models: {role}")
         kind: dict[str, Any] = {"scalar_head": role.scalar_head, "dtype": dtype, "device": device, "on_host": True}
-        kind["transformer_engine"] = layers.transformer_engine
         return build_model(specs[role], grid, groups, rank, **{**kind, **part})
 
     def trained(role: Role) -> TrainedModel:
@@ -144,8 +134,7 @@ def build_models(
     def whole(task: str, role: Role) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
         grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))
         groups = maker.for_model("frozen", grid, rank)  # one after the other, so in one order on all ranks
-        engines = layers.transformer_engine and task != "generation"  # of which weights alone are read
-        return build(role, grid, groups, transformer_engine=engines).requires_grad_(False), groups.tp, grid
+        return build(role, grid, groups).requires_grad_(False), groups.tp, grid
 
     def frozen(role: Role) -> FrozenModel:
         model, tp_group, grid = whole(f"{role}_inference", role)
@@ -176,7 +165,7 @@ def build_models(
     connect(uses, device.torch_device)
     longest = max(model.spec.hidden * model.spec.context for model in models.values()) * dtype.itemsize
     channels.connect(min(longest, MOST_BYTES[device.torch_device.type]))
-    return RankModels(models, generation, scorers, place, channels, maker, layers)
+    return RankModels(models, generation, scorers, place, channels, maker)
 
 
 def engine_options(config: RunConfig, instances: int, keep_memory: bool = False) -> EngineOptions:

@@ -194,7 +194,7 @@ class RunLoop:
             samples = self.inputs.resume.manifest.state.position.get("samples_bytes")
         trainer = self.trainer
         log = RunLog(self.run_dir, self.config, trainer.plan.report, first - has_row, kept, samples)
-        lines = peak_line(trainer.peak_flops, trainer.device), *trainer.engine.lines, trainer.models.layers.line()
+        lines = peak_line(trainer.peak_flops, trainer.device), *trainer.engine.lines
         lines = *lines, process_line(trainer.device, trainer.plan.report.memory.process_bytes)
         print("\n".join(line for line in lines if line), flush=True)
         return log

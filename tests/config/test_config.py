@@ -100,7 +100,6 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
         ("parallel.generation=Auto", "parallel.generation=Auto: layout 'Auto' is not of the form d1t2p4"),
         ("parallel.sequence_parallel=maybe", "sequence_parallel='maybe' must be auto or true or false"),
         # settings that contradict each other
-        ("trainer.transformer_impl=transformer_engine trainer.recompute=selective", "use trainer.recompute=full or "),
         ("algorithm.name=grpo rollout.samples_per_prompt=1", "rollout.samples_per_prompt=1 must be at least 2"),
         ("algorithm.name=rloo algorithm.gamma=0.9", "algorithm.gamma=0.9 must be 1"),
         ("algorithm.name=grpo critic.path=c", "grpo has no critic, but critic.path=c; drop critic.path"),

@@ -145,10 +145,6 @@ def test_end_tokens_of_the_tokenizer_are_in_force_where_the_models_files_name_no
         ("data.max_prompt_tokens=2", "prompts.jsonl:1"),
         ("fusion.schedule=/nowhere/schedule.json", "/nowhere/schedule.json"),
         ("data.train_files=[/nowhere/p.jsonl]", "/nowhere/p.jsonl does not exist; check data.train_files"),
-        (
-            "trainer.transformer_impl=transformer_engine",
-            "transformer_engine needs a GPU, and trainer.device=cpu; use auto",
-        ),
         ("trainer.hardware=abacus", "trainer.hardware: hardware 'abacus' is not known; use auto, measured:FILE or one"),
         ("fusion.profile=/nowhere/costs.json", "/nowhere/costs.json does not exist"),
         ("fusion.threshold_file=/nowhere/t.json", "/nowhere/t.json"),

@@ -28,7 +28,6 @@ from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.connect import GroupUse, connect
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
-from rlhfuse.run.rank_models import layers_of
 
 REPEATS = 5
 AT_LEAST = 4  # points of every kind, whatever the time limit: the line through the others needs them
@@ -62,8 +61,7 @@ class Profiler:
                 compile_kernels(dtype)
             dist.barrier()
         self._points: Points = points_of(config)
-        groups, chosen = GroupMaker(config.trainer.hang_seconds), layers_of(config, specs, device)
-        builder = Builder(rank, world, device, dtype, groups, chosen)
+        builder = Builder(rank, world, device, dtype, GroupMaker(config.trainer.hang_seconds))
         say("building models with random weights")
         self._generation = GenerationWork(config, specs[Role.ACTOR], self._points, builder, self._tp["generation"])
         self._score = {
@@ -155,7 +153,7 @@ class Profiler:
     def _train(self, role: Role) -> TrainingGrids:
         """Measures one layer and the two ends, with a model of one layer and one of several."""
         more, axis, works = self._deep(role) - 1, self._points.training_tokens, self._training[role]
-        ways = ("forward", "backward", "backward_input", "weight_gradient")[: 4 if works[0].splits else 2]
+        ways = ("forward", "backward", "backward_input", "weight_gradient")
         layers: dict[str, dict[tuple, float]] = {way: {} for way in ways}
         ends: dict[str, dict[tuple, float]] = {way: {} for way in ways[:2]}
 
@@ -173,10 +171,9 @@ class Profiler:
         return TrainingGrids(self._tp[f"{role}_train"], **grids)
 
     def _steps(self, work: TrainingWork, tokens: int) -> tuple[float, ...]:
-        """Forward, backward, and where it can be split B and W."""
-        steps = (work.step, *((work.split_step,) if work.splits else ()))
+        """Forward, backward, B and W."""
         seconds = []
-        for step in steps:
+        for step in (work.step, work.split_step):
             step(tokens, self._points.longest)  # warms up
             seconds += [*zip(*(step(tokens, self._points.longest) for _ in range(REPEATS)))]
         return tuple(map(steady_mean, seconds))

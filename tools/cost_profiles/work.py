@@ -21,7 +21,6 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, SamplingParams
 from rlhfuse.models.build import WHOLE, Activations, build_model
-from rlhfuse.models.layers.transformer_engine import ChosenLayers
 from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
@@ -38,7 +37,6 @@ class Builder:
     device: Device
     dtype: torch.dtype
     groups: GroupMaker
-    layers: ChosenLayers
 
     def build(
         self, purpose: str, role: Role, spec: ModelSpec, tp: int, activations: Activations = WHOLE
@@ -47,7 +45,6 @@ class Builder:
         grid = plain_grid(ParallelLayout(self.world // tp, tp, 1))
         groups = self.groups.for_model(purpose, grid, self.rank)
         kind: dict[str, Any] = {"scalar_head": role.scalar_head, "dtype": self.dtype, "activations": activations}
-        kind["transformer_engine"] = self.layers.transformer_engine and purpose != "generation"
         model = build_model(spec, grid, groups, self.rank, device=self.device, **kind)
         randomise(model)
         return model, groups.tp
@@ -181,7 +178,6 @@ class TrainingWork:
         self._stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
         self._training, self._model = TrainingStage(self._stage), model
         self._vocab, self._temperature, self._device = spec.vocab, config.rollout.temperature, builder.device
-        self.splits = not builder.layers.transformer_engine
 
     def step(self, tokens: int, longest: int) -> tuple[float, float]:
         """Seconds of forward and loss, and of the backward, of one micro-batch of sequences of up to `longest`."""

@@ -103,7 +103,6 @@ def _rest() -> Iterator[Check]:
     yield from (check for check in _basics("bfloat16") if check.name not in first)
     yield from _basics("float32")
     yield _run("one_rank_float32", "programs:check_one_rank", 25, dtype="float32")
-    yield _check("transformer_engine", "layers:check_transformer_engine", 15)
     yield _check("decode_8b_256", "speed:check_decode", 40, size="8b", block_tokens=256)
 
 

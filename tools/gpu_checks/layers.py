@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from gpu_checks.bench import DTYPES, Bench
 from gpu_checks.result import TOLERANCE, relative, require
-from gpu_checks.training import LR, OneRank, apart, train_once
+from gpu_checks.training import LR, OneRank
 
 from rlhfuse.models.layers import decode_layer
-from rlhfuse.models.layers.transformer_engine import obstacle as engine_obstacle
 from rlhfuse.models.logprobs.linear_logprobs import TileLimits, VocabularyShard, linear_logprobs
 from rlhfuse.parallel.device import current_device_is_cpu, fake_cuda
 from rlhfuse.parallel.weight_gradients import add_product, fuse_accumulation
@@ -171,15 +170,3 @@ def _adam_steps(bench: Bench, model: Path, fused: bool) -> tuple[list[float], di
                 norms.append(megatrons.step()[1])
     named = dict(rank.optimizer.module.named_parameters())
     return norms, {name: weight.detach().cpu().clone() for name, weight in named.items()}
-
-
-def check_transformer_engine(bench: Bench) -> dict:
-    """Loss and gradients of a model with Transformer Engine's layers against our own, where it is installed."""
-    if reason := engine_obstacle(bench.kind, "bfloat16", [32]):
-        return {"skipped": reason}
-    with bench.one_rank():
-        model = bench.tiny()
-        ours, theirs = (train_once(model, bench.device, torch.bfloat16, on) for on in (False, True))
-    close, worst, error = apart(theirs, ours, torch.bfloat16)
-    detail = {"loss": theirs["loss"], "loss_of_ours": ours["loss"], "worst_gradient": worst, "error": error}
-    return require(close, detail)

@@ -16,7 +16,7 @@ from gpu_checks.result import require
 
 PACKAGES = (
     "torch triton numpy numba scipy megatron-core omegaconf pydantic transformers tokenizers safetensors "
-    "pyarrow rich tensorboard matplotlib jinja2 flash-attn flashinfer-python apache-tvm-ffi transformer-engine"
+    "pyarrow rich tensorboard matplotlib jinja2 flash-attn flashinfer-python apache-tvm-ffi"
 ).split()
 MODULES = ("megatron.core", "rlhfuse.run.launch", "triton", "flashinfer", "flash_attn")
 NEEDED = MODULES[:2]

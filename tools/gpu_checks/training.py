@@ -28,14 +28,11 @@ LR = 1e-3
 class OneRank:
     """A whole model with its optimizer on one rank; needs a process group."""
 
-    def __init__(
-        self, model: Path, where: Device, dtype: torch.dtype, engine: bool = False, recompute: Recompute = "none"
-    ) -> None:
-        """`engine`: with Transformer Engine's layers."""
+    def __init__(self, model: Path, where: Device, dtype: torch.dtype, recompute: Recompute = "none") -> None:
         self.spec = ModelSpec.from_config(model)
         grid = plain_grid(ParallelLayout(1, 1, 1))
         self.groups = GroupMaker(60.0).for_model("check", grid, 0)
-        kind: dict[str, Any] = {"scalar_head": False, "dtype": dtype, "transformer_engine": engine}
+        kind: dict[str, Any] = {"scalar_head": False, "dtype": dtype}
         kind["activations"] = Activations(recompute=recompute)
         self.model = build_model(self.spec, grid, self.groups, 0, device=where, **kind)
         fill(self.model, load_weights(model, self.spec))
@@ -52,8 +49,8 @@ class OneRank:
         targets, losses = packed.tokens.roll(-1)[: sum(map(len, rows))], []
 
         def loss(output: LanguageOutput, _: int) -> torch.Tensor:
-            logprobs = output.logprobs(slice(len(targets)), targets, self.spec.vocab, 1.0)[0]
-            losses.append(-logprobs.mean())
+            mean = lambda logprobs, entropy, rows: -logprobs.sum() / len(targets)  # noqa: E731
+            losses.append(output.loss(mean, slice(len(targets)), targets, self.spec.vocab, 1.0))
             return losses[-1]
 
         self.stage.forward(microbatch, packed, None, loss)
@@ -65,11 +62,9 @@ class OneRank:
         return {name: parameter.main_grad.float().cpu().clone() for name, parameter in named}
 
 
-def train_once(
-    model: Path, where: Device, dtype: torch.dtype, engine: bool = False, recompute: Recompute = "none"
-) -> dict[str, Any]:
+def train_once(model: Path, where: Device, dtype: torch.dtype, recompute: Recompute = "none") -> dict[str, Any]:
     """Loss, gradient norm and gradients of one step."""
-    rank = OneRank(model, where, dtype, engine, recompute)
+    rank = OneRank(model, where, dtype, recompute)
     loss, gradients = rank.forward_backward(), rank.gradients()
     rank.optimizer.finish_gradients()
     return {"loss": loss, "norm": rank.optimizer.step(LR).grad_norm, "gradients": gradients}

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from operator import add
+from typing import get_args
 
 from placements.problem import Option
 from placements.run_work import RunWork
@@ -17,7 +18,7 @@ from placements.run_work import RunWork
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec
-from rlhfuse.config.values import AUTO
+from rlhfuse.config.values import AUTO, Recompute
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.job_cost import JobCost
@@ -25,7 +26,7 @@ from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import TASK_ROLES
 from rlhfuse.planning.memory.memory_budget import RESTING, OptimizerOffload, input_bytes
 from rlhfuse.planning.search.floors import work_bound
-from rlhfuse.planning.search.space import recomputations, token_budgets
+from rlhfuse.planning.search.space import token_budgets
 from rlhfuse.planning.training.stage_cuts import with_cut
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, longest_microbatch, training_problem
 from rlhfuse.schedule.ir.problem import FusionProblem
@@ -36,7 +37,7 @@ def training_options(work: RunWork, task: str, ranks: int, hardware: HardwareSpe
     """Those of `actor_train` or `critic_train` that fit into `room` bytes of a rank."""
     options = []
     for layout in work.layouts(task, ranks, hardware.devices_per_node):
-        for recompute, sharded in product(recomputations(work.config.trainer), work.sharding):
+        for recompute, sharded in product(get_args(Recompute), work.sharding):
             if not sharded or layout.tp > 1 or work.sharding == (True,):
                 options += _layout_options(work, task, work.cost(task, layout, hardware, recompute, sharded), room)
     return options

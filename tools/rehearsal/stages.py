@@ -31,7 +31,7 @@ def rehearsal_draft(config: RunConfig, world_size: int) -> PlanDraft:
         raise InputError("data.max_prompt_tokens=auto is known from the prompts; give a number to rehearse with")
     config = config.with_(
         algorithm={"filter_groups": {"enable": False}},  # nothing scores
-        trainer={"device": "cuda", "transformer_impl": "local"},  # others' kernels need a device
+        trainer={"device": "cuda"},
     )
     specs = read_specs(config)
     return draft_plan(settle(config, Facts(specs, world_size)))

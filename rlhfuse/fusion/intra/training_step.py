@@ -34,14 +34,23 @@ from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.parallel.groups import ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
 from rlhfuse.ppo.advantage import spared_samples
-from rlhfuse.ppo.losses import LossTerms, Stats, add_stats, highest_entropies, kl_loss, policy_loss, value_loss
-from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.ppo.losses import (
+    LossTerms,
+    Stats,
+    add_stats,
+    highest_entropies,
+    kl_loss,
+    per_token,
+    policy_loss,
+    value_loss,
+)
+from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.program import Programs
 
-TokenLosses = tuple[dict[str, Tensor], Stats]  # each term's losses [C], and sums of statistics
+AddLoss = Callable[[dict[str, Tensor], Stats, slice], Tensor]  # (losses by term, statistics, which tokens) -> their sum
 
 
 @dataclass(frozen=True)
@@ -188,39 +197,52 @@ class Losses:
         """The loss of a model's last stage, by micro-batch; `counts`: this tensor rank's statistics are kept."""
 
         def loss(output: Any, microbatch: int) -> Tensor:
-            compute = self._value_losses if model.scalar_head else self._policy_losses
-            losses, sums = compute(model, cuts[microbatch], output)
-            if counts:
-                self.stats[model.role] = add_stats(self.stats.get(model.role, {}), sums)
-            return self._terms.total(losses, cuts[microbatch].lengths)
+            compute = self._value_loss if model.scalar_head else self._policy_loss
+            lengths, tokens = cuts[microbatch].lengths, len(cuts[microbatch].targets)
+            sizes = per_token(lengths.float(), lengths, tokens)
+
+            def add(losses: dict[str, Tensor], sums: Stats, rows: slice) -> Tensor:
+                if counts:
+                    self.stats[model.role] = add_stats(self.stats.get(model.role, {}), sums)
+                return self._terms.total(losses, sizes[rows])
+
+            return compute(model, cuts[microbatch], output, add)
 
         return loss
 
-    def _policy_losses(self, model: TrainedModel, microbatch: Microbatch, output: LanguageOutput) -> TokenLosses:
+    def _policy_loss(self, model: TrainedModel, microbatch: Microbatch, output: LanguageOutput, add: AddLoss) -> Tensor:
         algorithm, samples, has = self._algorithm, microbatch.samples, self._terms.has
         assert samples.advantages is not None, "advantages come before training"
-        logprobs, entropy = output.logprobs(
-            microbatch.predictions, microbatch.targets, model.spec.vocab, self._temperature, has("entropy")
-        )
-        given = logprobs, samples.old_logprobs, samples.advantages, microbatch.lengths
-        policy, sums = policy_loss(*given, algorithm)
-        if samples.high_entropy is not None:
-            policy = policy.where(samples.high_entropy, 0.0)
-        losses = {"policy": policy}
-        if has("kl"):
-            assert samples.ref_logprobs is not None, "a KL needs a reference"
-            losses["kl"], kl_sums = kl_loss(logprobs, samples.ref_logprobs, algorithm.estimator)
-            sums |= kl_sums
-        sums["entropy"] = entropy.detach().double().sum()
-        if has("entropy"):
-            losses["entropy"] = entropy
-        return losses, sums
 
-    def _value_losses(self, model: TrainedModel, microbatch: Microbatch, values_T: Tensor) -> TokenLosses:
+        def loss(logprobs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+            looked_up = samples.old_logprobs[rows], given(samples.advantages)[rows]
+            policy, sums = policy_loss(logprobs, *looked_up, microbatch.lengths, algorithm)
+            if samples.high_entropy is not None:
+                policy = policy.where(samples.high_entropy[rows], 0.0)
+            losses = {"policy": policy}
+            if has("kl"):
+                losses["kl"], kl_sums = kl_loss(logprobs, given(samples.ref_logprobs)[rows], algorithm.estimator)
+                sums |= kl_sums
+            sums["entropy"] = entropy.detach().double().sum()
+            if has("entropy"):
+                losses["entropy"] = entropy
+            return add(losses, sums, rows)
+
+        return output.loss(
+            loss,
+            microbatch.predictions,
+            microbatch.targets,
+            model.spec.vocab,
+            self._temperature,
+            entropy_graph=has("entropy"),
+            by_token=algorithm.policy_loss.by_token,
+        )
+
+    def _value_loss(self, model: TrainedModel, microbatch: Microbatch, values_T: Tensor, add: AddLoss) -> Tensor:
         values, samples = values_T[microbatch.predictions], microbatch.samples
         assert samples.values is not None and samples.returns is not None, "returns come before training"
         losses, sums = value_loss(values, samples.values, samples.returns, self._algorithm.value_clip_eps)
-        return {"value": losses}, sums
+        return add({"value": losses}, sums, slice(None))
 
 
 def _origin_first(action: Action) -> tuple:

@@ -101,7 +101,7 @@ class _LinearLogprobs(torch.autograd.Function):
             for columns in settings.limits.tiles(part, settings.shard.columns):
                 logits = product(part, weight[columns].t())
                 add_tile(logits, local[rows] - columns.start, settings.temperature, sums[:, rows])
-        log_total, entropy, picked = _over_ranks(sums, settings.shard.group)
+        log_total, entropy, picked = over_ranks(sums, settings.shard.group)
         ctx.save_for_backward(x, weight, local, log_total, entropy)
         ctx.settings = settings
         if not settings.entropy_graph:
@@ -140,7 +140,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return dx, dweight.to(weight.dtype) if settings.owner is None and dweight is not None else None, None, None
 
 
-def _over_ranks(sums: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def over_ranks(sums: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Logarithm of the softmax's denominator, entropy and target's logit [R] of all tensor ranks' sums [4, R]."""
     top, total, moment, picked = sums
     if dist.get_world_size(group) > 1:

@@ -22,10 +22,10 @@ def no_tile(rows: int, device: torch.device) -> Tensor:
 
 
 def add_tile(logits_RW: Tensor, targets_R: Tensor, temperature: float, sums_4R: Tensor) -> None:
-    """Add a tile to the sums, in place; the logits are overwritten. Targets outside 0..W-1 are in other tiles."""
+    """Add a tile to the sums, in place. Targets outside 0..W-1 are in other tiles."""
     if logits_RW.is_cuda:
         return _kernels().add_tile(logits_RW, targets_R, temperature, sums_4R)
-    z, (old, total, moment, picked) = logits_RW.div_(temperature), sums_4R
+    z, (old, total, moment, picked) = logits_RW / temperature, sums_4R
     inside, place = _inside(targets_R, z.shape[1])
     picked += torch.where(inside, z.gather(1, place)[:, 0], 0.0)
     top = torch.maximum(old, z.amax(dim=1))

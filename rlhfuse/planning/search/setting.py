@@ -24,7 +24,7 @@ from rlhfuse.planning.rooflines import Rooflines
 from rlhfuse.planning.search.space import Given, TrainingRow
 from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.settled_run import SettledRun
-from rlhfuse.planning.training.split_choice import given_split, obstacle
+from rlhfuse.planning.training.split_choice import given_split
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
@@ -64,8 +64,6 @@ class Setting:
         config = run.config
         given = given or Given.of(config)
         split, notes = given_split(config.fusion, config.trained()), ()
-        if split is None and obstacle(config.trainer.transformer_impl):
-            split = frozenset()
         inputs = DraftInputs.of(run, lengths)
         if isinstance(inputs.measured, MeasuredCost) and not (given.generation and given.inference):
             raise InputError(

@@ -17,7 +17,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.config.role import Role
-from rlhfuse.config.settings import RunConfig, TrainerConfig
+from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO, Recompute, known
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic, multiple_of
 from rlhfuse.decisions.layouts import fits_model, possible_layouts
@@ -129,7 +129,7 @@ def _training_rows(
         else list(possible_layouts(specs[role], run.world_size, devices, samples, CHUNKS))
         for role in config.trained()
     ]
-    recomputes = (given.recompute,) if given.recompute else recomputations(config.trainer)
+    recomputes = (given.recompute,) if given.recompute else get_args(Recompute)
     for layouts in product(*options):
         if len({layout.chunks for layout in layouts}) > 1:
             continue
@@ -154,11 +154,6 @@ def _training_rows(
                 seen.add(rungs)
                 for recompute, sharded in product(recomputes, sharding):
                     yield TrainingRow(actor, critic, cut, recompute, sharded, shape, batch)
-
-
-def recomputations(trainer: TrainerConfig) -> tuple[Recompute, ...]:
-    """Values of trainer.recompute that are tried, and can be."""
-    return ("none", "full") if trainer.transformer_impl == "transformer_engine" else get_args(Recompute)
 
 
 def token_budgets(longest: int, samples: int, pipelines: int) -> list[int]:

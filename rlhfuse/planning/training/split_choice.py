@@ -66,11 +66,13 @@ def given_split(fusion: FusionConfig, models: Sequence[str]) -> frozenset[str] |
     return frozenset(pipeline.model for pipeline in load_schedule(fusion.schedule).problem.pipelines if pipeline.split)
 
 
-def choose_split(fusion: FusionConfig, layers: str, training: Collection[TrainingCost], stated: Stated) -> SplitChoice:
-    """Choose as fusion.split_backward says; `layers`: trainer.transformer_impl; `training`: costs of the models that
-    train. Raises InputError where what it asks for cannot be."""
+def choose_split(fusion: FusionConfig, training: Collection[TrainingCost], stated: Stated) -> SplitChoice:
+    """Choose as fusion.split_backward says; `training`: costs of the models that train.
+
+    Raises InputError where what it asks for cannot be.
+    """
     whole, asked = stated(frozenset()), f"fusion.split_backward={fusion.split_backward}"
-    reason = obstacle(layers, fusion.profile, training)
+    reason = _obstacle(fusion.profile, training)
     if fusion.split_backward == "false":
         return SplitChoice(frozenset(), whole, f"{asked}: all backwards are whole")
     if fusion.split_backward == "true":
@@ -90,10 +92,8 @@ def choose_split(fusion: FusionConfig, layers: str, training: Collection[Trainin
     return SplitChoice(split, whole, asked, stated(split or frozenset(whole.models)))
 
 
-def obstacle(layers: str, profile: str = "", training: Collection[TrainingCost] = ()) -> str:
+def _obstacle(profile: str, training: Collection[TrainingCost]) -> str:
     """Why backwards cannot be split, with what would do; '' if they can. `training`: costs, of the file `profile`."""
-    if layers == "transformer_engine":
-        return "Transformer Engine's layers make both gradients at once; set trainer.transformer_impl=local"
     if not all(cost.splits for cost in training):
         fix = "; run tools/profile_costs.py again" if profile else ""
         return f"{profile or 'trainer.pace'} has no times of split backwards{fix}"

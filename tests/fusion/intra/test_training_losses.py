@@ -4,6 +4,7 @@ The loops are moved by finite differences, token by token; what a formula stops 
 have gaps and may count nothing, log-ratios reach 25 nats, and micro-batches are cut and ordered at random.
 """
 
+import functools
 import math
 import random
 from dataclasses import dataclass
@@ -198,6 +199,13 @@ class Case:
         return RolloutBatch.from_rollouts(rollouts).with_fields(**arrays)
 
 
+def loss_of_both(both, loss, rows, *_, by_token: bool, **__) -> torch.Tensor:
+    """In two parts where a CUDA device has any."""
+    half = len(rows) // 2 * by_token
+    parts = [slice(half), slice(half, None)] if half else [slice(None)]
+    return sum(loss(*(one[rows][part] for one in both), part) for part in parts)
+
+
 class Model:
     """What the last stage gives out, from numbers that have gradients: of each sample one for each response token.
 
@@ -228,7 +236,7 @@ class Model:
             output = self.packed(batch, part, self.rows)
             if not self.scalar_head:
                 both = output, self.packed(batch, part, self.entropies)
-                output = SimpleNamespace(logprobs=lambda rows, *_, both=both: tuple(one[rows] for one in both))
+                output = SimpleNamespace(loss=functools.partial(loss_of_both, both))
             value = loss(output, number)
             value.backward()
             total += value.item()

@@ -9,10 +9,8 @@ from testkit.search_cases import SearchCase, auto_config, random_case, space_of_
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layout_rules import LayoutRules
-from rlhfuse.planning.search.space import recomputations
 from rlhfuse.planning.search.table import TOKENS, CutSetting, Table
 
 KEYS = {"algorithm__name": "grpo", "reward__function": "m:f"}
@@ -100,13 +98,6 @@ def test_tables_of_the_space_keep_the_rules_of_a_run(seed):
             LayoutRules(table.of(config), case.specs, case.world_size).table()
         except InputError as error:
             assert len(vocab) > 1 and "none of vocab(" in str(error)
-
-
-@pytest.mark.parametrize(
-    "layers, modes", [("local", ("none", "selective", "full")), ("transformer_engine", ("none", "full"))]
-)
-def test_what_may_run_again_is_searched_where_the_layers_can(layers, modes):
-    assert recomputations(TrainerConfig(device="cuda", transformer_impl=layers)) == modes
 
 
 def test_two_models_have_as_many_virtual_stages():

@@ -36,11 +36,11 @@ def bounds_by_choice(**keys) -> dict[frozenset[str], float]:
     """Proved bound of every set of models that is split, in the order of the choice."""
     found, make = {}, split_choice.choose_split
 
-    def looked_at(fusion, layers, training, stated):
+    def looked_at(fusion, training, stated):
         for count in range(3):
             for some in itertools.combinations(("actor", "critic"), count):
                 found[frozenset(some)] = float(latency_bound(stated(frozenset(some))))
-        return make(fusion, layers, training, stated)
+        return make(fusion, training, stated)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlhfuse.planning.draft.choose_split", looked_at)
@@ -138,16 +138,6 @@ def test_a_schedule_file_says_what_is_split(tmp_path):
     assert not split_models(drafted(fusion__schedule=str(file)).training.problem)
     with pytest.raises(InputError, match="has split False, this run has True"):
         drafted(fusion__schedule=str(file), fusion__split_backward="true")
-
-
-def test_transformer_engine_layers_are_not_split():
-    engine = {"trainer__transformer_impl": "transformer_engine", "trainer__device": "cuda"}
-    draft = drafted(**engine)
-    split = draft.training.split
-    assert not split.models and "Transformer Engine's layers make both gradients at once" in split.why
-    with pytest.raises(InputError, match=r"fusion.split_backward=true: Transf.*set trainer.transformer_impl=local"):
-        drafted(**engine, fusion__split_backward="true")
-    assert "Transformer Engine" not in drafted(trainer__device="cuda").training.split.why  # auto takes our own
 
 
 def profile_file(folder, *split: float) -> str:

@@ -143,7 +143,7 @@ def test_state_comes_back_bit_for_bit_and_in_other_layouts(workers, folders, tmp
 
 
 class FusedAdam:
-    """With the layout of Apex's and Transformer Engine's: a group counts the steps. The arithmetic is torch's."""
+    """With the layout of Apex's FusedAdam: a group counts the steps. The arithmetic is torch's."""
 
     def __init__(self, param_groups):
         self.param_groups, self.state = param_groups, defaultdict(dict)

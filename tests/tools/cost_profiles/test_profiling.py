@@ -65,13 +65,11 @@ def extremes_on(rank: int) -> tuple[list[float], float]:
 
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker
-    from rlhfuse.run.rank_models import layers_of
 
     config = quickstart("rollout.max_response_tokens=480")  # with the prompt, the models' whole context of 512
     points = points_of(config)
     specs, device = read_specs(config), choose_device("cpu", 0, 1)
-    layers = layers_of(config, specs, device)
-    builder = Builder(rank, dist.get_world_size(), device, torch.float32, GroupMaker(600), layers)
+    builder = Builder(rank, dist.get_world_size(), device, torch.float32, GroupMaker(600))
     work = GenerationWork(config, specs["actor"], points, builder, tp=1)
     steps = work.decode(*points.decode()[-1], 5)
     seconds = work.prefill(*points.packs()[-1])
