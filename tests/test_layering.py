@@ -29,7 +29,13 @@ WITHIN = {
         "speculation": ("core", "cpu"),
         "migration": ("core", "engine"),
     },
-    "models": {"cpu": (), "layers": ("cpu",), "attention": ("cpu", "layers"), "logprobs": ()},
+    "models": {
+        "cpu": (),
+        "layers": ("cpu",),
+        "attention": ("cpu", "layers"),
+        "logprobs": (),
+        "stack": ("cpu", "layers", "attention"),
+    },
     "planning": {
         "training": (),
         "memory": ("settled_run", "training"),
@@ -56,9 +62,10 @@ RESTRICTED = {
     "triton": (
         "rlhfuse/models/attention/paged/triton_kernels.py",
         "rlhfuse/models/layers/decode_layer_triton.py",
-        "rlhfuse/models/layers/rotation_triton.py",
         "rlhfuse/models/layers/swiglu_triton.py",
         "rlhfuse/models/logprobs/tile_sums_triton.py",
+        "rlhfuse/models/stack/backward_kernels.py",
+        "rlhfuse/models/stack/handle.py",
         "rlhfuse/gen/gpu/",
         "tools/rehearsal/launches.py",
         "tools/gpu_checks/",

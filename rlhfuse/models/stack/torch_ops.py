@@ -55,7 +55,9 @@ class TorchOps:
         return residual + self._norm_backward(gradient, x, weight, saved)
 
     def _norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any) -> Tensor:
-        dx, dweight = pulled_back(lambda x, weight: self.operations.rms_norm(x, weight, self.eps), (x, weight), gradient)
+        dx, dweight = pulled_back(
+            lambda x, weight: self.operations.rms_norm(x, weight, self.eps), (x, weight), gradient
+        )
         if weight.requires_grad:
             main_grad(weight).add_(dweight)
         return dx

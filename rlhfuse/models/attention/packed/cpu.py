@@ -259,4 +259,3 @@ def bounds_of(starts: np.ndarray, groups: int, threads: int) -> np.ndarray:
     cost = np.cumsum(np.repeat(lengths * (lengths + LANES), groups))
     inner = np.searchsorted(cost, cost[-1] * np.arange(1, threads) / threads)
     return np.concatenate(([0], inner, [len(cost)]))
-
