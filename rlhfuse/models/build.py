@@ -1,20 +1,17 @@
 """A role's model as a Megatron-core GPTModel: one pipeline stage of one tensor rank, on given groups.
 
-Megatron's own attention block, MLP and parallel linear layers, with an RMSNorm and a core attention for packed
-sequences (`thd`) in their slots, or Transformer Engine's in all of these. Dropout is 0. Weights are unset until they
-are loaded. Global parallel state is not used, but for the gather buffer of sequence parallelism.
+Embedding, final norm and output layer run in Megatron's model. Its decoder layers hold their weights, for optimizer,
+checkpoints and resharding, and a FlatStack runs them. Weights are unset until they are loaded.
 """
 
 from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -26,17 +23,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from rlhfuse.config.settings import ParallelConfig, TrainerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import Recompute, known
-from rlhfuse.models.attention.backends import varlen_attention
 from rlhfuse.models.heads import ScalarHead, VocabularyHead
 from rlhfuse.models.layers.operations import Operations, operations_for
-from rlhfuse.models.layers.remade_input import remake_inputs
 from rlhfuse.models.layers.rotation import RotaryTables
-from rlhfuse.models.layers.transformer_engine import LayerSlots, transformer_engine_slots
+from rlhfuse.models.stack.cpu_ops import CpuOps
+from rlhfuse.models.stack.flat_stack import FlatStack
+from rlhfuse.models.stack.torch_ops import HeadShape, TorchOps
 from rlhfuse.parallel.device import Device, fake_cuda
 from rlhfuse.parallel.groups import ModelGrid
 
@@ -73,32 +69,6 @@ class RMSNorm(torch.nn.Module):
         return self._operations.rms_norm(x, self.weight, self.eps)
 
 
-class PackedCoreAttention(torch.nn.Module):
-    """Megatron's core-attention slot for packed sequences, rotary embedding included, which Megatron's own block would
-    slice sequence by sequence: q [T, heads, D], k and v [T, kv_heads, D]."""
-
-    def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, rotary: RotaryTables, **__: Any) -> None:
-        super().__init__()
-        self._rotary = rotary
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_seq_params: Any, **_: Any
-    ) -> Tensor:
-        """[T, heads * D]. Causal within each sequence; there is no mask to pass."""
-        sequences = packed_seq_params.sequences
-        return varlen_attention(query, key, value, self._rotary.up_to(sequences.longest), sequences).flatten(1)
-
-
-class SwiGLU(torch.nn.Module):
-    """For the slot in Megatron's MLP of an activation that takes gate and up together."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-
-    def forward(self, gate_and_up: Tensor) -> Tensor:
-        return operations_for(gate_and_up.device).swiglu(gate_and_up)
-
-
 def with_bias(row: Any) -> Any:
     """Linear layers like `row` for attention's output projection: Megatron gives a bias to all of them or none."""
 
@@ -107,19 +77,6 @@ def with_bias(row: Any) -> Any:
             super().__init__(*sizes, bias=True, **settings)
 
     return BiasedProjection
-
-
-class RecomputedLayer(TransformerLayer):
-    """Keeps its input alone for the backward, which runs the layer again: the same operations, the same bits."""
-
-    def forward(self, hidden_states: Tensor, **inputs: Any) -> Any:
-        """[T, 1, H] -> ([T, 1, H], None)."""
-        if not torch.is_grad_enabled():
-            return super().forward(hidden_states, **inputs)
-        # Megatron's own saves random-number states of CUDA; nothing here is random. A backward within the backward sees
-        # the weights themselves, as layers want that add to `main_grad`; torch's other way shows them copies.
-        run = partial(super().forward, **inputs)
-        return checkpoint(run, hidden_states, use_reentrant=True, preserve_rng_state=False)
 
 
 def transformer_config(
@@ -149,8 +106,7 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,  # of which SwiGLU is made, in the slot that this switch opens:
-        use_te_activation_func=True,
+        activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=spec.qkv_bias,
         qk_layernorm=spec.qk_norm,
@@ -162,47 +118,37 @@ def transformer_config(
     )
 
 
-def local_slots(rotary: RotaryTables, device: torch.device) -> LayerSlots:
-    return LayerSlots(
-        tensor_parallel.ColumnParallelLinear,
-        tensor_parallel.RowParallelLinear,
-        ModuleSpec(module=RMSNorm, params={"operations": operations_for(device)}),
-        ModuleSpec(module=PackedCoreAttention, params={"rotary": rotary}),
-    )
-
-
-def layer_spec(spec: ModelSpec, slots: LayerSlots, recompute: Recompute = "none") -> ModuleSpec:
-    """One decoder layer."""
-    norm = slots.norm
+def layer_spec(spec: ModelSpec, operations: Operations) -> ModuleSpec:
+    """One decoder layer: modules that hold its weights, and that nothing runs."""
+    norm = ModuleSpec(module=RMSNorm, params={"operations": operations})
     head_norm = norm if spec.qk_norm else IdentityOp
+    column, row = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
+    attention = SelfAttentionSubmodules(
+        linear_qkv=column,
+        core_attention=IdentityOp,
+        linear_proj=with_bias(row) if spec.proj_bias else row,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    causal = {"attn_mask_type": AttnMaskType.causal}
     return ModuleSpec(
-        module=RecomputedLayer if recompute == "full" else TransformerLayer,
+        module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=slots.column,
-                    core_attention=slots.attention,
-                    linear_proj=with_bias(slots.row) if spec.proj_bias else slots.row,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]  Megatron takes functions
+            self_attention=ModuleSpec(module=SelfAttention, params=causal, submodules=attention),
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(
-                    linear_fc1=slots.column,
-                    linear_fc2=slots.row,
-                    activation_func=SwiGLU,
-                ),
-            ),
-            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
         ),
     )
+
+
+def layer_ops(spec: ModelSpec, tp: int, dtype: torch.dtype, device: torch.device) -> TorchOps:
+    """The kernels of a stage's layers on one of `tp` tensor ranks."""
+    kind = TorchOps
+    if device.type == "cpu" and dtype == torch.float32:
+        kind = CpuOps
+    shape = HeadShape(spec.heads // tp, spec.kv_heads // tp, spec.head_dim)
+    return kind(RotaryTables(spec, device), shape, spec.norm_eps, device)
 
 
 def build_model(
@@ -217,13 +163,11 @@ def build_model(
     stage: int | None = None,
     activations: Activations = WHOLE,
     on_host: bool = False,
-    transformer_engine: bool = False,
 ) -> GPTModel:
     """One pipeline stage of the model that `rank` holds in `grid`, for the device, with unset weights.
 
     `stage` may be left out where a rank holds one. `on_host`: the weights are in host memory, which the system gives
     when they are written: for who fills them there, or takes the device's memory for them later.
-    `transformer_engine`: with its layers, of the same weights.
     """
     if stage is None:
         (stage,) = grid.stages_of(rank)
@@ -231,9 +175,7 @@ def build_model(
     shards = activations.sequence_parallel and layout.tp > 1
     place = Device(torch.device("cpu"), device.backend) if on_host else device
     config = transformer_config(spec, layout.tp, layout.pp, dtype, place.torch_device, shards)
-    rotary = RotaryTables(spec, device.torch_device)
-    slots = transformer_engine_slots(rotary) if transformer_engine else local_slots(rotary, device.torch_device)
-    layer = layer_spec(spec, slots, activations.recompute)
+    operations = operations_for(device.torch_device)
     if shards:
         _prepare_sequence_parallel()
     unset: Any = copy(groups)
@@ -242,7 +184,8 @@ def build_model(
         model: Any = GPTModel(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]
-                layer_specs=[layer] * len(layers[stage]), layer_norm=slots.norm
+                layer_specs=[layer_spec(spec, operations)] * len(layers[stage]),
+                layer_norm=ModuleSpec(module=RMSNorm, params={"operations": operations}),
             ),
             vocab_size=spec.padded_vocab,
             max_sequence_length=spec.context,
@@ -250,14 +193,14 @@ def build_model(
             post_process=stage == layout.stages - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=spec.tied_embeddings and not scalar_head,
-            position_embedding_type="none",  # PackedCoreAttention has it
+            position_embedding_type="none",  # the stack has it
             pg_collection=unset,
         )
     _mark_tensor_parallel(model)
     for offset, decoder_layer in enumerate(model.decoder.layers):
         decoder_layer.layer_number = layers[stage][offset] + 1  # the resharder names layers by this
-        if activations.recompute == "selective":
-            remake_inputs(decoder_layer)
+    ops = layer_ops(spec, layout.tp, dtype, device.torch_device)
+    model.decoder = FlatStack(model.decoder, ops, activations.recompute, groups.tp, shards)
     if stage == layout.stages - 1 and scalar_head:
         gathered = groups.tp if shards else None
         model.output_layer = ScalarHead(spec.hidden, dtype, device.torch_device, gathered, on_host=on_host)
@@ -278,10 +221,9 @@ def _mark_tensor_parallel(model: Any) -> None:
     """Say which weights are cut over tensor ranks, and how: Megatron says it only while it initialises them."""
     by_rows = tensor_parallel.ColumnParallelLinear | tensor_parallel.VocabParallelEmbedding
     for module in model.modules():
-        engines = getattr(module, "parallel_mode", None)  # what Transformer Engine's linear layers say
-        if isinstance(module, tensor_parallel.RowParallelLinear) or engines == "row":
+        if isinstance(module, tensor_parallel.RowParallelLinear):
             dim = 1
-        elif isinstance(module, by_rows) or engines == "column":
+        elif isinstance(module, by_rows):
             dim = 0
         else:
             continue

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rlhfuse.models.attention.packed.sequences import SequenceBorders
 from rlhfuse.models.heads import LanguageOutput
 from rlhfuse.models.layers.operations import operations_for
+from rlhfuse.models.stack.flat_stack import FlatStack, Product
 from rlhfuse.parallel.device import current_device_is_cpu
 from rlhfuse.parallel.offload import page_locked
-from rlhfuse.parallel.weight_gradients import DeferredProducts, KeptProduct, add_products
 
 LossFunction = Callable[[Any, int], Tensor]  # (last stage's output, micro-batch) -> scalar loss
 
@@ -117,13 +116,6 @@ def by_dtype(tensors: Sequence[Tensor], send: Callable[[Tensor], Tensor]) -> lis
     return [sent[place] for place in range(len(tensors))]
 
 
-@dataclass
-class PackedRows(PackedSeqParams):
-    """What Megatron hands to the core attention, which reads `sequences` alone."""
-
-    sequences: SequenceBorders | None = None
-
-
 class PipelineStage:
     """A built model part and its two ends. `shards`: tensor ranks that a hidden state is cut over, 1 if it is whole."""
 
@@ -137,6 +129,11 @@ class PipelineStage:
         self.shards: int = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._hidden: int = config.hidden_size
         self._on_cpu = not next(model.parameters()).is_cuda
+
+    @property
+    def stack(self) -> FlatStack:
+        """Its decoder layers."""
+        return self._core.decoder
 
     def hidden_shape(self, rows: int) -> tuple[int, int, int]:
         """Shape of the hidden state of so many packed tokens between two stages, and of its gradient, on one rank."""
@@ -156,11 +153,8 @@ class PipelineStage:
 
     def compute(self, batch: PackedTokens) -> Any:
         """The same with the input already set, as Megatron's own schedules do it."""
-        borders, longest = batch.sequences.cu_seqlens, batch.sequences.longest
-        packed = PackedRows("thd", borders, borders, max_seqlen_q=longest, max_seqlen_kv=longest)
-        packed.sequences = batch.sequences
         tokens = batch.tokens[None]
-        out = self.model(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=packed)
+        out = self.model(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=batch.sequences)
         if not self.last:
             return out
         out = out[0]  # Megatron returns [1, T, 1 or H]
@@ -182,20 +176,16 @@ class TrainingStage:
         self.stage = stage
         self.peak_live = 0  # most micro-batches kept at once, which the schedule predicts
         self._kept: dict[int, tuple[Tensor | None, Tensor]] = {}
-        self._products: DeferredProducts | None = None
-        self._deferred: dict[int, list[KeptProduct]] = {}
+        self._deferred: dict[int, list[Product]] = {}
 
     @property
     def splits(self) -> bool:
         """Whether backwards are split."""
-        return self._products is not None and self._products.on
+        return self.stage.stack.deferred is not None
 
     def split_backward(self, split: bool) -> None:
-        """Split the backwards of coming forwards, or do not. Raises InputError where the layers cannot."""
-        if split and self._products is None:
-            self._products = DeferredProducts(self.stage.model)
-        if self._products is not None:
-            self._products.on = split
+        """Split coming backwards, or do not."""
+        self.stage.stack.deferred = [] if split else None
 
     def forward(
         self, microbatch: int, batch: PackedTokens, hidden_T1H: Tensor | None, loss: LossFunction
@@ -215,11 +205,11 @@ class TrainingStage:
         hidden, out = self._kept.pop(microbatch)
         with self.stage.running():
             torch.autograd.backward(out, grad_tensors=gradient_T1H)
-        if self._products is not None and self._products.on:
-            self._deferred[microbatch] = self._products.take()
+        if (products := self.stage.stack.deferred) is not None:
+            self._deferred[microbatch], self.stage.stack.deferred = products, []
         return None if hidden is None else hidden.grad
 
     def backward_weight(self, microbatch: int) -> None:
         """The rest of a split backward."""
         with self.stage.running():
-            add_products(self._deferred.pop(microbatch))
+            self.stage.stack.add(self._deferred.pop(microbatch))

@@ -30,7 +30,6 @@ from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.parallel.connect import GroupUse
 from rlhfuse.parallel.device import Device, fake_cuda
 from rlhfuse.parallel.offload import RestingTensors
-from rlhfuse.parallel.weight_gradients import fuse_accumulation
 
 
 @dataclass(frozen=True)
@@ -116,9 +115,6 @@ class ModelOptimizer:
             for stage, module in self._modules.items():
                 module.disable_forward_pre_hook(param_sync=False)  # Megatron's own may start a gather in a forward
                 module.register_forward_pre_hook(lambda *_, stage=stage: self._finish_gather(stage))
-        if device.is_cuda:
-            for module in self._modules.values():
-                fuse_accumulation(module)
 
     @property
     def modules(self) -> dict[int, Any]:

@@ -1,4 +1,4 @@
-"""Whose attention kernels serve here: two tables, the best backend first; the choice by name; packed attention itself.
+"""Whose attention kernels serve here: two tables, the best backend first; and the choice by name.
 
 A backend with an obstacle is passed over, and the log says why. On the CPU in float32 there is one for each use, on
 which exactness rests (packed/cpu.py, paged/cpu.py), and nothing to choose.
@@ -12,19 +12,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.models.attention.packed import flash_attention, torch_varlen
-from rlhfuse.models.attention.packed.cpu import packed_attention
 from rlhfuse.models.attention.packed.dense import dense_attention
-from rlhfuse.models.attention.packed.sequences import PackedShape, SequenceBorders, VarlenKernel
+from rlhfuse.models.attention.packed.sequences import PackedShape, VarlenKernel
 from rlhfuse.models.attention.paged import flashinfer, triton
 from rlhfuse.models.attention.paged.cache import CacheShape, PagedAttention
 from rlhfuse.models.attention.paged.gathered import GatheredAttention
-from rlhfuse.models.layers.rotation import rotate_packed
 
 Shape = TypeVar("Shape")
 Kernels = TypeVar("Kernels")
@@ -87,20 +83,6 @@ def choose(rows: Iterable[Backend[Shape, Kernels]], shape: Shape) -> Chosen[Kern
         del reasons[row.name]
         return Chosen(row.name, made, reasons)
     raise InputError(list(reasons.values())[-1])
-
-
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor], sequences: SequenceBorders
-) -> Tensor:
-    """Causal attention within each packed sequence. q [T, H, D], k and v [T, G, D]; returns [T, H, D].
-
-    rotary: cos and sin, each [longest sequence or more, D / 2] float32, which turn q and k by their positions.
-    Differentiable in q, k, v. Nothing here waits for the device.
-    """
-    if not q.is_cuda and q.dtype == torch.float32:
-        return packed_attention(q, k, v, rotary, sequences.cu_seqlens)
-    q, k = (rotate_packed(x, rotary, sequences.positions) for x in (q, k))
-    return choose_packed(PackedShape(q.device, q.dtype, q.shape[-1]))(q, k, v, sequences)
 
 
 @functools.cache

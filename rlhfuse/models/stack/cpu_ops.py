@@ -14,7 +14,7 @@ from rlhfuse.models.attention.packed.sequences import SequenceBorders
 from rlhfuse.models.cpu.elementwise import F32
 from rlhfuse.models.cpu.tiles import share_threads
 from rlhfuse.models.layers.norm import normalize, normalize_backward
-from rlhfuse.models.layers.swiglu import gate_rows, gate_rows_backward
+from rlhfuse.models.layers.swiglu import gate_rows_backward
 from rlhfuse.models.stack.torch_ops import TorchOps, main_grad
 
 

@@ -1,0 +1,227 @@
+"""All decoder layers of a pipeline stage as one autograd function, whose backward is written out.
+
+A layer is a list of plain calls: no module and no autograd node is between them. Weights' gradients are added to
+`main_grad` at once, or later where the backward is split. Under sequence parallelism hidden states are cut over tensor
+ranks between the layers' products; T is then such a part, or all tokens. Letters as in torch_ops.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhfuse.config.values import Recompute
+from rlhfuse.models.attention.packed.sequences import SequenceBorders
+from rlhfuse.models.stack.flat_layer import FlatLayer, Linear
+from rlhfuse.models.stack.torch_ops import TorchOps
+
+
+class KeptAttention(NamedTuple):
+    """What the attention half of a layer keeps of a micro-batch; under selective recomputation `normed` is None."""
+
+    x: Tensor  # [T, C] the residual stream that comes in
+    normed: Tensor | None
+    norm: Any
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    heads: Any
+    out: Tensor
+    attended: Any
+
+
+class KeptMlp(NamedTuple):
+    """What the other half keeps."""
+
+    x: Tensor
+    normed: Tensor | None
+    norm: Any
+    inner: list[Any]
+
+
+class Product(NamedTuple):
+    """The gradient of a weight [N, K] that is still to be computed: gradient [T, N]^T @ x [T, K]."""
+
+    weight: Tensor
+    gradient: Tensor
+    x: Tensor
+    cut: bool  # x is this tensor rank's part of the rows
+
+
+class FlatStack(torch.nn.Module):
+    """Stands for Megatron's TransformerBlock, whose layers it holds. `group`: tensor ranks; `cut`: sequence parallel.
+
+    While `deferred` is a list, backwards leave their products there for `add`. Biases and norms are small, and their
+    gradients are never put off.
+    """
+
+    def __init__(self, block: Any, ops: TorchOps, recompute: Recompute, group: dist.ProcessGroup, cut: bool) -> None:
+        super().__init__()
+        self.layers, self.final_layernorm = block.layers, block.final_layernorm
+        self.flat = tuple(FlatLayer.of(layer) for layer in block.layers)
+        self.ops, self.recompute = ops, recompute
+        self.input_tensor: Tensor | None = None
+        self._ranks = group.size()
+        self._group = group if self._ranks > 1 else None
+        self._cut = cut and self._ranks > 1
+        self.deferred: list[Product] | None = None
+
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
+        """Set what the stage before gave, which `forward` then takes; Megatron's name."""
+        self.input_tensor = input_tensor
+
+    def forward(self, hidden_states: Tensor | None, *, packed_seq_params: SequenceBorders, **_: Any) -> Tensor:
+        """[T, 1, C] -> [T, 1, C], on the last stage normed; Megatron's arguments, of which all others are unused."""
+        x: Any = self.input_tensor if hidden_states is None else hidden_states
+        if torch.is_grad_enabled():
+            x = _Stack.apply(x, self, packed_seq_params)
+        else:
+            x = self.run(x, packed_seq_params, None)
+        return x if self.final_layernorm is None else self.final_layernorm(x)
+
+    def run(self, x_T1C: Tensor, sequences: SequenceBorders, kept: list[Any] | None) -> Tensor:
+        """The layers without a graph; `kept` gets what `pull` needs."""
+        ops, x, delta = self.ops, x_T1C.view(-1, x_T1C.shape[-1]), None
+        batch, full = ops.batch(sequences), self.recompute == "full"
+        for layer in self.flat:
+            if kept is not None and full:
+                x, delta = x if delta is None else ops.add(x, delta), None
+                kept.append(x)
+            x, delta = self._layer(layer, x, delta, batch, None if full else kept)
+        return x_T1C if delta is None else ops.add(x, delta).view(x_T1C.shape)
+
+    def _layer(
+        self, layer: FlatLayer, x: Tensor, delta: Tensor | None, batch: Any, kept: list[Any] | None
+    ) -> tuple[Tensor, Tensor]:
+        """(the residual stream before the MLP, the MLP's part of it) of x + delta, [T, C] each."""
+        x, delta = self._attention(layer, x, delta, batch, kept)
+        ops, remade = self.ops, self.recompute == "selective"
+        x, normed, norm = ops.norm(x, delta, layer.proj.bias, layer.mlp_norm)
+        del delta
+        out, inner = layer.mlp.forward(self._whole(normed), ops, remade)
+        if kept is not None:
+            kept.append(KeptMlp(x, None if remade else normed, norm, inner))
+        del normed, inner
+        return x, self._summed(out)
+
+    def _attention(
+        self, layer: FlatLayer, x: Tensor, delta: Tensor | None, batch: Any, kept: list[Any] | None
+    ) -> tuple[Tensor, Tensor]:
+        ops = self.ops
+        x, normed, norm = ops.norm(x, delta, None, layer.input_norm)
+        q, k, v, heads = ops.split(ops.linear(self._whole(normed), *layer.qkv), layer.head_norms, batch)
+        out, attended = ops.attend(q, k, v, batch)
+        if kept is not None:
+            normed = None if self.recompute == "selective" else normed
+            kept.append(KeptAttention(x, normed, norm, q, k, v, heads, out, attended))
+        return x, self._summed(ops.linear(out, layer.proj.weight))
+
+    def pull(self, gradient_T1C: Tensor, sequences: SequenceBorders, kept: list[Any]) -> Tensor:
+        """The gradient of `run`'s input, of that of its output; empties `kept`."""
+        d = gradient_T1C.contiguous().view(-1, gradient_T1C.shape[-1])  # kernels take rows that follow one another
+        batch = self.ops.batch(sequences)
+        for layer in reversed(self.flat):
+            if self.recompute == "full":
+                self._layer(layer, kept.pop(), None, batch, kept)
+            d = self._mlp_backward(layer, d, kept.pop())
+            d = self._attention_backward(layer, d, kept, batch)
+        return d.view(gradient_T1C.shape)
+
+    def _mlp_backward(self, layer: FlatLayer, d: Tensor, kept: KeptMlp) -> Tensor:
+        linear, gradient = layer.mlp.backward(self._whole(d), kept.inner, self.ops, self._product)
+        return self._input_backward(d, kept, layer.mlp_norm, linear, gradient)
+
+    def _attention_backward(self, layer: FlatLayer, d: Tensor, all_kept: list[Any], batch: Any) -> Tensor:
+        ops, kept, proj = self.ops, all_kept.pop(), layer.proj
+        if proj.bias is not None and proj.bias.requires_grad:  # added to rows that are cut as d is
+            ops.add_rows(proj.bias, d)
+        whole = self._whole(d)
+        self._product(Linear(proj.weight), whole, kept.out)
+        gradients = ops.attend_backward(torch.mm(whole, proj.weight), *kept[3:6], *kept[7:], batch)
+        del whole
+        gradient = ops.join(gradients, kept.heads, layer.head_norms, batch)
+        del gradients
+        kept = KeptMlp(*kept[:3], [])  # nothing needs the rest any more
+        return self._input_backward(d, kept, layer.input_norm, layer.qkv, gradient)
+
+    def _input_backward(self, d: Tensor, kept: KeptMlp, norm: Tensor, linear: Linear, gradient: Tensor) -> Tensor:
+        """d and the gradient that comes back through a linear layer, which is cut by its outputs, and its norm."""
+        x, normed, saved, _ = kept
+        if normed is None:
+            normed = self.ops.norm(x, None, None, norm)[1]
+        cut = self._cut and self.deferred is not None
+        whole, gathering = (normed, None) if cut else self._start_gather(normed)
+        dn, summing = self._start_sum(torch.mm(gradient, linear.weight))
+        if gathering is not None:
+            gathering.wait()
+        self._product(linear, gradient, whole, cut)
+        del gradient, whole, normed
+        if summing is not None:
+            summing.wait()
+        return self.ops.norm_backward(dn, x, norm, saved, d)
+
+    def _product(self, linear: Linear, gradient: Tensor, x: Tensor, cut: bool = False) -> None:
+        """The gradients of a linear layer's weight and bias, of that of its output [T, N] and of its input [T, K]."""
+        if linear.bias is not None and linear.bias.requires_grad:
+            self.ops.add_rows(linear.bias, gradient)
+        if not linear.weight.requires_grad:
+            return
+        if self.deferred is None:
+            self.ops.add_product(linear.weight, gradient, x)
+        else:
+            self.deferred.append(Product(linear.weight, gradient, x, cut))
+
+    @torch.no_grad()
+    def add(self, products: list[Product]) -> None:
+        """The rest of a split backward; empties `products`. Rows of the next are gathered meanwhile."""
+        following = self._start_gather(products[0].x, products[0].cut) if products else None
+        while products:
+            (weight, gradient, _, _), (x, gathering) = products.pop(0), following
+            if gathering is not None:
+                gathering.wait()
+            following = self._start_gather(products[0].x, products[0].cut) if products else None
+            self.ops.add_product(weight, gradient, x)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """The rows of all tensor ranks, where they are cut."""
+        whole, gathering = self._start_gather(x)
+        if gathering is not None:
+            gathering.wait()
+        return whole
+
+    def _start_gather(self, x: Tensor, cut: bool = True) -> tuple[Tensor, Any]:
+        if not (cut and self._cut):
+            return x, None
+        whole = x.new_empty(len(x) * self._ranks, x.shape[1])
+        return whole, dist.all_gather_into_tensor(whole, x, group=self._group, async_op=True)
+
+    def _summed(self, x: Tensor) -> Tensor:
+        """The sum over tensor ranks of x [T, C], cut where rows are."""
+        total, summing = self._start_sum(x)
+        if summing is not None:
+            summing.wait()
+        return total
+
+    def _start_sum(self, x: Tensor) -> tuple[Tensor, Any]:
+        if self._group is None:
+            return x, None
+        if not self._cut:
+            return x, dist.all_reduce(x, group=self._group, async_op=True)
+        total = x.new_empty(len(x) // self._ranks, x.shape[1])
+        return total, dist.reduce_scatter_tensor(total, x, group=self._group, async_op=True)
+
+
+class _Stack(torch.autograd.Function):
+    """No weight is an input: autograd would make a gradient for each, and Megatron's hooks wait for them."""
+
+    @staticmethod
+    def forward(ctx: Any, x_T1C: Tensor, stack: FlatStack, sequences: SequenceBorders) -> Tensor:
+        ctx.stack, ctx.sequences, ctx.kept = stack, sequences, []
+        return stack.run(x_T1C, sequences, ctx.kept)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_T1C: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.stack.pull(gradient_T1C, ctx.sequences, ctx.kept), None, None
