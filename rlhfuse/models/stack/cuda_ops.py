@@ -30,7 +30,7 @@ FLASH = torch.ops.aten._flash_attention_forward.default
 FLASH_BACKWARD = torch.ops.aten._flash_attention_backward.default
 CAUSAL: Any = dict(window_size_left=-1, window_size_right=0)
 PROGRAMS = 264  # of a gradient of weights in partial sums: two for each multiprocessor of an H100
-SUMMED = dict(ROWS=128, COLUMNS=32)  # of partial sums, a tile
+SUMMED = dict(ROWS=32, COLUMNS=64)  # of partial sums, a tile
 
 
 class CudaOps(TorchOps):
@@ -84,7 +84,8 @@ class CudaOps(TorchOps):
             self._sums(size)(-(-size // SUMMED["COLUMNS"]), 1, parts, main_grad(weight), count)
 
     def split(self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-        (heads, groups, dim), rows, like = self.shape, len(qkv), dict(dtype=qkv.dtype, device=qkv.device)
+        (heads, groups, dim), rows = self.shape, len(qkv)
+        like: Any = dict(dtype=qkv.dtype, device=qkv.device)
         q, k = torch.empty(rows, heads, dim, **like), torch.empty(rows, groups, dim, **like)
         v = torch.empty_like(k)
         if rows:
