@@ -18,10 +18,12 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.cpu.sampling import draw_rows
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.speculation.ngrams import propose
-from rlhfuse.models.attention.packed.cpu import packed_attention
+from rlhfuse.models.attention.packed.sequences import SequenceBorders
 from rlhfuse.models.layers.decode_layer_cpu import multiply_to_rows
-from rlhfuse.models.layers.norm import exact_rms_norm, normalize_backward
-from rlhfuse.models.layers.swiglu import exact_swiglu
+from rlhfuse.models.layers.norm import normalize_backward
+from rlhfuse.models.layers.rotation import RotaryTables
+from rlhfuse.models.stack.cpu_ops import CpuOps
+from rlhfuse.models.stack.torch_ops import HeadShape
 
 # The last kernels that each part compiles; about as many seconds each.
 PARTS = {"training": (normalize_backward,), "layers": (multiply_to_rows,), "draws": (draw_rows, propose)}
@@ -30,11 +32,7 @@ PARTS = {"training": (normalize_backward,), "layers": (multiply_to_rows,), "draw
 def compile_kernels(dtype: torch.dtype = torch.float32, parts: Sequence[str] = tuple(PARTS)) -> None:
     """Run every kernel of these parts on a few numbers, so that it exists for this dtype afterwards."""
     if "training" in parts:
-        token = torch.ones(1, 1, 2, requires_grad=True)
-        tables = torch.ones(1, 1), torch.ones(1, 1)
-        packed_attention(token, token, token, tables, torch.tensor([0, 1])).sum().backward()
-        exact_swiglu(token).sum().backward()
-        exact_rms_norm(token, torch.ones(2, requires_grad=True), 1e-6).sum().backward()
+        _train_a_token()
     if "layers" in parts:  # the first part of a prompt, which draws nothing
         engine = _tiny_engine(dtype, max_batched_tokens=2, draft_rows=0)
         engine.add(0, [1, 2, 3], SamplingParams(max_tokens=2))
@@ -46,9 +44,24 @@ def compile_kernels(dtype: torch.dtype = torch.float32, parts: Sequence[str] = t
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, top_k=2, top_p=0.9, ignore_eos=True))
 
 
-def _tiny_engine(dtype: torch.dtype, **options: Any) -> Engine:
+def _tiny_spec() -> ModelSpec:
     sizes: dict[str, Any] = dict(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, mlp=8, vocab=16, context=16)
-    spec = ModelSpec(architecture="llama", **sizes, eos_token_ids=(), tied_embeddings=True)
+    return ModelSpec(architecture="llama", **sizes, eos_token_ids=(), tied_embeddings=True)
+
+
+def _train_a_token() -> None:
+    """Run what a layer consists of, forward and backward."""
+    spec, cpu = _tiny_spec(), torch.device("cpu")
+    ops = CpuOps(RotaryTables(spec, cpu), HeadShape.of(spec, 1), spec.norm_eps, cpu)
+    batch, row, weight = ops.batch(SequenceBorders.of([1], cpu)), torch.ones(1, 8), torch.ones(8)
+    ops.norm_backward(row, row, weight, ops.norm(row, None, None, weight)[2], row)
+    *qkv, _ = ops.split(torch.ones(1, 16), None, batch)
+    ops.attend_backward(row, *qkv, *ops.attend(*qkv, batch), batch)
+    ops.swiglu_backward(torch.ones(1, 2), torch.ones(1, 1), None)
+
+
+def _tiny_engine(dtype: torch.dtype, **options: Any) -> Engine:
+    spec = _tiny_spec()
     shapes = {"embedding.word_embeddings.weight": (16, 8), "decoder.final_layernorm.weight": (8,)}
     shapes |= {f"decoder.layers.0.{weight.name}": weight.shape(1) for weight in layer_weights(spec)}
     weights = {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}

@@ -142,13 +142,10 @@ def layer_spec(spec: ModelSpec, operations: Operations) -> ModuleSpec:
     )
 
 
-def layer_ops(spec: ModelSpec, tp: int, dtype: torch.dtype, device: torch.device) -> TorchOps:
-    """The kernels of a stage's layers on one of `tp` tensor ranks."""
-    kind = TorchOps
-    if device.type == "cpu" and dtype == torch.float32:
-        kind = CpuOps
-    shape = HeadShape(spec.heads // tp, spec.kv_heads // tp, spec.head_dim)
-    return kind(RotaryTables(spec, device), shape, spec.norm_eps, device)
+def layer_ops(rotary: RotaryTables, shape: HeadShape, eps: float, dtype: torch.dtype, device: torch.device) -> TorchOps:
+    """The kernels of decoder layers with such heads on this device."""
+    kind = CpuOps if device.type == "cpu" and dtype == torch.float32 else TorchOps
+    return kind(rotary, shape, eps, device)
 
 
 def build_model(
@@ -199,7 +196,8 @@ def build_model(
     _mark_tensor_parallel(model)
     for offset, decoder_layer in enumerate(model.decoder.layers):
         decoder_layer.layer_number = layers[stage][offset] + 1  # the resharder names layers by this
-    ops = layer_ops(spec, layout.tp, dtype, device.torch_device)
+    shape, rotary = HeadShape.of(spec, layout.tp), RotaryTables(spec, device.torch_device)
+    ops = layer_ops(rotary, shape, spec.norm_eps, dtype, device.torch_device)
     model.decoder = FlatStack(model.decoder, ops, activations.recompute, groups.tp, shards)
     if stage == layout.stages - 1 and scalar_head:
         gathered = groups.tp if shards else None

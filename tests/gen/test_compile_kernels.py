@@ -13,7 +13,7 @@ from numba.core import event
 from rlhfuse.gen.engine import SamplingParams
 from rlhfuse.gen.compile_kernels import compile_kernels
 from rlhfuse.models.attention.packed.sequences import SequenceBorders
-from rlhfuse.models.attention.backends import varlen_attention
+from testkit.flat import attention
 from testkit.gen_models import engine_of, tiny_spec
 
 compile_kernels(torch.{dtype})
@@ -24,7 +24,7 @@ with event.install_recorder("numba:compile") as compiled:
         engine.generate([[9, 10]], SamplingParams(max_tokens=4, temperature=0))
     q, k, v = (torch.ones(9, 1, 8, dtype=torch.{dtype}, requires_grad=True) for _ in range(3))
     bounds = SequenceBorders.of([4, 5], torch.device("cpu"))
-    varlen_attention(q, k, v, (torch.ones(5, 4), torch.ones(5, 4)), bounds).sum().backward()
+    attention(q, k, v, (torch.ones(5, 4), torch.ones(5, 4)), bounds).sum().backward()
 assert not compiled.buffer, [data.data["dispatcher"] for _, data in compiled.buffer]
 """
 

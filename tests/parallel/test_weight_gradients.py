@@ -1,21 +1,19 @@
-"""Weight gradients that products add up themselves, as on CUDA, against those that are computed and then added."""
+"""Weights' gradients of a stage's layers: whole, split and recomputed backwards add the same numbers."""
 
 import pytest
 import torch
 from testkit.stages import VOCAB, build_alone, packed_for
 from testkit.tiny import write_checkpoint
 
-from rlhfuse.base.errors import InputError
-from rlhfuse.parallel.weight_gradients import DeferredProducts, add_product
+from rlhfuse.parallel.weight_gradients import add_product
 
 POOL_RANKS = 2
-
-LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("model") / "critic", seed=1, scalar_head=True, num_hidden_layers=2)
+    biased = dict(attention_bias=True, num_hidden_layers=2, num_key_value_heads=4)
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "critic", seed=1, scalar_head=True, **biased)
 
 
 def rows(count: int) -> list[list[list[int]]]:
@@ -26,97 +24,59 @@ def rows(count: int) -> list[list[list[int]]]:
 
 
 def gradients(
-    rank: int, folder, layout: str, dtype, fused: bool, apart: bool, parallel: bool, recompute: str, late: int = 0
+    rank: int, folder, layout: str, dtype, cut: bool, recompute: str, late: int = 0, frozen: str = ""
 ) -> dict:
-    """Weight -> (its main_grad after three micro-batches, whether its product added it). `apart`: summed here.
+    """Weight -> its main_grad after three micro-batches.
 
-    With `late` backwards are split, and the weights' part follows so many micro-batches later.
+    With `late` backwards are split, and the weights' part follows so many micro-batches later. Weights whose names
+    contain `frozen` are not trained.
     """
     from rlhfuse.models.build import Activations
-    from rlhfuse.parallel.device import current_device_is_cpu
-    from rlhfuse.parallel.weight_gradients import fuse_accumulation
 
-    kept = Activations(parallel, recompute)
-    built, maker = build_alone(rank, layout, folder, head=True, activations=kept, dtype=dtype, name="sgd")
-    if fused:
-        fuse_accumulation(built.optimizer.module)
+    built, maker = build_alone(
+        rank, layout, folder, head=True, activations=Activations(cut, recompute), dtype=dtype, name="sgd"
+    )
     named = dict(built.optimizer.module.module.named_parameters())
-    sums = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in named.items()}
+    for name, weight in named.items():
+        weight.requires_grad_(not frozen or frozen not in name)
     built.optimizer.zero_grad()
     stage = built.stages[0]
     stage.split_backward(late > 0)
     for number, batch in enumerate(packed_for(built, rows(3))):
-        with current_device_is_cpu():
-            stage.forward(number, batch, None, lambda values, _: values.float().square().sum())
-            stage.backward(number, None)
+        stage.forward(number, batch, None, lambda values, _: values.float().square().sum())
+        stage.backward(number, None)
         if 0 < late <= number:
             stage.backward_weight(number - late)
-        if apart:
-            for name, weight in named.items():
-                sums[name] += weight.main_grad
-            added = {name: weight.grad_added_to_main_grad for name, weight in named.items()}
-            built.optimizer.zero_grad()
     for number in range(3 - late, 3):
         stage.backward_weight(number)
-    if not apart:
-        sums = {name: weight.main_grad.clone() for name, weight in named.items()}
-        added = {name: weight.grad_added_to_main_grad for name, weight in named.items()}
+    found = {name: weight.main_grad.clone() for name, weight in named.items()}
     assert all(weight.grad is None for weight in named.values())
     maker.close()
-    return {name: (sums[name], added[name]) for name in named}
+    return found
 
 
-@pytest.mark.parametrize(
-    "layout, dtype, parallel, recompute",
-    [
-        ("d2t1p1", torch.float32, False, "none"),
-        ("d2t1p1", torch.bfloat16, False, "full"),
-        ("d1t2p1", torch.float32, True, "selective"),
-        ("d1t2p1", torch.bfloat16, False, "none"),
-    ],
-    ids=str,
-)
-def test_products_add_what_was_added_after_them(workers, folder, layout, dtype, parallel, recompute):
-    settings = folder, layout, dtype
-    plain, fused, apart = (
-        workers.run(gradients, *settings, *ways, parallel, recompute)
-        for ways in ((False, False), (True, False), (True, True))
-    )
-    for rank in range(2):
-        for name, (expected, _) in plain[rank].items():
-            found, added = fused[rank][name]
-            linear = any(part in name for part in LINEAR) and name.endswith(".weight") and "norm" not in name
-            assert added == linear, name
-            close = 1e-5 if dtype == torch.float32 else 0.01
-            assert (found - expected).norm() <= close * expected.norm() and expected.norm() > 0, name
-            in_turn = apart[rank][name][0]  # micro-batch by micro-batch: float32 sums of the same numbers
-            assert (found - in_turn).abs().max() <= 1e-6 * in_turn.abs().max(), name
-    assert sum(added for _, added in fused[0].values()) == 8
-
-
-@pytest.mark.parametrize(
-    "layout, parallel, recompute",
-    [
-        ("d2t1p1", False, "full"),
-        ("d2t1p1", False, "selective"),
-        ("d1t2p1", True, "none"),
-        ("d1t2p1", True, "selective"),
-    ],
-    ids=str,
-)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_products_that_are_put_off_have_the_same_bits(workers, folder, dtype, layout, parallel, recompute):
-    for fused in (False, True):
-        ways = folder, layout, dtype, fused, False, parallel
-        plain = workers.run(gradients, *ways, "none")
-        for whole, split in zip(plain, workers.run(gradients, *ways, recompute, 2)):
-            for name, (expected, _) in whole.items():
-                assert torch.equal(split[name][0], expected) and expected.any(), (name, fused)
+@pytest.mark.parametrize("layout, cut", [("d2t1p1", False), ("d1t2p1", False), ("d1t2p1", True)], ids=str)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_split_and_recomputed_backwards_have_the_same_bits(workers, folder, dtype, layout, cut, recompute):
+    settings = folder, layout, dtype, cut
+    plain = workers.run(gradients, *settings, "none")
+    for late in (0, 2):
+        for whole, other in zip(plain, workers.run(gradients, *settings, recompute, late)):
+            for name, expected in whole.items():
+                assert torch.equal(other[name], expected) and expected.any(), (name, late)
 
 
-def test_other_layers_are_refused():
-    with pytest.raises(InputError, match="trainer.transformer_impl=local"):
-        DeferredProducts(torch.nn.Linear(2, 2))
+@pytest.mark.parametrize("frozen", ["linear_fc1", "layernorm.weight", "linear_proj", "linear_qkv.bias"])
+def test_frozen_weights_get_no_gradient_and_change_no_other(workers, folder, frozen):
+    plain, *others = (
+        workers.run(gradients, folder, "d2t1p1", torch.float32, False, "none", *more)
+        for more in ((), (0, frozen), (1, frozen))
+    )
+    for found in others:
+        for name, expected in plain[0].items():
+            wanted = torch.zeros_like(expected) if frozen in name else expected
+            assert torch.equal(found[0][name], wanted), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.attention.backends import choose_packed
 from rlhfuse.models.attention.packed.sequences import PackedShape, SequenceBorders
 from rlhfuse.models.layers.operations import operations_for
@@ -25,6 +26,11 @@ class HeadShape(NamedTuple):
     heads: int  # H, of queries
     groups: int  # G, of keys and values
     dim: int  # D
+
+    @staticmethod
+    def of(spec: ModelSpec, tp: int) -> HeadShape:
+        """Those of one of `tp` tensor ranks."""
+        return HeadShape(spec.heads // tp, spec.kv_heads // tp, spec.head_dim)
 
 
 class TorchOps:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testkit.flat import attention
 from testkit.paged_case import PagedCase, causal
 from testkit.profiles import examples
 
 from rlhfuse.models.attention import backends
-from rlhfuse.models.attention.backends import varlen_attention
 from rlhfuse.models.attention.packed import dense, flash_attention, torch_varlen
 from rlhfuse.models.attention.packed.sequences import PackedShape, SequenceBorders
 from rlhfuse.models.attention.paged import cpu as paged_cpu
@@ -20,6 +20,7 @@ from rlhfuse.models.attention.paged.cache import CacheShape, PagedQueries
 from rlhfuse.models.attention.paged.gathered import GatheredAttention
 from rlhfuse.models.cpu.elementwise import exp32, log32, neg_log_one_minus
 from rlhfuse.models.cpu.tiles import LANES, lanes_up, share_threads
+from rlhfuse.models.stack import torch_ops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -96,12 +97,12 @@ def test_neighbours_change_no_bit(heads, groups, dim, lengths, dtype):
     torch.manual_seed(len(lengths))
     rotary, sizes = angles(dim), [(sum(lengths), count, dim) for count in (heads, groups, groups)]
     whole = [torch.randn(*size, dtype=dtype, requires_grad=True) for size in sizes]
-    out = varlen_attention(*whole, rotary, SequenceBorders.of(lengths, CPU))
+    out = attention(*whole, rotary, SequenceBorders.of(lengths, CPU))
     gradient = torch.randn_like(out)
     together, alone = [out, *torch.autograd.grad(out, whole, gradient)], []
     for length, upstream, *one in zip(lengths, gradient.split(lengths), *(x.detach().split(lengths) for x in whole)):
         one = [x.requires_grad_() for x in one]
-        out = varlen_attention(*one, rotary, SequenceBorders.of([length], CPU))
+        out = attention(*one, rotary, SequenceBorders.of([length], CPU))
         alone.append([out, *torch.autograd.grad(out, one, upstream)])
     for found, parts in zip(together, zip(*alone)):
         assert torch.equal(found, torch.cat(parts))
@@ -144,13 +145,13 @@ def fresh_choice():
         *((kernel, 2, 16) for kernel in (attend_2_11, attend_2_12, attend_flash, "dense")),
     ],
 )
-def test_varlen_attention_and_its_gradients_are_the_formula(monkeypatch, kernel, groups, dim):
+def test_packed_attention_and_its_gradients_are_the_formula(monkeypatch, kernel, groups, dim):
     """In float32 on the CPU, else in bfloat16; with gradients; and no kernel asks for a number on the device."""
     if callable(kernel):
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
         monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
         monkeypatch.setattr(
-            backends, "choose_packed", (flash_attention if kernel is attend_flash else torch_varlen).make
+            torch_ops, "choose_packed", (flash_attention if kernel is attend_flash else torch_varlen).make
         )
     dtype, limit = (torch.float32, 2e-6) if kernel == "cpu" else (torch.bfloat16, 0.02)
     generator, lengths, rotary = torch.Generator().manual_seed(0), [5, 1, 17, 17, 40, 100], angles(dim)
@@ -161,7 +162,7 @@ def test_varlen_attention_and_its_gradients_are_the_formula(monkeypatch, kernel,
         if kernel == "dense":  # the doubles read borders for the formula
             for name in ("tolist", "item", "__int__", "__bool__", "__index__", "nonzero"):
                 reads.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits for the device"))
-        out = varlen_attention(*made, rotary, sequences)
+        out = attention(*made, rotary, sequences)
     exact = [x.detach().double().requires_grad_() for x in made]
     ends = sequences.borders
     parts = [
@@ -205,7 +206,7 @@ def test_packed_attention_is_the_same_with_three_threads_and_with_one():
         torch.manual_seed(0)
         torch.set_num_threads(threads)
         q, k, v = (torch.randn(200, count, 8, requires_grad=True) for count in (4, 2, 2))
-        out = varlen_attention(q, k, v, rotary, sequences)
+        out = attention(q, k, v, rotary, sequences)
         found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     assert all(torch.equal(one, three) for one, three in zip(*found))
 
