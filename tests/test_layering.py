@@ -63,6 +63,8 @@ RESTRICTED = {
         "rlhfuse/models/layers/decode_layer_triton.py",
         "rlhfuse/models/layers/swiglu_triton.py",
         "rlhfuse/models/logprobs/tile_sums_triton.py",
+        "rlhfuse/models/stack/backward_kernels.py",
+        "rlhfuse/models/stack/handle.py",
         "rlhfuse/gen/gpu/",
         "tools/rehearsal/launches.py",
         "tools/gpu_checks/",

@@ -100,14 +100,13 @@ def _compile(file: str) -> list[Launch]:
     launches: list[Launch] = []
     run, usages = JITFunction.run, {}
 
-    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         compiled = run(kernel, *args, grid=grid, warmup=True, **options)
         if compiled.hash not in usages:
             usages[compiled.hash] = _usage(compiled.asm["cubin"])
         facts, usage = compiled.metadata, usages[compiled.hash]
         arch = driver.active.get_current_device()
         launches.append(Launch(facts.name, arch, facts.num_warps, *usage, facts.shared, compiled.asm["ptx"]))
-        return compiled
 
     JITFunction.run = record
     launch_all = _read(file)

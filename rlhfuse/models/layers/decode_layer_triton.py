@@ -1,8 +1,8 @@
 """What a decoder layer does between its products, in Triton kernels: residual with norm, heads' places; and swiglu.py.
 
 A layer is then nine launches: add_norm, qkv, place_heads, attention, proj, add_norm, fc1, swiglu, fc2. Sums and
-products are float32; each is rounded where the training side rounds it. Letters: T tokens, C hidden, H query heads, G
-key/value heads, D head_dim, F columns of the MLP; bytes are of 16-bit numbers.
+products are float32. Engine and training launch the same kernels, so that both round alike. Letters: T tokens, C
+hidden, H query heads, G key/value heads, D head_dim, F columns of the MLP; bytes are of 16-bit numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rlhfuse.base.power_of_two import power_of_two
 
 
 @triton.jit
-def _add_norm_kernel(
-    x, delta, bias, weight, out, eps,
-    size: tl.constexpr, DELTA: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+def add_norm_kernel(
+    x, delta, bias, weight, total, out, scales, eps,
+    size: tl.constexpr, DELTA: tl.constexpr, BIAS: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row)."""
+    """Program (row): total = x + (delta + bias), which may be x itself; out: its norm; scales [T]: its 1 / rms."""
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     at = tl.program_id(0).to(tl.int64) * size + columns
@@ -33,19 +33,24 @@ def _add_norm_kernel(
         if BIAS:
             added = (added + tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
         rounded = (row + added).to(kind)
-        tl.store(x + at, rounded, mask=inside)
+        tl.store(total + at, rounded, mask=inside)
         row = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(row * row, 0) / size + eps)
+    if SCALES:
+        tl.store(scales + tl.program_id(0), scale)
     normed = row * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, normed.to(kind), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # parts of one tensor: it follows from the rows
-def _place_heads_kernel(
+def place_heads_kernel(
     qkv, q_norm, k_norm, cos, sin, positions, slots, q, keys, values, eps, groups: tl.constexpr, heads: tl.constexpr,
-    half: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    half: tl.constexpr, NORM: tl.constexpr, SLOTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, group): rows 0:heads of a tile are queries, row `heads` is the key; the value is copied."""
+    """Program (token, group): rows 0:heads of a tile are queries, row `heads` is the key; the value is copied.
+
+    Without SLOTS keys and values go to their tokens' own places.
+    """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim: tl.constexpr = 2 * half
     kind = qkv.dtype.element_ty
@@ -75,7 +80,10 @@ def _place_heads_kernel(
     tl.store(q_at, turned, mask=queries)
     tl.store(q_at + half, turned_second, mask=queries)
 
-    place = (tl.load(slots + token) * groups + group) * dim
+    slot = token
+    if SLOTS:
+        slot = tl.load(slots + token)
+    place = (slot * groups + group) * dim
     key = (rows == heads)[:, None] & visible[None, :]
     k_at = keys + place + columns[None, :] + rows[:, None] * 0
     tl.store(k_at, turned, mask=key)
@@ -83,6 +91,19 @@ def _place_heads_kernel(
     v = base + (heads + 1) * dim + columns
     tl.store(values + place + columns, tl.load(v, mask=visible, other=0.0), mask=visible)
     tl.store(values + place + half + columns, tl.load(v + half, mask=visible, other=0.0), mask=visible)
+
+
+def norm_tile(size: int, columns: int = 512, most: int = 8) -> dict[str, Any]:
+    """Constants of kernels whose program takes a row of so many columns; warps: one for `columns`, or `most`."""
+    block = power_of_two(size)
+    return dict(size=size, BLOCK=block, num_warps=min(most, max(1, block // columns)))
+
+
+def heads_tile(heads: int, dim: int, groups: int) -> dict[str, Any]:
+    """Of kernels whose program takes a token's `heads` queries of one of its `groups`, their key and their value."""
+    block_h, block_d = power_of_two(heads + 1), power_of_two(dim // 2)
+    blocks = dict(BLOCK_H=block_h, BLOCK_D=block_d, num_warps=min(4, max(1, block_h * block_d // 256)))
+    return dict(groups=groups, heads=heads, half=dim // 2) | blocks
 
 
 def add_norm(x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -93,12 +114,10 @@ def add_norm(x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tenso
     tokens, size = x.shape
     out = torch.empty_like(x)
     if tokens:
-        block = power_of_two(size)
-        launch: Any = _add_norm_kernel[(tokens,)]
-        some = x if delta is None else delta
-        constants = dict(size=size, DELTA=delta is not None, BIAS=bias is not None, BLOCK=block)
-        warps = min(8, max(1, block // 512))
-        launch(x, some, x if bias is None else bias, weight, out, eps, **constants, num_warps=warps)
+        launch: Any = add_norm_kernel[(tokens,)]
+        some, also = x if delta is None else delta, x if bias is None else bias
+        which = dict(DELTA=delta is not None, BIAS=bias is not None, SCALES=False)
+        launch(x, some, also, weight, x, out, x, eps, **which, **norm_tile(size))
     return out
 
 
@@ -121,11 +140,8 @@ def place_heads(
     q = qkv.new_empty(tokens, groups * heads, dim)
     if tokens:
         weights = norms or (qkv, qkv)
-        block_h, block_d = power_of_two(heads + 1), power_of_two(dim // 2)
-        warps = min(4, max(1, block_h * block_d // 256))
-        launch: Any = _place_heads_kernel[(tokens, groups)]
-        launch(
-            qkv, *weights, *rotary, positions, slots, q, keys, values, eps, groups=groups, heads=heads, half=dim // 2,
-            NORM=norms is not None, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=warps,
-        )  # fmt: skip
+        launch: Any = place_heads_kernel[(tokens, groups)]
+        which = dict(NORM=norms is not None, SLOTS=True)
+        places = positions, slots, q, keys, values
+        launch(qkv, *weights, *rotary, *places, eps, **which, **heads_tile(heads, dim, groups))
     return q
