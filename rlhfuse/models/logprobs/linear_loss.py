@@ -21,6 +21,7 @@ from rlhfuse.parallel.weight_gradients import add_product, product
 # Of logits in float32, and of their gradient. The weight's float32 sum is read and written once a chunk of gradients,
 # which at 8B takes as long as the products of 800 rows.
 LOGITS_BYTES, GRADIENT_BYTES = 256 << 20, 768 << 20
+FLOAT_BYTES = 6  # of what goes with a gradient: a row in float32, and rounded
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]  # (log-probabilities [C], entropies [C], which of R) -> a scalar
 
 
@@ -45,7 +46,7 @@ class LinearLoss:
 
     def slices(self, rows: int, row_bytes: int, most_bytes: int) -> Iterator[slice]:
         """Slices of nearly as many rows each, at least one; the same on all tensor ranks, which meet in each."""
-        count = -(-max(rows, 1) // max(most_bytes // (row_bytes * len(self.weight_VH)), 1))
+        count = -(-max(rows, 1) // max(most_bytes // row_bytes, 1))
         return slices(max(rows, 1), -(-max(rows, 1) // count))
 
     def add(self, x: Tensor, rows: slice, dx: Tensor, dweight: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ class LinearLoss:
         """
         weight, gradient = self.weight_VH[: self.shard.columns], x.new_empty(len(x), self.shard.columns)
         outputs, losses = [], []
-        for part in self.slices(len(x), 4, self.limits[0]):
+        for part in self.slices(len(x), 4 * len(self.weight_VH), self.limits[0]):
             where, sums = self.targets_R[rows][part] - self.shard.start, no_tile(len(x[part]), x.device)
             logits = product(x[part], weight.t())
             if self.shard.columns:
@@ -71,11 +72,11 @@ class LinearLoss:
             if self.shard.columns:
                 tile_gradient(logits, where, self.temperature, log_total, entropy, *slopes, gradient[part])
             del logits  # before the next part
-        back = product(gradient, weight)
+        dx.copy_(product(gradient, weight))
         if not self.entropy_graph:
             loss, slope = self._slopes(*map(torch.cat, zip(*outputs)), rows)
-            losses, back, x = [loss], back.mul_(slope[:, None]), (x * slope[:, None]).to(x.dtype)
-        dx.copy_(back)
+            losses, x = [loss], (x * slope[:, None]).to(x.dtype)
+            dx.mul_(slope[:, None])
         add_product(dweight[: self.shard.columns], gradient.t(), x)
         return torch.stack(losses).sum()
 
@@ -93,7 +94,8 @@ class _Gradients(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dweight: Tensor, work: LinearLoss) -> Tensor:
         dx = torch.empty_like(x)
         ctx.save_for_backward(dx)
-        chunks = work.slices(len(x), x.element_size(), work.limits[1])
+        row_bytes = x.element_size() * len(work.weight_VH) + FLOAT_BYTES * x.shape[1]
+        chunks = work.slices(len(x), row_bytes, work.limits[1])
         losses = [work.add(x[rows], rows, dx[rows], dweight) for rows in chunks]
         return torch.stack(losses).sum()
 
