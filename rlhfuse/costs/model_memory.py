@@ -71,6 +71,10 @@ class ModelMemory(ABC):
         """Gradients are accumulated in float32."""
         return self.parameters(place) * 4
 
+    def head_sum_bytes(self) -> int:
+        """The float32 sum of its own of an output layer on a GPU whose weight is the embedding's."""
+        return 0
+
     def optimizer_bytes(self, place: int | None = None) -> int:
         """Adam's two moments in float32, and the main weights, cut over dp (ZeRO-1)."""
         return -(-self.parameters(place) * 8 // self.layout.dp) + self.main_weights_bytes(place)
@@ -227,6 +231,10 @@ class CpuMemory(ModelMemory):
 
 class GpuMemory(ModelMemory):
     """What the CUDA kernels of this project keep; on a stage also what it receives, in memory that stays."""
+
+    def head_sum_bytes(self) -> int:
+        tied = self.spec.tied_embeddings and self.layout.stages == 1 and not self.scalar_head
+        return tied * -(-4 * self.spec.embedding_parameters // self.layout.tp)
 
     def layer_activation_bytes(self, tokens: float) -> float:
         """Both norms' inputs and outputs with one float32 a row; query, key and value joined, query and key once more

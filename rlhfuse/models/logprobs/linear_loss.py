@@ -55,38 +55,46 @@ class LinearLoss:
         A gradient of logits with one slope a token is that of the log-probability: the slope, known when the whole
         chunk's are, goes with the rows of x and dx. With two it is made with both.
         """
-        weight, gradient = self.weight_VH[: self.shard.columns], x.new_empty(len(x), self.shard.columns)
+        columns, temperature = self.shard.columns, self.temperature  # no columns: of padding alone
+        weight, gradient = self.weight_VH[:columns], x.new_empty(len(x), columns)
         outputs, losses = [], []
         for part in self.slices(len(x), 4 * len(self.weight_VH), self.limits[0]):
             where, sums = self.targets_R[rows][part] - self.shard.start, no_tile(len(x[part]), x.device)
-            logits = product(x[part], weight.t())
-            if self.shard.columns:
-                add_tile(logits, where, self.temperature, sums)
+            logits = product(x[part], weight.t()) if columns else None
+            if logits is not None:
+                add_tile(logits, where, temperature, sums)
             log_total, entropy, picked = over_ranks(sums, self.shard.group)
-            outputs.append((picked - log_total, entropy))
+            outputs.append(torch.stack([picked - log_total, entropy]))
             slopes = torch.ones_like(entropy), None
             if self.entropy_graph:
-                at = slice(rows.start + part.start, rows.start + part.stop)
-                loss, *slopes = self._slopes(*outputs[-1], at)
+                loss, *slopes = self._slopes(outputs[-1], slice(rows.start + part.start, rows.start + part.stop))
                 losses.append(loss)
-            if self.shard.columns:
-                tile_gradient(logits, where, self.temperature, log_total, entropy, *slopes, gradient[part])
+            if logits is not None:
+                tile_gradient(logits, where, temperature, log_total, entropy, slopes[0], slopes[1], gradient[part])
             del logits  # before the next part
-        dx.copy_(product(gradient, weight))
+        slope = None
         if not self.entropy_graph:
-            loss, slope = self._slopes(*map(torch.cat, zip(*outputs)), rows)
-            losses, x = [loss], (x * slope[:, None]).to(x.dtype)
-            dx.mul_(slope[:, None])
-        add_product(dweight[: self.shard.columns], gradient.t(), x)
+            loss, slope, _ = self._slopes(torch.cat(outputs, dim=1), rows)
+            losses.append(loss)
+        if not columns:
+            dx.zero_()
+            return torch.stack(losses).sum()
+        back = product(gradient, weight)
+        dx.copy_(back if slope is None else back.mul_(slope[:, None]))
+        del back  # before x is scaled
+        x = x if slope is None else (x * slope[:, None]).to(x.dtype)
+        add_product(dweight[:columns], gradient.t(), x)
         return torch.stack(losses).sum()
 
-    def _slopes(self, logprobs: Tensor, entropy: Tensor, rows: slice) -> list[Tensor]:
+    def _slopes(self, outputs_2R: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
         """The loss, and its derivatives by log-probability and, with `entropy_graph`, by entropy."""
+        logprobs, entropy = (output.detach() for output in outputs_2R)
         leaves = [logprobs.requires_grad_(), entropy.requires_grad_(self.entropy_graph)]
         with torch.enable_grad():
-            loss = self.loss(*leaves, rows)
+            loss = self.loss(logprobs, entropy, rows)
         found = torch.autograd.grad(loss, leaves[: 1 + self.entropy_graph])
-        return [loss.detach(), *(slope.contiguous() for slope in found)]
+        by_logprob, *by_entropy = (slope.contiguous() for slope in found)  # a sum's is an expanded one
+        return loss.detach(), by_logprob, by_entropy[0] if by_entropy else None
 
 
 class _Gradients(torch.autograd.Function):
