@@ -65,12 +65,14 @@ class LinearLoss:
                 add_tile(logits, where, temperature, sums)
             log_total, entropy, picked = over_ranks(sums, self.shard.group)
             outputs.append(torch.stack([picked - log_total, entropy]))
-            slopes = torch.ones_like(entropy), None
+            by_logprob, by_entropy = torch.ones_like(entropy), None
             if self.entropy_graph:
-                loss, *slopes = self._slopes(outputs[-1], slice(rows.start + part.start, rows.start + part.stop))
+                at = slice(rows.start + part.start, rows.start + part.stop)
+                loss, by_logprob, by_entropy = self._slopes(outputs[-1], at)
                 losses.append(loss)
             if logits is not None:
-                tile_gradient(logits, where, temperature, log_total, entropy, slopes[0], slopes[1], gradient[part])
+                given = log_total, entropy, by_logprob, by_entropy
+                tile_gradient(logits, where, temperature, *given, gradient[part])
             del logits  # before the next part
         slope = None
         if not self.entropy_graph:
