@@ -144,6 +144,10 @@ def layer_spec(spec: ModelSpec, operations: Operations) -> ModuleSpec:
 
 def layer_ops(rotary: RotaryTables, shape: HeadShape, eps: float, dtype: torch.dtype, device: torch.device) -> TorchOps:
     """The kernels of decoder layers with such heads on this device."""
+    if device.type == "cuda":
+        from rlhfuse.models.stack.cuda_ops import CudaOps  # Triton is not for runs on the CPU
+
+        return CudaOps(rotary, shape, eps, device)
     kind = CpuOps if device.type == "cpu" and dtype == torch.float32 else TorchOps
     return kind(rotary, shape, eps, device)
 
