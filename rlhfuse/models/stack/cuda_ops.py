@@ -106,8 +106,9 @@ class CudaOps(TorchOps):
         places = batch[0].positions, out, parts
         share = rows, -(-rows // count)
         self._join(norms is not None)(count, groups, *given, dq, dk, dv, *batch[1], *places, self.eps, *share)
-        for weight, part in zip(norms or (), parts):
-            self._add_parts(weight, part)
+        if norms is not None:
+            self._add_parts(norms[0], parts[0])
+            self._add_parts(norms[1], parts[1])
         return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Any) -> tuple[Tensor, Any]:
