@@ -188,8 +188,7 @@ def list_operations(
     What decides are times `pace` (1 or 0) times as long, and `earliest`; the orders run without waiting for the latter,
     and their ends are kept beside. An operation wakes its node when it is its lane's next, its input is there and its
     `earliest` has come; so does the end of the one before. One that was refused is refused until its node has run
-    another: nothing that happens elsewhere helps it, unless a B takes memory (draining.py). Rules that leave an
-    operation out have an infinite makespan.
+    another: nothing elsewhere helps it, unless a B takes memory (draining.py). With any left out, makespan is infinite.
     """
     n, nodes, capped = len(sequence), len(s.free), np.isfinite(caps).any()
     s.done[:] = 0
