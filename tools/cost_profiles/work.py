@@ -177,6 +177,11 @@ class TrainingWork:
         model, _ = builder.build(f"{role}_train", role, spec, tp, activations)
         self._stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
         self._training, self._model = TrainingStage(self._stage), model
+        if builder.device.is_cuda and not role.scalar_head:  # gradients made in the forward are added there
+            ends: Any = model
+            own = ends.output_layer.weight  # None: the embedding's
+            weight = ends.embedding.word_embeddings.weight if own is None else own
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         self._vocab, self._temperature, self._device = spec.vocab, config.rollout.temperature, builder.device
 
     def step(self, tokens: int, longest: int) -> tuple[float, float]:
@@ -203,7 +208,9 @@ class TrainingWork:
             if self._stage.scalar_head:
                 return out[:tokens].float().square().mean()
             labels = packed.tokens[:tokens]
-            return -out.logprobs(slice(tokens), labels, self._vocab, self._temperature)[0].mean()
+            return out.loss(
+                lambda logprobs, *_: -logprobs.sum() / tokens, slice(tokens), labels, self._vocab, self._temperature
+            )
 
         marks = [self._now()]
         self._training.forward(0, packed, None, loss)
