@@ -206,11 +206,15 @@ class AnalyticCost:
             weights = self.spec.layer_parameters / tp
             product = 2 * weights * (tokens + hardware.half_rate_tokens) / hardware.flops  # a third of the products
             backward += max(0.0, weights * kernels.gradient_sum_bytes / hardware.memory_bandwidth - product)
-            head_backward += head if kernels.logits_again else 0.0
+            tiles = self._logit_seconds(outputs, kernels.tile_forward_bytes)
             head_backward += self._logit_seconds(outputs, kernels.tile_backward_bytes)
-            chunks = max(1.0, outputs * self.spec.hidden * 4 / kernels.head_chunk_bytes)
+            chunks = max(1.0, outputs * self.spec.vocab / tp * self.element_bytes / kernels.head_chunk_bytes)
             head_backward += chunks * self._logit_seconds(self.spec.hidden, kernels.head_gradient_sum_bytes)
-            head += self._logit_seconds(outputs, kernels.tile_forward_bytes)
+            if kernels.loss_once:
+                head, head_backward = head + head_backward, 0.0
+            elif kernels.logits_again:
+                head_backward += head + tiles
+            head += tiles
             table = kernels.table_gradient_bytes(self.spec, tokens, tp, self.element_bytes) / hardware.memory_bandwidth
         ends = [(passed, passed)] * self.layout.stages
         ends[-1] = head + passed, head_backward + passed

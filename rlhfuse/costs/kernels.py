@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
+from rlhfuse.costs.model_memory import GRADIENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class Kernels:
     adam_bytes: int = 34  # per parameter of its ZeRO-1 share: gradient's norm 4, step 7 x 4, bfloat16 weight 2
     zero_bytes: int = 4  # per parameter: gradients set to zero
     tile_forward_bytes: int = 8  # per logit: a tile in float32, written and read
-    tile_backward_bytes: int = 18  # per logit: the same, its gradient written and read by two products
-    head_gradient_sum_bytes: int = 16  # per weight of the output layer and chunk: float32 product and sum, both ways
-    head_chunk_bytes: int = 128 << 20  # of a chunk's hidden states in float32
+    tile_backward_bytes: int = 10  # per logit: read once more, its gradient written and read by two products
+    head_gradient_sum_bytes: int = 8  # per weight of the output layer and chunk
+    head_chunk_bytes: int = GRADIENT_BYTES  # of a chunk's gradient of logits
     sampler_bytes: int = 8  # per logit: float32, written by the output layer, read by the sampler
     # Recording a decode step as a CUDA graph: before it the device is waited for and cached memory given back. Another
     # engine's log has 0.05 s a shape (vLLM, pull request 22897).
@@ -39,12 +40,13 @@ class Kernels:
     step_launches: int = 6  # beside the layers: tokens fed, indices, embedding, final norm, logits, draws
     recording_seconds: float = 0.03  # of a shape, beside its launches
     switch_sums: bool = True  # where the hardware has them
-    logits_again: bool = True  # in the backward, tile by tile
+    loss_once: bool = True  # gradients of the output layer are made in the forward, of a loss by token
+    logits_again: bool = True  # else in the backward, where logits are made again
 
     @staticmethod
-    def on(hardware: HardwareSpec, switch_sums: bool) -> Kernels:
-        """Those that run there."""
-        return Kernels(switch_sums=switch_sums) if hardware.device.recorded_steps else CPU_KERNELS
+    def on(hardware: HardwareSpec, switch_sums: bool, by_token: bool = True) -> Kernels:
+        """Those that run there, of a loss `by_token` or not."""
+        return Kernels(switch_sums=switch_sums, loss_once=by_token) if hardware.device.recorded_steps else CPU_KERNELS
 
     def capture_seconds(self, spec: ModelSpec, tp: int, launch_seconds: float) -> float:
         """Seconds to record one shape; over tensor ranks a layer has two sums more, and the step two."""
@@ -83,5 +85,6 @@ CPU_KERNELS = Kernels(
     step_launches=0,
     recording_seconds=0.0,
     switch_sums=False,
+    loss_once=False,
     logits_again=False,
 )

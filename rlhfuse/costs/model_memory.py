@@ -19,6 +19,7 @@ from rlhfuse.config.values import Recompute
 
 TILE_BYTES = 512 << 20  # of the loss: a tile of logits and what its gradient is made of
 LINE_BYTES = 128 << 20  # of each float32 sum of its gradients
+LOGITS_BYTES, GRADIENT_BYTES, FLOAT_BYTES = 256 << 20, 768 << 20, 6  # of the loss with gradients made in the forward
 TILE_ELEMENT_BYTES = 10
 
 
@@ -69,6 +70,10 @@ class ModelMemory(ABC):
     def gradient_bytes(self, place: int | None = None) -> int:
         """Gradients are accumulated in float32."""
         return self.parameters(place) * 4
+
+    def head_sum_bytes(self) -> int:
+        """The float32 sum of its own of an output layer on a GPU whose weight is the embedding's."""
+        return 0
 
     def optimizer_bytes(self, place: int | None = None) -> int:
         """Adam's two moments in float32, and the main weights, cut over dp (ZeRO-1)."""
@@ -235,6 +240,10 @@ class CpuMemory(ModelMemory):
 class GpuMemory(ModelMemory):
     """What the CUDA kernels of this project keep; on a stage also what it receives, in memory that stays."""
 
+    def head_sum_bytes(self) -> int:
+        tied = self.spec.tied_embeddings and self.layout.stages == 1 and not self.scalar_head
+        return tied * -(-4 * self.spec.embedding_parameters // self.layout.tp)
+
     def _kept_end_bytes(self, stage: int, tokens: float) -> float:
         """Its output, on the last stage what goes into the final norm, the head, and the loss; less the received input,
         which `receiving_bytes` counts."""
@@ -262,26 +271,25 @@ class GpuMemory(ModelMemory):
         return max(back, self.loss_bytes(tokens) if loss else 0)
 
     def _layer_backward_bytes(self, tokens: float) -> float:
-        """While the MLP of a stage's last layer runs back, beside the gradient of its output: gradients of the product
-        and the second weights; of the product, gate and up; of gate and up, the first weights and their input, which no
-        longer need gate, up and product. Gradients of what tensor ranks multiply are whole on each; under sequence
-        parallelism that of the input also as this rank's part."""
-        width, whole, hidden = self.spec.mlp / self.layout.tp, self.spec.hidden, self.hidden
-        second = tokens * (width + whole - hidden) + width * whole
-        inner = tokens * 2 * width
-        first = tokens * (whole - width + (hidden if hidden < whole else 0)) + 2 * width * whole
-        return (tokens * hidden + max(second, inner, first)) * self.element_bytes
+        """While the MLP of a stage's last layer runs back: gradients of its output, of the product, and of gate and up.
+        Under sequence parallelism that of the output also as the rows of all tensor ranks."""
+        whole = self.spec.hidden if self.cuts_tokens else 0
+        return tokens * (self.hidden + whole + 3 * self.spec.mlp / self.layout.tp) * self.element_bytes
 
     def loss_bytes(self, tokens: float, backward: bool = True) -> float:
         """Log-probabilities by tiles: one tile; backwards, the float32 sum of a chunk of rows, to which products add,
-        and gradients of the rows and of all hidden states."""
-        hidden = self.spec.hidden
+        and gradients of the rows and of all hidden states. Or a chunk of rows with all its logits, and the gradient of
+        more rows, beside the rows that are multiplied."""
+        hidden, width = self.spec.hidden, self.spec.vocab / self.layout.tp
         rows = min(tokens, LINE_BYTES // (4 * hidden))
         most = TILE_BYTES / (TILE_ELEMENT_BYTES * rows)
-        columns = min(most, LINE_BYTES // (4 * hidden), self.spec.vocab / self.layout.tp)
+        columns = min(most, LINE_BYTES // (4 * hidden), width)
         if not backward:
             return rows * columns * 8
-        return rows * columns * TILE_ELEMENT_BYTES + 4 * hidden * rows + 2 * tokens * hidden * self.element_bytes
+        once = min(tokens * 4 * width, LOGITS_BYTES) + tokens * hidden * self.element_bytes
+        once += min(tokens * (width * self.element_bytes + FLOAT_BYTES * hidden), GRADIENT_BYTES)
+        twice = rows * columns * TILE_ELEMENT_BYTES + 4 * hidden * rows + 2 * tokens * hidden * self.element_bytes
+        return max(once, twice)
 
     def prefilling_bytes(self, tokens: float, outputs: float) -> int:
         """Query, key and value joined, the rotated query, gate and up, and their product; with what was there before
@@ -293,10 +301,12 @@ class GpuMemory(ModelMemory):
         return int(max(layer, 2 * self.logits_bytes(outputs)))
 
     def scoring_bytes(self, tokens: float) -> int:
-        """Embeddings, a layer's input, both norms' outputs and attention's sum; with gate, up and their product, or
-        with its output before and after it is added. Then the loss beside the rows that it is of."""
-        hidden = self.spec.hidden
-        layer = tokens * (5 * hidden + max(3 * self.spec.mlp / self.layout.tp, 2 * hidden)) * self.element_bytes
+        """What a stage takes, the residual stream and its norm; with gate, up, their product and the sum's part, or
+        with query, key and value joined and apart. Then the loss beside the rows that it is of."""
+        spec, hidden = self.spec, self.spec.hidden
+        attention = 2 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        layer = tokens * (3 * hidden + max(3 * spec.mlp / self.layout.tp + hidden, attention / self.layout.tp))
+        layer *= self.element_bytes
         if self.scalar_head:
             return int(layer)
         return int(max(layer, tokens * hidden * self.element_bytes + self.loss_bytes(tokens, backward=False)))

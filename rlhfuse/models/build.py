@@ -148,7 +148,7 @@ def layer_ops(rotary: RotaryTables, shape: HeadShape, eps: float, dtype: torch.d
         from rlhfuse.models.stack.cuda_ops import CudaOps  # Triton is not for runs on the CPU
 
         return CudaOps(rotary, shape, eps, device)
-    kind = CpuOps if device.type == "cpu" and dtype == torch.float32 else TorchOps
+    kind = CpuOps if dtype == torch.float32 else TorchOps
     return kind(rotary, shape, eps, device)
 
 

@@ -22,13 +22,15 @@ from rlhfuse.simulator.lengths import SampleLengths
 @dataclass(frozen=True)
 class Rooflines:
     """A roofline for each task: shapes of models, and rates of a rank. `recompute` and `sequence_parallel` are of
-    training; `switch_sums`: tensor ranks add up in the NVLink switch where there is one."""
+    training; `switch_sums`: tensor ranks add up in the NVLink switch where there is one; `by_token`: a token's loss
+    depends on no other."""
 
     specs: Mapping[Role, ModelSpec]
     hardware: HardwareSpec
     cores: SharedCores
     element_bytes: int
     switch_sums: bool
+    by_token: bool
     recompute: Recompute
     sequence_parallel: bool
 
@@ -42,6 +44,7 @@ class Rooflines:
             cores,
             trainer.element_bytes,
             switch_sums=run.config.rollout.all_reduce != "nccl",
+            by_token=run.config.algorithm.policy_loss.by_token,
             recompute=known(trainer.recompute, "none"),
             sequence_parallel=parallel.sequence_parallel is True,
         )
@@ -59,7 +62,7 @@ class Rooflines:
             task.role.scalar_head,
             sequence_parallel=task.training and self.sequence_parallel,
             recompute=self.recompute if task.training else "none",
-            kernels=Kernels.on(self.hardware, self.switch_sums),
+            kernels=Kernels.on(self.hardware, self.switch_sums, self.by_token),
         )
 
     def job_cost(self, costs: Mapping[str, AnalyticCost], world_size: int, lengths: SampleLengths) -> JobCost:

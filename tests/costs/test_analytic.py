@@ -18,7 +18,7 @@ from rlhfuse.costs.forms.roofline import forward_seconds
 from rlhfuse.costs.hardware import at_speed, hardware_by_name, known_hardware
 from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
 from rlhfuse.costs.kernels import CPU_KERNELS, Kernels
-from rlhfuse.models.logprobs import linear_logprobs
+from rlhfuse.models.logprobs import linear_logprobs, linear_loss
 
 LLAMA_13B = ModelSpec("llama", 40, 5120, 40, 40, 128, 13824, 32000, 4096)
 H800 = hardware_by_name("h800")
@@ -162,8 +162,21 @@ def test_the_loss_is_planned_with_the_tiles_that_it_has():
         linear_logprobs.LINE_BYTES,
         linear_logprobs.LOGIT_BYTES,
     )
+    for name in ("LOGITS_BYTES", "GRADIENT_BYTES", "FLOAT_BYTES"):
+        assert getattr(model_memory, name) == getattr(linear_loss, name)
     for tokens in (1000, 100_000):
         assert cost("d1t1p1").memory.loss_bytes(tokens) - 4 * tokens * LLAMA_13B.hidden <= 1 << 30
+
+
+def test_logits_are_multiplied_once_where_a_token_has_a_loss_of_its_own():
+    """On a GPU 6 THV, all of it in the forward; else 8, of which 6 backwards. A CPU keeps logits, and has 6."""
+    for name, by_token, parts in (("h100", True, (3, 0)), ("h100", False, (1, 3)), ("cpu", True, (1, 2))):
+        machine = known_hardware()[name]
+        kernels = replace(Kernels.on(machine, True, by_token), tile_forward_bytes=0, tile_backward_bytes=0)
+        kernels = replace(kernels, head_gradient_sum_bytes=0)
+        made = AnalyticCost(LLAMA_13B, ParallelLayout(1, 1, 2), machine, 2, kernels=kernels)
+        head, ends = made.head_seconds(10_000), made.stage_seconds(MicrobatchTokens(10_000, 1, 10_000)).ends[-1]
+        assert ends == pytest.approx([part * head + machine.pass_seconds for part in parts])
 
 
 def test_forwards_alone_hold_a_layer_and_what_is_around_it():

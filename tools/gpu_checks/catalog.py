@@ -107,14 +107,13 @@ def _rest() -> Iterator[Check]:
 
 
 def _basics(kind: str) -> Iterator[Check]:
-    yield _check(f"varlen_attention_{kind}", "generation:check_varlen", 2, kind=kind, small=True)
     for block in (16, 48, 256):
         sizes: dict[str, Any] = {"kind": kind, "block_tokens": block, "small": True}
         yield _check(f"paged_attention_{kind}_{block}", "generation:check_paged", 5, **sizes)
         if block != 48:
             yield _check(f"engine_{kind}_{block}", "generation:check_engine", 4, **sizes)
     yield _check(f"linear_logprobs_{kind}", "layers:check_linear_logprobs", 3, kind=kind, small=True)
-    yield _triton(f"training_kernels_{kind}", "layers:check_training_kernels", 3, kind=kind)
+    yield _check(f"training_kernels_{kind}", "layers:check_training_kernels", 3, kind=kind, small=True)
     yield _triton(f"layer_kernels_{kind}", "layers:check_layer_kernels", 3, kind=kind)
     yield _check(f"accumulation_{kind}", "layers:check_accumulation", 3, kind=kind, small=True)
     yield _check(f"graphs_{kind}", "generation:check_graphs", 6, kind=kind, small=True)

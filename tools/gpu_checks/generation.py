@@ -11,8 +11,7 @@ from gpu_checks.bench import DTYPES, Bench
 from gpu_checks.result import TOLERANCE, relative, require
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.models.attention.backends import choose_paged, varlen_attention
-from rlhfuse.models.attention.packed.sequences import SequenceBorders
+from rlhfuse.models.attention.backends import choose_paged
 from rlhfuse.models.attention.paged.cache import CacheShape, PagedQueries
 from rlhfuse.models.attention.paged.flashinfer import obstacle as flashinfer_obstacle
 
@@ -24,28 +23,6 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offse
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
     ahead = torch.arange(k.shape[0])[None] > torch.arange(q.shape[0])[:, None] + offset
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), v)
-
-
-def check_varlen(bench: Bench, kind: str) -> dict:
-    """Packed attention and its gradients against the formula, sequence by sequence."""
-    device, dtype = bench.where, DTYPES[kind]
-    generator = torch.Generator().manual_seed(2)
-    lengths, heads, kv_heads, dim = (5, 1, 64, 130), 8, 2, 64
-    borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    plain = [torch.randn(sum(lengths), h, dim, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads)]
-    weight = torch.randn(sum(lengths), heads, dim, generator=generator)
-    q, k, v = there = [x.to(device).detach().clone().requires_grad_(True) for x in plain]
-    still = torch.ones(max(lengths), dim // 2, device=device), torch.zeros(max(lengths), dim // 2, device=device)
-    out = varlen_attention(q, k, v, still, SequenceBorders.of(lengths, device))
-    (out.float() * weight.to(device)).sum().backward()
-    here = [x.detach().double().clone().requires_grad_(True) for x in plain]
-    ends = borders.tolist()
-    q, k, v = here
-    wanted = torch.cat([reference_attention(q[a:b], k[a:b], v[a:b], 0) for a, b in zip(ends, ends[1:])])
-    (wanted * weight).sum().backward()
-    errors = {"forward": relative(out, wanted)}
-    errors |= {name: relative(a.grad, b.grad) for name, a, b in zip(("dq", "dk", "dv"), there, here)}
-    return require(max(errors.values()) < TOLERANCE[dtype], errors)
 
 
 def check_paged(bench: Bench, kind: str, block_tokens: int, library: str | None = None) -> dict:

@@ -130,7 +130,7 @@ class _LinearLogprobs(torch.autograd.Function):
             for columns in settings.limits.tiles(part, settings.shard.columns):
                 logits = product(part, weight[columns].t())
                 where = local[rows] - columns.start
-                gradient = tile_gradient(logits, where, settings.temperature, *given, dtype=x.dtype)
+                gradient = tile_gradient(logits, where, settings.temperature, *given, x.new_empty(logits.shape))
                 del logits
                 add_product(total, gradient, weight[columns])
                 if dweight is not None:

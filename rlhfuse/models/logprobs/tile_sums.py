@@ -45,13 +45,12 @@ def tile_gradient(
     entropy_R: Tensor,
     by_logprob_R: Tensor,
     by_entropy_R: Tensor | None,
-    *,
-    dtype: torch.dtype,
+    out_RW: Tensor,
 ) -> Tensor:
-    """Gradient [R, W] of the logits in `dtype`, which are overwritten: (target - p) dl - p (log p + entropy) dh."""
+    """Gradient [R, W] of the logits, which are overwritten, in `out`: (target - p) dl - p (log p + entropy) dh."""
     if logits_RW.is_cuda:
         given = log_total_R, entropy_R, by_logprob_R, by_entropy_R
-        return _kernels().tile_gradient(logits_RW, targets_R, temperature, *given, dtype=dtype)
+        return _kernels().tile_gradient(logits_RW, targets_R, temperature, *given, out_RW)
     z = logits_RW.div_(temperature).sub_(log_total_R[:, None])
     inside, place = _inside(targets_R, z.shape[1])
     down = by_logprob_R[:, None] / temperature
@@ -60,7 +59,7 @@ def tile_gradient(
     else:
         share = z.exp()
         z.add_(entropy_R[:, None]).mul_(by_entropy_R[:, None] / temperature).add_(down).mul_(share).neg_()
-    return z.scatter_add_(1, place, torch.where(inside[:, None], down, 0.0)).to(dtype)
+    return out_RW.copy_(z.scatter_add_(1, place, torch.where(inside[:, None], down, 0.0)))
 
 
 def _kernels() -> Any:

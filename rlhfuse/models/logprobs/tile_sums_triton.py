@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -82,15 +81,13 @@ def tile_gradient(
     entropy_R: Tensor,
     by_logprob_R: Tensor,
     by_entropy_R: Tensor | None,
-    *,
-    dtype: torch.dtype,
+    out_RW: Tensor,
 ) -> Tensor:
-    """Gradient [R, W] of the logits in `dtype`."""
+    """Gradient [R, W] of the logits, written to `out`, which is contiguous."""
     rows, width = logits_RW.shape
-    out = torch.empty(logits_RW.shape, dtype=dtype, device=logits_RW.device)
     given = log_total_R, entropy_R, by_logprob_R, by_logprob_R if by_entropy_R is None else by_entropy_R
     size: Any = dict(ENTROPY=by_entropy_R is not None, BLOCK=BLOCK, num_warps=8)
     if rows:
         grid = rows, triton.cdiv(width, BLOCK)
-        _gradient[grid](logits_RW, targets_R, *given, out, width, temperature, **size)
-    return out
+        _gradient[grid](logits_RW, targets_R, *given, out_RW, width, temperature, **size)
+    return out_RW

@@ -84,40 +84,34 @@ class FlatStack(torch.nn.Module):
 
     def run(self, x_T1C: Tensor, sequences: SequenceBorders, kept: list[Any] | None) -> Tensor:
         """The layers without a graph; `kept` gets what `pull` needs."""
-        ops, x, delta = self.ops, x_T1C.view(-1, x_T1C.shape[-1]), None
-        batch, full = ops.batch(sequences), self.recompute == "full"
+        ops, batch, full = self.ops, self.ops.batch(sequences), self.recompute == "full"
+        stream: list[Tensor | None] = [x_T1C.view(-1, x_T1C.shape[-1]), None]
         for layer in self.flat:
             if kept is not None and full:
-                x, delta = x if delta is None else ops.add(x, delta), None
-                kept.append(x)
-            x, delta = self._layer(layer, x, delta, batch, None if full else kept)
-        return x_T1C if delta is None else ops.add(x, delta).view(x_T1C.shape)
+                stream = [_added(ops, stream), None]
+                kept.append(stream[0])
+            stream = self._layer(layer, stream, batch, None if full else kept)
+        return _added(ops, stream).view(x_T1C.shape)
 
-    def _layer(
-        self, layer: FlatLayer, x: Tensor, delta: Tensor | None, batch: Any, kept: list[Any] | None
-    ) -> tuple[Tensor, Tensor]:
-        """(the residual stream before the MLP, the MLP's part of it) of x + delta, [T, C] each."""
-        x, delta = self._attention(layer, x, delta, batch, kept)
+    def _layer(self, layer: FlatLayer, stream: list[Any], batch: Any, kept: list[Any] | None) -> list[Any]:
+        """[the residual stream before the MLP, the MLP's part of it], of those before [T, C], which it takes out."""
+        stream = self._attention(layer, stream, batch, kept)
         ops, remade = self.ops, self.recompute == "selective"
-        x, normed, norm = ops.norm(x, delta, layer.proj.bias, layer.mlp_norm)
-        del delta
+        x, normed, norm = ops.norm(stream.pop(0), stream.pop(), layer.proj.bias, layer.mlp_norm)
         out, inner = layer.mlp.forward(self._whole(normed), ops, remade)
         if kept is not None:
             kept.append(KeptMlp(x, None if remade else normed, norm, inner))
-        del normed, inner
-        return x, self._summed(out)
+        return [x, self._summed(out)]
 
-    def _attention(
-        self, layer: FlatLayer, x: Tensor, delta: Tensor | None, batch: Any, kept: list[Any] | None
-    ) -> tuple[Tensor, Tensor]:
+    def _attention(self, layer: FlatLayer, stream: list[Any], batch: Any, kept: list[Any] | None) -> list[Any]:
         ops = self.ops
-        x, normed, norm = ops.norm(x, delta, None, layer.input_norm)
+        x, normed, norm = ops.norm(stream.pop(0), stream.pop(), None, layer.input_norm)
         q, k, v, heads = ops.split(ops.linear(self._whole(normed), *layer.qkv), layer.head_norms, batch)
         out, attended = ops.attend(q, k, v, batch)
         if kept is not None:
             normed = None if self.recompute == "selective" else normed
             kept.append(KeptAttention(x, normed, norm, q, k, v, heads, out, attended))
-        return x, self._summed(ops.linear(out, layer.proj.weight))
+        return [x, self._summed(ops.linear(out, layer.proj.weight))]
 
     def pull(self, gradient_T1C: Tensor, sequences: SequenceBorders, kept: list[Any]) -> Tensor:
         """The gradient of `run`'s input, of that of its output; empties `kept`."""
@@ -125,7 +119,7 @@ class FlatStack(torch.nn.Module):
         batch = self.ops.batch(sequences)
         for layer in reversed(self.flat):
             if self.recompute == "full":
-                self._layer(layer, kept.pop(), None, batch, kept)
+                self._layer(layer, [kept.pop(), None], batch, kept)
             d = self._mlp_backward(layer, d, kept.pop())
             d = self._attention_backward(layer, d, kept, batch)
         return d.view(gradient_T1C.shape)
@@ -212,6 +206,11 @@ class FlatStack(torch.nn.Module):
             return x, dist.all_reduce(x, group=self._group, async_op=True)
         total = x.new_empty(len(x) // self._ranks, x.shape[1])
         return total, dist.reduce_scatter_tensor(total, x, group=self._group, async_op=True)
+
+
+def _added(ops: TorchOps, stream: list[Any]) -> Tensor:
+    x, delta = stream
+    return x if delta is None else ops.add(x, delta)
 
 
 class _Stack(torch.autograd.Function):

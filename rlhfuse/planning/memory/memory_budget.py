@@ -405,7 +405,7 @@ class _Needs:
         parts = list(zip(self._trained, places))
         resident = sum(model.weights_bytes(place) for model, place in parts)
         optimizer = sum(model.optimizer_bytes(place) for model, place in parts)
-        gradients = sum(model.gradient_bytes(place) for model, place in parts)
+        gradients = sum(model.gradient_bytes(place) + model.head_sum_bytes() for model, place in parts)
         standing = int(self._gathering + self._rotations)
         standing += int(sum(model.receiving_bytes(self.microbatch_tokens, place) for model, place in parts))
         inputs = sum(self._inputs // model.layout.dp for model, _ in parts)

@@ -188,7 +188,7 @@ def list_operations(
     What decides are times `pace` (1 or 0) times as long, and `earliest`; the orders run without waiting for the latter,
     and their ends are kept beside. An operation wakes its node when it is its lane's next, its input is there and its
     `earliest` has come; so does the end of the one before. One that was refused is refused until its node has run
-    another: nothing that happens elsewhere helps it, unless a B takes memory (draining.py).
+    another: nothing elsewhere helps it, unless a B takes memory (draining.py). With any left out, makespan is infinite.
     """
     n, nodes, capped = len(sequence), len(s.free), np.isfinite(caps).any()
     s.done[:] = 0
@@ -213,7 +213,6 @@ def list_operations(
         count = heap_pop(s.heap_key, s.heap_item, count)
         if now < s.free[node]:
             continue
-        s.blocked[node] = -1
         stamp = s.place[node] + releases
         best = _next_on(t, lanes, rules, s, node, now, stamp)
         while capped and best >= 0 and t.memory[best] > 0:
@@ -225,6 +224,7 @@ def list_operations(
             continue
         lane = t.lane[best]
         s.done[lane] += 1
+        s.blocked[node] = -1
         s.held[lanes.stage[lane]] += lanes.takes[lane]
         s.level[node] += t.memory[best]
         if capped and lanes.takes[lane] > 0:
@@ -258,7 +258,7 @@ def list_operations(
                 if s.blocked[other] >= 0:
                     count = heap_push(s.heap_key, s.heap_item, count, now, s.blocked[other])
                     s.blocked[other] = -1
-    return makespan, peak
+    return (makespan if s.done.sum() == n else np.inf), peak
 
 
 @njit(cache=True)

@@ -1,25 +1,13 @@
 """Log-probabilities and entropies from hidden states by tiles: against float64, over tensor ranks, and in memory."""
 
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from testkit.output_layer import HIDDEN, PADDED, ROWS, Peak, alone, drawn
 
 POOL_RANKS = 2
 
-ROWS, HIDDEN, PADDED = 37, 24, 208
 SMALL = (10 * ROWS * 64, 4 * HIDDEN * 70)  # several tiles, one chunk
 SMALLER = (10 * 11 * 64, 4 * HIDDEN * 11)  # several chunks, tiles of one column
-
-
-def drawn(vocab: int):
-    generator = torch.Generator().manual_seed(3)
-    x, weight = torch.randn(ROWS, HIDDEN, generator=generator), torch.randn(PADDED, HIDDEN, generator=generator)
-    weight[vocab:] = 1e4  # would win every softmax
-    targets = torch.randint(0, vocab, (ROWS,), generator=generator)
-    targets[:2] = torch.tensor([0, vocab - 1])
-    return x, weight, targets, torch.randn(2, ROWS, generator=generator)
 
 
 def reference(vocab: int, temperature: float, dtype: torch.dtype, entropy_graph: bool) -> list[torch.Tensor]:
@@ -31,13 +19,6 @@ def reference(vocab: int, temperature: float, dtype: torch.dtype, entropy_graph:
     picked = logprobs.gather(1, targets[:, None])[:, 0]
     ((picked * upstream[0]).sum() + (entropy * upstream[1]).sum() * entropy_graph).backward()
     return [picked.detach(), entropy.detach(), x.grad, weight.grad]
-
-
-def alone(rank: int):
-    """A group of this rank."""
-    import torch.distributed as dist
-
-    return dist.new_group([rank], use_local_synchronization=True)
 
 
 def ours(rank: int, world: int, vocab: int, temperature: float, dtype, entropy_graph: bool, limits, main: bool):
@@ -94,36 +75,6 @@ def test_values_and_gradients_against_float64(workers, world, vocab, temperature
         limit = 1e-5 if name in ("logprob", "entropy") else bound
         assert (got - want).abs().max() <= limit * want.abs().max(), name
     assert not found[0][3][vocab:].any(), "padding has a gradient"
-
-
-class Peak(TorchDispatchMode):
-    """Bytes of the storages that are made under it and live at once, at most; views of `given` tensors are not."""
-
-    def __init__(self, *given: torch.Tensor) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._seen = {tensor.untyped_storage()._cdata for tensor in given}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return made
-
-    def _count(self, storage) -> None:
-        key = storage._cdata
-        if key in self._seen:
-            return
-        size = storage.nbytes()
-        self._seen.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._free, key, size)
-
-    def _free(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.live -= size
 
 
 def peak_bytes(rank: int, rows: int, hidden: int, vocab: int, trains: bool) -> tuple[int, int]:

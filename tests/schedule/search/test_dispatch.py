@@ -146,6 +146,22 @@ def test_under_caps_whatever_the_rules_all_is_placed_and_fits(seed):
         check_found(dispatcher.graph, solution)
 
 
+def test_what_is_refused_twice_in_a_row_still_waits_for_memory_elsewhere():
+    """Two interleaved actors of 8 nodes each, whose W keeps more than F took, and a critic over all 16."""
+    caps = [42289, 41936, 42313, 42673, 42745, 42817, 42817, 41394, 42001, 42152, 42224, 42152, 42308, 42745, 42745]
+    ends: dict[str, tuple] = dict(forward=(*[12311] * 15, 13127), backward=(14506, *[13810] * 14, 16968))
+    ends |= dict(activation=(1838,) * 16, weight_gradient=(11655,) * 16, weight_activation=(2376,) * 16)
+    actors = [Pipeline(f"actor.{k}", "actor", (*range(8 * k, 8 * k + 8),) * 2, 13, **ends) for k in range(2)]
+    down = (*reversed(range(16)),) * 2
+    critic = Pipeline("critic", "critic", down, 26, (6154,) * 32, (13016, *[12321] * 31), (919,) * 32)
+    dispatcher = dispatcher_of(FusionProblem(16, (*actors, critic), 3127, (*caps, 40844), 0))
+    first = [3.0 * (lane.pipeline == 2) + "FBW".index(lane.kind.value) for lane in dispatcher.graph.lanes]
+    numbers = [np.arange(lane.microbatches) / dispatcher.graph.size for lane in dispatcher.graph.lanes]
+    turn = np.array(first)[dispatcher.graph.lane] + np.concatenate(numbers)
+    rules = Rules(turn, dispatcher.any_time, dispatcher.any_window, dispatcher.unreserved)
+    check_found(dispatcher.graph, dispatcher.dispatch(rules))
+
+
 @examples(40)
 @given(st.integers(0, 10**6))
 def test_caps_that_hold_everything_change_nothing(seed):

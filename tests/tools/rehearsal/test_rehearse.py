@@ -175,7 +175,7 @@ def test_no_kernel_is_compiled_in_the_middle_of_a_program(programs, tmp_path):
     asked += ["parallel.actor_train=d1t1p2", "parallel.critic_train=d1t1p2"]
     draft = rehearsal_draft(load_config(run_yaml, asked), 2)
     found = rehearse(run_yaml, asked, make_plan(draft), 1, ("training",), print)
-    assert found["launches"]["_turn"] > 0 and found["problems"] == {}
+    assert found["launches"]["join_kernel"] > 0 and found["problems"] == {}
 
 
 def test_losses_of_whole_samples_and_measured_entropies_wait_for_no_host(programs, tmp_path):
