@@ -18,7 +18,7 @@ from typing import Any
 
 from null_device.device import install
 
-LENGTHS, ROUNDS, WARM = [512] * 4, 30, 10
+LENGTHS, TIMES, WARM = [512] * 4, 30, 10
 checkout, layers = Path(sys.argv[1]), int(sys.argv[2])
 sys.path[:0] = [str(checkout), str(checkout / "tools")]
 library: Any = install()
@@ -53,7 +53,9 @@ class Side:
 
     def __init__(self) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore
-        stage_bench.randomise = ModelOptimizer.release_gradients = lambda _: None  # there are no numbers, and no memory
+        stage_bench.randomise = ModelOptimizer.release_gradients = lambda self: (
+            None
+        )  # there are no numbers, and no memory
         made = stage_bench.MiddleStage("8b", layers, NullBench("cuda", Path(tempfile.gettempdir()), None))  # pyright: ignore
         self.stage, self.batch = made.stage, made.batch(LENGTHS)
         self.shape: Any = self.stage.hidden_shape(len(self.batch))
@@ -68,7 +70,7 @@ class Side:
     def times(self) -> dict[str, list[int]]:
         """Nanoseconds of all threads."""
         clock, found = time.process_time_ns, {"forward": [], "backward": [], "scoring": []}
-        for round in range(WARM + ROUNDS):
+        for round in range(WARM + TIMES):
             marks = [clock()]
             out = self.forward()
             marks.append(clock())

@@ -28,7 +28,8 @@ def install() -> Any:
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None, "torch is installed"
     torch_folder, folder = Path(spec.origin).parent, _compiled(Path(spec.origin).parent)
-    os.environ.update(TRITON_LIBCUDA_PATH=str(folder))
+    os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+    os.environ.pop("TRITON_INTERPRET", None)  # which tests set
     ctypes.CDLL(str(torch_folder / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
     library, _ = (ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL) for name in ("libnull.so", "libcuda.so.1"))
     library.null_launches.restype = ctypes.c_int64

@@ -60,13 +60,12 @@ def join_kernel(
     visible = columns < half
     queries, key = (rows < heads)[:, None] & visible[None, :], (rows == heads)[:, None] & visible[None, :]
     at, k_at = rows[:, None] * dim + columns[None, :], rows[:, None] * 0 + columns[None, :]
+    sums, sums_second = tl.zeros((BLOCK_H, BLOCK_D), tl.float32), tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     if NORM:
         w = tl.load(q_norm + k_at, mask=queries, other=0.0).to(tl.float32)
         w += tl.load(k_norm + k_at, mask=key, other=0.0).to(tl.float32)
         w_second = tl.load(q_norm + half + k_at, mask=queries, other=0.0).to(tl.float32)
         w_second += tl.load(k_norm + half + k_at, mask=key, other=0.0).to(tl.float32)
-        sums = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-        sums_second = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     for token in range(part * each, tl.minimum((part + 1) * each, tokens)):
         place = (token * groups + group) * dim
         d = tl.load(dq + place * heads + at, mask=queries, other=0.0).to(tl.float32)

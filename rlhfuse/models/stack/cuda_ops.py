@@ -56,7 +56,7 @@ class CudaOps(TorchOps):
             lambda width, again: Handle(swiglu_backward_kernel, 2, width=width, AGAIN=again, COLUMNS=COLUMNS)
         )
 
-    linear = staticmethod(F.linear)
+    linear = staticmethod(F.linear)  # pyright: ignore[reportAssignmentType]  without a call of ours around it
 
     def norm(self, x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor, Any]:
         rows, size = x.shape
@@ -145,5 +145,5 @@ class CudaOps(TorchOps):
     def add_product(self, weight: Tensor, gradient: Tensor, x: Tensor) -> None:
         if x.dtype is torch.float32:
             return super().add_product(weight, gradient, x)
-        total = main_grad(weight)
+        total: Any = weight.main_grad  # pyright: ignore[reportAttributeAccessIssue]  as main_grad(), a call less
         torch.addmm(total, gradient.t(), x, out_dtype=torch.float32, out=total)
