@@ -16,7 +16,7 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens
+from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.machine import SharedCores
@@ -167,6 +167,12 @@ class PlanDraft:
         """In a paced run whose costs its work lasts for, else ''."""
         costs, stretch = self.costs, self.run.config.trainer.pace_stretch
         return f"{costs.models}, x{stretch:g}" if isinstance(costs, PacedCost) else ""
+
+    @property
+    def training_costs(self) -> dict[str, TrainingCost]:
+        """By role that trains."""
+        trained = [(task.role, self.analytic[task.name]) for task in self.tasks if task.training]
+        return {role: self.costs.training_cost(role, cost) for role, cost in trained}
 
     @property
     def step_seconds(self) -> float:

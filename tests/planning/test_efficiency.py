@@ -104,7 +104,9 @@ def test_the_figures_are_what_a_reader_works_out(sizes):
     decode = use.uses[0].decode
     assert decode.bytes == pytest.approx(read)
     sums = max(5e-6, 1.5 * 192 * 4096 * 2 / 120e9)  # of two ranks by the switch
-    step = read / (0.8 * sheet.memory_bandwidth) + 32 * (9 * 1.5e-6 + 2 * sums) + 192 * 128256 / 2 * 8 / 2.68e12
+    layer, rate = spec.layer_parameters / 2, 0.8 * sheet.memory_bandwidth
+    products = 32 * (max(2 * layer * 192 / (0.5 * sheet.flops), 2 * layer / rate) - 2 * layer / rate)  # beside reading
+    step = read / rate + products + 32 * (9 * 1.5e-6 + 2 * sums) + 192 * 128256 / 2 * 8 / 2.68e12
     assert decode.seconds == pytest.approx(step, rel=1e-3)
     assert use.hbm_share(use.uses[0]) == pytest.approx(read / (sheet.memory_bandwidth * step), rel=1e-3)
 
@@ -145,19 +147,23 @@ def test_seconds_of_training_are_products_bytes_and_all_reduces():
 
 
 def test_what_was_measured_of_few_tokens_and_of_launches_backwards_counts():
-    """A layer on one rank, of 16 tokens and of 4096; without it the floor of a backward is two forwards'."""
+    """A layer on one rank, and its launches; where those backwards were not measured they are two forwards'."""
     spec = ModelSpec("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192)
     machine = replace(hardware_by_name("h200"), launch_seconds=1e-3)
 
-    def layer(tokens: int, **measured: float) -> tuple[float, float]:
-        hardware = replace(machine, **measured)
-        made = AnalyticCost(spec, ParallelLayout.parse("d1t1p4"), hardware, 2, kernels=Kernels())
-        return made.stage_seconds(MicrobatchTokens(tokens, 1, 0)).layer
+    def cost(**changes) -> AnalyticCost:
+        hardware = replace(machine, **{key: value for key, value in changes.items() if key != "recompute"})
+        again = changes.get("recompute", "none")
+        return AnalyticCost(spec, ParallelLayout.parse("d1t1p4"), hardware, 2, kernels=Kernels(), recompute=again)
 
-    (forward, backward), same = layer(16), layer(16, backward_launch_seconds=2e-3)
-    assert (forward, backward) == same and backward > 2e-3
-    shorter = layer(16, backward_launch_seconds=1.5e-3)
-    assert shorter == pytest.approx((forward, backward - 0.5e-3))
+    def layer(tokens: int, **measured: float) -> tuple[float, float]:
+        return cost(**measured).stage_seconds(MicrobatchTokens(tokens, 1, 0)).layer
+
+    assert layer(16) == layer(16, launch_seconds=0.0) and sum(layer(16)) < 3e-3  # the device alone
+    assert cost().host_seconds == pytest.approx((8 * 3e-3,) * 4)
+    assert cost(backward_launch_seconds=1.5e-3).host_seconds == pytest.approx((8 * 2.5e-3,) * 4)
+    assert cost(recompute="full").host_seconds == pytest.approx((8 * 4e-3,) * 4)
+    assert replace(cost(), hardware=hardware_by_name("cpu")).host_seconds == (0,) * 4  # its layers take turns
     (forward, backward), slower = layer(4096), layer(4096, half_rate_tokens=300)
     more = 2 * spec.layer_parameters * 300 / machine.flops  # a product of 4096 tokens takes as long as one of 4396
     assert slower == pytest.approx((forward + more, backward + 2 * more))
