@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -253,7 +254,8 @@ def host_limits(draft: PlanDraft) -> tuple[str, ...]:
     """Of which tasks a GPU's host is the limit, and from how many tokens of a forward on it is not."""
     if not isinstance(draft.costs, JobCost) or not draft.inputs.hardware.device.own_memory:
         return ()
-    told, micro_of = [], partial(equal_microbatch, draft.inputs.drawn, draft.batch, draft.training.likeliest)
+    told: dict[str, list[str]] = defaultdict(list)
+    micro_of = partial(equal_microbatch, draft.inputs.drawn, draft.batch, draft.training.likeliest)
     usual, generation = micro_of(draft.ranks.shape.shares[0]), draft.analytic["generation"].layout
     for task in draft.tasks:
         cost, ways = draft.analytic[task.name], 2 if task.training else 1
@@ -266,10 +268,9 @@ def host_limits(draft: PlanDraft) -> tuple[str, ...]:
         if task.name != "generation" and (least := bisect_left(range(MOST_TOKENS), True, key=hidden)):
             has = draft.run.config.rollout.max_batched_tokens * cost.layout.tp / generation.tp
             has = micro_of(draft.ranks.shape.share(task.role)).tokens if task.training else has
-            told.append(f"{task.name} {least:,} (has {has:,.0f}{': the limit' if has < least else ''})")
-    if not told:
-        return ()
-    return (f"host: its launches are the limit below so many tokens of a micro-batch or pack: {', '.join(told)}",)
+            told[f"{least:,} (has {has:,.0f}{': the limit' if has < least else ''})"].append(task.name)
+    every = "; ".join(f"{', '.join(names)} {tokens}" for tokens, names in told.items())
+    return (f"host: its launches are the limit below so many tokens of a forward: {every}",) if told else ()
 
 
 def of_keeping(memory: MemoryBudget, activations: Sequence[float]) -> tuple[str, ...]:

@@ -113,6 +113,16 @@ def test_a_luckier_order_in_less_room_is_not_priced_as_faster():
     assert (made.fused, made.serial) == (whole.fused, whole.serial)
 
 
+def test_a_rank_trains_no_faster_than_its_host_launches():
+    """Each node has two of the actor's four layers, and all of one of the critic's pipelines."""
+    draft = SearchCase(auto_config(trainer__hardware="h100"), SPECS, 4, None).setting.draft(TABLE)
+    layer = 2 * 0.001981798 + 0.001948997  # a forward runs again
+    counts = {p.model: p.microbatches for p in draft.training.problem.pipelines}
+    hosts = layer * (2 * counts["actor"] + 4 * counts["critic"])
+    assert minibatch_seconds(draft, lambda rung: 0.0) == pytest.approx(hosts)
+    assert minibatch_seconds(draft, lambda rung: 1e3) == pytest.approx(1e3)
+
+
 def test_an_order_by_rule_is_priced_as_it_is(monkeypatch):
     """Where no host is slower than the device."""
     fast = replace(hardware_by_name("h100"), launch_seconds=0.0, backward_launch_seconds=0.0)
