@@ -99,9 +99,9 @@ class AnalyticCost:
         """The same of a prefill, whose layers the engine launches: on a CPU as those of a decode step are."""
         hardware = self.hardware
         starts = hardware.decode_layer_seconds if hardware.device.in_turns else hardware.prefill_launch_seconds
-        if not starts:
-            own = self.kernels.prefill_seconds(hardware.recorded_launch_seconds) if self.kernels else 0.0
-            starts = min(own or hardware.launch_seconds, hardware.launch_seconds)
+        if not starts:  # recording launches a step twice, plainly and into the graph
+            launches = self.kernels.layer_launches * hardware.recorded_launch_seconds / 2 if self.kernels else 0.0
+            starts = min(launches or hardware.launch_seconds, hardware.launch_seconds)
         return self.roofline._replace(floor=starts, passed=0.0)
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
@@ -177,8 +177,9 @@ class AnalyticCost:
 
     @property
     def host_seconds(self) -> tuple[float, ...]:
-        again = self.hardware.launch_seconds if self.recompute == "full" else 0.0
-        layer = self.hardware.launch_seconds + self._backward_launches + again if self._launched_ahead else 0.0
+        """Of each stage, in which a GPU's host launches a micro-batch's layers, both ways, beside the device."""
+        forward, backward = self._launches
+        layer = backward + forward * (2 if self.recompute == "full" else 1) if self._launched_ahead else 0.0
         return tuple(len(layers) * layer for layers in self.layout.stage_layers(self.spec.layers))
 
     @property
@@ -186,15 +187,10 @@ class AnalyticCost:
         return self.kernels is not None and not self.hardware.device.in_turns
 
     @property
-    def _backward_launches(self) -> float:
-        """A layer backwards; as many as forwards on a CPU, and twice that on a GPU where they were not measured."""
-        launches = self.hardware.launch_seconds * (1 if self.hardware.device.in_turns else BACKWARD_OVER_FORWARD)
-        return self.hardware.backward_launch_seconds or launches
-
-    def _training_layer(self, tokens: float, sequences: float, launches: float) -> float:
-        """A layer's forward, launched in so many seconds."""
-        floor = 0.0 if self._launched_ahead else launches
-        return roofline.layer_seconds(self.roofline._replace(floor=floor), tokens, sequences)
+    def _launches(self) -> tuple[float, float]:
+        """Of a layer's forward and backward; where this was not measured as long on a CPU, and twice on a GPU."""
+        forward, times = self.hardware.launch_seconds, 1 if self.hardware.device.in_turns else BACKWARD_OVER_FORWARD
+        return forward, self.hardware.backward_launch_seconds or times * forward
 
     def stage_costs(
         self,
@@ -218,10 +214,10 @@ class AnalyticCost:
         """One micro-batch, of a layer and of the ends."""
         tokens, sequences, outputs = micro
         hardware, passed = self.hardware, self.hardware.pass_seconds
-        layer = self._training_layer(tokens, sequences, hardware.launch_seconds)
-        head = self.head_seconds(outputs)
+        head, (launches, back) = self.head_seconds(outputs), (0.0, 0.0) if self._launched_ahead else self._launches
+        floored = [self.roofline._replace(floor=floor) for floor in (launches, back / BACKWARD_OVER_FORWARD)]
+        layer, once = (roofline.layer_seconds(one, tokens, sequences) for one in floored)
         again = layer if self.recompute == "full" else 0.0
-        once = self._training_layer(tokens, sequences, self._backward_launches / BACKWARD_OVER_FORWARD)
         backward, head_backward = BACKWARD_OVER_FORWARD * once + again, BACKWARD_OVER_FORWARD * head
         table = 0.0
         if kernels := self.kernels:

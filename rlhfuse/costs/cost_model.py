@@ -85,12 +85,6 @@ class TrainingCost(Protocol):
         """Whether the parts of a split backward have a price."""
         ...
 
-    @property
-    def host_seconds(self) -> tuple[float, ...]:
-        """Of each stage, in which the host of a GPU launches a micro-batch's layers, both ways, beside the device; 0
-        where `stage_seconds` has them."""
-        ...
-
     def stage_seconds(self, micro: MicrobatchTokens) -> StageSeconds:
         """Seconds of one micro-batch, of a layer and of the ends."""
         ...

@@ -52,10 +52,6 @@ class Kernels:
         launches = spec.layers * (self.layer_launches + sums) + self.step_launches + sums
         return self.recording_seconds + launches * launch_seconds
 
-    def prefill_seconds(self, launch_seconds: float) -> float:
-        """Of the host for a layer of a prefill, where recording takes so long for each launch: it launches twice."""
-        return self.layer_launches * launch_seconds / 2
-
     def forward_bytes(self, spec: ModelSpec, hidden: float, tp: int, element_bytes: int) -> float:
         queries, keys = spec.heads * spec.head_dim / tp, spec.kv_heads * spec.head_dim / tp
         return element_bytes * (10 * hidden + 4 * queries + 4 * keys + 3 * spec.mlp / tp)

@@ -19,7 +19,6 @@ from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.base.remembered import remembered
 from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.config.spec import HardwareSpec
-from rlhfuse.costs.cost_model import TrainingCost
 from rlhfuse.costs.hardware import at_speed, slowed
 from rlhfuse.costs.measured import MeasuredRatios, Work
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
@@ -168,10 +167,10 @@ class SharedCores:
         return replace(at_speed(core, self._alone), step_waiting=self.waiting)
 
     def least_time(
-        self, problem: FusionProblem, shape: FusedShape, costs: Mapping[str, TrainingCost], tick_seconds: float
+        self, problem: FusionProblem, shape: FusedShape, host: Mapping[str, Sequence[float]], tick_seconds: float
     ) -> Number:
         """Ticks that no order of a problem undercuts: the work of all ranks of a machine over its cores, and what a
-        rank's host launches beside its GPU; `costs`: by model.
+        rank's host launches beside its GPU; `host`: AnalyticCost.host_seconds by model, where seconds lack them.
 
         A rank that waits for another leaves its core to it: where cores are short a pipeline's bubbles cost nothing. A
         host waits for neither peer nor device: it runs ahead during backwards.
@@ -180,7 +179,7 @@ class SharedCores:
         for p in problem.pipelines:
             merge = shape.share(p.model).merge
             work += p.microbatches * pipeline_work(p) / merge
-            for stage, seconds in enumerate(costs[p.model].host_seconds):  # of merged ones the mean
+            for stage, seconds in enumerate(host.get(p.model, ())):  # of merged ones the mean
                 hosts[p.placement[stage // merge]] += p.microbatches * seconds / tick_seconds / merge
         shared = work / problem.nodes * self.ranks * self._alone / self.count if self.waiting > 1 else 0
         return max(shared, *hosts)

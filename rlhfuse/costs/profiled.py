@@ -48,10 +48,6 @@ class ProfiledTraining:
     def splits(self) -> bool:
         return self.grids.layer_weight_gradient is not None
 
-    @property
-    def host_seconds(self) -> tuple[float, ...]:
-        return (0.0,) * self.layout.stages
-
     def stage_seconds(self, micro: MicrobatchTokens) -> StageSeconds:
         grids, inner = self.grids, ((0.0, 0.0),) * (self.layout.stages - 1)
         layer = grids.layer_forward(micro.tokens), grids.layer_backward(micro.tokens)

@@ -16,7 +16,7 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
+from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.machine import SharedCores
@@ -169,10 +169,10 @@ class PlanDraft:
         return f"{costs.models}, x{stretch:g}" if isinstance(costs, PacedCost) else ""
 
     @property
-    def training_costs(self) -> dict[str, TrainingCost]:
-        """By role that trains."""
-        trained = [(task.role, self.analytic[task.name]) for task in self.tasks if task.training]
-        return {role: self.costs.training_cost(role, cost) for role, cost in trained}
+    def host_seconds(self) -> dict[str, tuple[float, ...]]:
+        """Of launches, by model that trains; where training was measured its seconds have them."""
+        trained = (task for task in self.tasks if task.training and not self.costs.measures_training)
+        return {task.role: self.analytic[task.name].host_seconds for task in trained}
 
     @property
     def step_seconds(self) -> float:

@@ -44,10 +44,6 @@ class PacedTraining:
     layout: ParallelLayout
     splits = False
 
-    @property
-    def host_seconds(self) -> tuple[float, ...]:
-        return (0.0,) * self.layout.stages
-
     def stage_seconds(self, micro: MicrobatchTokens) -> StageSeconds:
         ends = tuple((forward(micro.tokens), backward(micro.tokens)) for forward, backward in self.price.stages)
         return StageSeconds((0.0, 0.0), ends)

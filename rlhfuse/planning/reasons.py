@@ -27,7 +27,6 @@ from rlhfuse.planning.training.training_problem import equal_microbatch
 from rlhfuse.simulator.instance_limits import InstanceLimits
 
 SMALL_WEIGHTS = 100_000_000  # below this the default learning rate shows nothing for hundreds of iterations
-MOST_TOKENS = 1 << 20  # of a forward, that a host is asked about
 CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's two moments
 
 
@@ -256,7 +255,11 @@ def host_limits(draft: PlanDraft) -> tuple[str, ...]:
         return ()
     told: dict[str, list[str]] = defaultdict(list)
     micro_of = partial(equal_microbatch, draft.inputs.drawn, draft.batch, draft.training.likeliest)
-    usual, generation = micro_of(draft.ranks.shape.shares[0]), draft.analytic["generation"].layout
+    usual, rollout, whole = (
+        micro_of(draft.ranks.shape.shares[0]),
+        draft.run.config.rollout,
+        draft.analytic["generation"],
+    )
     for task in draft.tasks:
         cost, ways = draft.analytic[task.name], 2 if task.training else 1
         host = sum(cost.host_seconds) / cost.spec.layers if task.training else cost.hardware.launch_seconds
@@ -265,9 +268,9 @@ def host_limits(draft: PlanDraft) -> tuple[str, ...]:
             micro = MicrobatchTokens(tokens, tokens / usual.tokens * usual.sequences, 0)
             return sum(cost.stage_seconds(micro).layer[:ways]) >= host  # noqa: B023
 
-        if task.name != "generation" and (least := bisect_left(range(MOST_TOKENS), True, key=hidden)):
-            has = draft.run.config.rollout.max_batched_tokens * cost.layout.tp / generation.tp
-            has = micro_of(draft.ranks.shape.share(task.role)).tokens if task.training else has
+        if task.name != "generation" and (least := bisect_left(range(1 << 20), True, key=hidden)):
+            pack = rollout.max_batched_tokens * cost.layout.tp / whole.layout.tp
+            has = micro_of(draft.ranks.shape.share(task.role)).tokens if task.training else pack
             told[f"{least:,} (has {has:,.0f}{': the limit' if has < least else ''})"].append(task.name)
     every = "; ".join(f"{', '.join(names)} {tokens}" for tokens, names in told.items())
     return (f"host: its launches are the limit below so many tokens of a forward: {every}",) if told else ()

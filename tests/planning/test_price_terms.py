@@ -153,7 +153,7 @@ def test_cores_of_a_machine(monkeypatch):
         found = []
         for table in ("d1t1p4", "d2t1p2"):
             draft = on_cpu(table)
-            given = draft.training.problem, draft.ranks.shape, draft.training_costs, TICK_SECONDS
+            given = draft.training.problem, draft.ranks.shape, draft.host_seconds, TICK_SECONDS
             least = float(draft.inputs.cores.least_time(*given)) * TICK_SECONDS
             found.append(max(schedule_seconds(draft.training.problem), least) + optimizer_step_seconds(draft.analytic))
             assert make_plan(draft).report.seconds.training_fused >= 8 * found[-1] * (1 - 1e-9)
