@@ -255,11 +255,7 @@ def host_limits(draft: PlanDraft) -> tuple[str, ...]:
         return ()
     told: dict[str, list[str]] = defaultdict(list)
     micro_of = partial(equal_microbatch, draft.inputs.drawn, draft.batch, draft.training.likeliest)
-    usual, rollout, whole = (
-        micro_of(draft.ranks.shape.shares[0]),
-        draft.run.config.rollout,
-        draft.analytic["generation"],
-    )
+    usual, rollout = micro_of(draft.ranks.shape.shares[0]), draft.run.config.rollout
     for task in draft.tasks:
         cost, ways = draft.analytic[task.name], 2 if task.training else 1
         host = sum(cost.host_seconds) / cost.spec.layers if task.training else cost.hardware.launch_seconds
@@ -269,7 +265,7 @@ def host_limits(draft: PlanDraft) -> tuple[str, ...]:
             return sum(cost.stage_seconds(micro).layer[:ways]) >= host  # noqa: B023
 
         if task.name != "generation" and (least := bisect_left(range(1 << 20), True, key=hidden)):
-            pack = rollout.max_batched_tokens * cost.layout.tp / whole.layout.tp
+            pack = rollout.max_batched_tokens * cost.layout.tp / draft.analytic["generation"].layout.tp
             has = micro_of(draft.ranks.shape.share(task.role)).tokens if task.training else pack
             told[f"{least:,} (has {has:,.0f}{': the limit' if has < least else ''})"].append(task.name)
     every = "; ".join(f"{', '.join(names)} {tokens}" for tokens, names in told.items())
