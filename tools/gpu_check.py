@@ -287,7 +287,7 @@ def check_same(earlier: Mapping[str, Any], facts: Mapping[str, Any], path: Path 
 
 def lines_of(report: Mapping[str, Any], hardware: Path | None) -> list[str]:
     """For people: figures beside limit and price, what failed, what was left out; writes `hardware`."""
-    from gpu_checks.report import figures_of, fit_machine, machine_of, readable, table
+    from gpu_checks.report import figures_of, fit_machine, machine_of, readable, table, unfit
 
     from rlhfuse.costs.hardware import save_hardware
 
@@ -312,6 +312,7 @@ def lines_of(report: Mapping[str, Any], hardware: Path | None) -> list[str]:
     fitted = fit_machine(figures, sheet, assumed, source)
     lines += ["", f"beside the data sheet of {sheet.name}, and the planner's prices as assumed and as fitted to this:"]
     lines += ["", *table(figures.values(), sheet, (assumed, fitted)), ""]
+    lines += unfit(figures)
     for name in fitted.measured:
         lines.append(f"{name}: {getattr(fitted, name):.4g} here, assumed {getattr(assumed, name):.4g}")
     if hardware and fitted.measured:

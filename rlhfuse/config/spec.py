@@ -357,7 +357,9 @@ class HardwareSpec:
     host_memory_bytes: float = 0.0  # of a machine with GPUs
     host_process_bytes: int = 0  # of those, a rank's process beside copies of weights
     backward_launch_seconds: float = 0.0  # floor of one layer's backward; 0: not measured
+    prefill_launch_seconds: float = 0.0  # floor of one layer of a prefill, which the engine launches; 0: not measured
     half_rate_tokens: float = 0.0  # of a forward, at which its layers' products reach half of `flops`; 0: not measured
+    decode_share: float = 1.0  # of `flops`, what products of the few rows of a decode step reach
     recorded_launch_seconds: float = 0.0  # what recording a decode step as a CUDA graph takes for each launch in it
     short_sum_seconds: float = 0.0  # least of an all-reduce of a recorded decode step, whose messages are short
     switch_sum_seconds: float = 0.0  # the same by the switch

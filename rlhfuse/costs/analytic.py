@@ -33,7 +33,8 @@ class AnalyticCost:
     on a CPU the sum of the three instead of their maximum, with FLOPs = 2 x parameters x T + 4 x heads x head_dim x
     (query, key) pairs, and bytes = weights + keys and values.
     A decode step is the same with T = batch, but what its short kernels need to start and end is added. With `kernels`
-    so is what other kernels move: between the products, of the logits, and in training of weight gradients.
+    so is what other kernels move: between the products, of the logits, and in training of weight gradients. In training
+    the host then launches ahead of a GPU: seconds are the device's, without a floor, and `host_seconds` stand beside.
     """
 
     spec: ModelSpec
@@ -86,6 +87,7 @@ class AnalyticCost:
             head_moving=head * self.element_bytes / (tp * hardware.memory_bandwidth),
             passed=hardware.pass_seconds,
             half_rate_tokens=hardware.half_rate_tokens,
+            decode_share=hardware.decode_share,
         )
 
     def prefill_seconds(self, tokens: float, sequences: float = 1) -> float:
@@ -94,9 +96,12 @@ class AnalyticCost:
 
     @property
     def prefill_roofline(self) -> Roofline:
-        """The same of a prefill, whose layers are launched on a CPU as those of a decode step are."""
+        """The same of a prefill, whose layers the engine launches: on a CPU as those of a decode step are."""
         hardware = self.hardware
-        starts = hardware.decode_layer_seconds if hardware.device.in_turns else hardware.launch_seconds
+        starts = hardware.decode_layer_seconds if hardware.device.in_turns else hardware.prefill_launch_seconds
+        if not starts:  # recording launches a step twice, plainly and into the graph
+            launches = self.kernels.layer_launches * hardware.recorded_launch_seconds / 2 if self.kernels else 0.0
+            starts = min(launches or hardware.launch_seconds, hardware.launch_seconds)
         return self.roofline._replace(floor=starts, passed=0.0)
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
@@ -170,6 +175,23 @@ class AnalyticCost:
     def splits(self) -> bool:
         return True
 
+    @property
+    def host_seconds(self) -> tuple[float, ...]:
+        """Of each stage, in which a GPU's host launches a micro-batch's layers, both ways, beside the device."""
+        forward, backward = self._launches
+        layer = backward + forward * (2 if self.recompute == "full" else 1) if self._launched_ahead else 0.0
+        return tuple(len(layers) * layer for layers in self.layout.stage_layers(self.spec.layers))
+
+    @property
+    def _launched_ahead(self) -> bool:
+        return self.kernels is not None and not self.hardware.device.in_turns
+
+    @property
+    def _launches(self) -> tuple[float, float]:
+        """Of a layer's forward and backward; where this was not measured as long on a CPU, and twice on a GPU."""
+        forward, times = self.hardware.launch_seconds, 1 if self.hardware.device.in_turns else BACKWARD_OVER_FORWARD
+        return forward, self.hardware.backward_launch_seconds or times * forward
+
     def stage_costs(
         self,
         micro: MicrobatchTokens,
@@ -192,9 +214,11 @@ class AnalyticCost:
         """One micro-batch, of a layer and of the ends."""
         tokens, sequences, outputs = micro
         hardware, passed = self.hardware, self.hardware.pass_seconds
-        layer, head = self.layer_seconds(tokens, sequences), self.head_seconds(outputs)
+        head, (launches, back) = self.head_seconds(outputs), (0.0, 0.0) if self._launched_ahead else self._launches
+        floored = [self.roofline._replace(floor=floor) for floor in (launches, back / BACKWARD_OVER_FORWARD)]
+        layer, once = (roofline.layer_seconds(one, tokens, sequences) for one in floored)
         again = layer if self.recompute == "full" else 0.0
-        backward, head_backward = self._products_backward(tokens, sequences) + again, BACKWARD_OVER_FORWARD * head
+        backward, head_backward = BACKWARD_OVER_FORWARD * once + again, BACKWARD_OVER_FORWARD * head
         table = 0.0
         if kernels := self.kernels:
             width, tp = self.memory.hidden, self.layout.tp
@@ -221,13 +245,6 @@ class AnalyticCost:
         ends[0] = ends[0][0], ends[0][1] + table
         return StageSeconds((layer, backward), tuple(ends), self._split(tokens, backward))
 
-    def _products_backward(self, tokens: float, sequences: float) -> float:
-        """A layer's products backwards; it launches as much as a forward does on a CPU, and twice that on a GPU where
-        that was not measured."""
-        launches = self.hardware.launch_seconds * (1 if self.hardware.device.in_turns else BACKWARD_OVER_FORWARD)
-        floor = (self.hardware.backward_launch_seconds or launches) / BACKWARD_OVER_FORWARD
-        return BACKWARD_OVER_FORWARD * roofline.layer_seconds(self.roofline._replace(floor=floor), tokens, sequences)
-
     def _split(self, tokens: float, backward: float) -> tuple[float, float]:
         """B and W of a layer whose whole backward takes so long.
 
@@ -243,7 +260,8 @@ class AnalyticCost:
         gathered = 0.0
         if self.memory.cuts_tokens:
             gathered = GATHERS * self._tensor_ranks.gather_seconds(self._message_bytes(tokens))
-        return backward - product, max(product + read, LAUNCHES * hardware.launch_seconds) + gathered
+        launches = 0.0 if self._launched_ahead else LAUNCHES * hardware.launch_seconds
+        return backward - product, max(product + read, launches) + gathered
 
     def optimizer_step_seconds(self, place: int | None = None) -> float:
         """After the last micro-batch of a mini-batch: gradients summed over dp, Adam, weights gathered (ZeRO-1).

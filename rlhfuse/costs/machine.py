@@ -166,13 +166,23 @@ class SharedCores:
         """Rates of a rank in training, where others wait; its optimizer steps know that none does then."""
         return replace(at_speed(core, self._alone), step_waiting=self.waiting)
 
-    def least_time(self, problem: FusionProblem, shape: FusedShape) -> Number:
-        """That no order of a problem undercuts: the work of all ranks of a machine over its cores.
+    def least_time(
+        self, problem: FusionProblem, shape: FusedShape, host: Mapping[str, Sequence[float]], tick_seconds: float
+    ) -> Number:
+        """Ticks that no order of a problem undercuts: the work of all ranks of a machine over its cores, and what a
+        rank's host launches beside its GPU; `host`: AnalyticCost.host_seconds by model, where seconds lack them.
 
-        A rank that waits for another leaves its core to it: where cores are short a pipeline's bubbles cost nothing.
+        A rank that waits for another leaves its core to it: where cores are short a pipeline's bubbles cost nothing. A
+        host waits for neither peer nor device: it runs ahead during backwards.
         """
-        work = sum(p.microbatches * pipeline_work(p) / shape.share(p.model).merge for p in problem.pipelines)
-        return work / problem.nodes * self.ranks * self._alone / self.count if self.waiting > 1 else 0
+        work, hosts = 0.0, [0.0] * problem.nodes
+        for p in problem.pipelines:
+            merge = shape.share(p.model).merge
+            work += p.microbatches * pipeline_work(p) / merge
+            for stage, seconds in enumerate(host.get(p.model, ())):  # of merged ones the mean
+                hosts[p.placement[stage // merge]] += p.microbatches * seconds / tick_seconds / merge
+        shared = work / problem.nodes * self.ranks * self._alone / self.count if self.waiting > 1 else 0
+        return max(shared, *hosts)
 
     def lines(self, world_size: int) -> tuple[str, ...]:
         """Why seconds are longer than a rank's own; nothing where every rank has its cores."""

@@ -169,6 +169,12 @@ class PlanDraft:
         return f"{costs.models}, x{stretch:g}" if isinstance(costs, PacedCost) else ""
 
     @property
+    def host_seconds(self) -> dict[str, tuple[float, ...]]:
+        """Of launches, by model that trains; where training was measured its seconds have them."""
+        trained = (task for task in self.tasks if task.training and not self.costs.measures_training)
+        return {task.role: self.analytic[task.name].host_seconds for task in trained}
+
+    @property
     def step_seconds(self) -> float:
         """Seconds of a mini-batch's optimizer steps: all models that train, one after the other."""
         trained = [(task.role, self.analytic[task.name]) for task in self.tasks if task.training]

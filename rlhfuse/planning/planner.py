@@ -16,7 +16,7 @@ from rlhfuse.planning.efficiency import efficiency
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.memory.memory_plan import MemoryPlan
 from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
-from rlhfuse.planning.reasons import Reasons, of_keeping
+from rlhfuse.planning.reasons import Reasons, host_limits, of_keeping
 from rlhfuse.planning.run_plan import (
     GenerationPlan,
     MinibatchSeconds,
@@ -115,6 +115,7 @@ def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) ->
             *reasons.left_out(inputs.lengths),
             reasons.source_of_costs(inputs.hardware, draft.costs, draft.costs_name),
             *inputs.cores.lines(draft.world_size),
+            *host_limits(draft),
             *reasons.reward_calls(draft.costs),
             draft.training.split.why,
             *of_keeping(draft.memory, peaks),

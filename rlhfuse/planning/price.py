@@ -148,11 +148,12 @@ def _reached_once(problem: FusionProblem, most_tries: int) -> Schedule:
 
 
 def minibatch_seconds(draft: PlanDraft, schedule_seconds: Callable[[int], float]) -> float:
-    """Mean over the mini-batches, where ranks share cores, with schedules of so many seconds by M1."""
+    """Mean over the mini-batches, with schedules of so many seconds by M1, and no less than cores and hosts need."""
     shape, total = draft.ranks.shape, 0.0
+    least = draft.inputs.cores.least_time
     for rung, share in draft.training.shares.items():
-        least = float(draft.inputs.cores.least_time(draft.training.problems[rung], shape)) * TICK_SECONDS
-        total += share * max(schedule_seconds(rung), least)
+        ticks = float(least(draft.training.problems[rung], shape, draft.host_seconds, TICK_SECONDS))
+        total += share * max(schedule_seconds(rung), ticks * TICK_SECONDS)
     return total
 
 

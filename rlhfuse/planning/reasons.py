@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 
 from rlhfuse.base.readable_bytes import readable_bytes
@@ -11,13 +14,16 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import GPU, HardwareSpec
 from rlhfuse.config.values import AUTO
-from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens
+from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import MemoryBudget
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.planning.training.training_problem import equal_microbatch
 from rlhfuse.simulator.instance_limits import InstanceLimits
 
 SMALL_WEIGHTS = 100_000_000  # below this the default learning rate shows nothing for hundreds of iterations
@@ -241,6 +247,29 @@ class Reasons:
                 for role, count in counts.items()
             ]
         return (*rows, ("finished.json", "when all iterations are done"))
+
+
+def host_limits(draft: PlanDraft) -> tuple[str, ...]:
+    """Of which tasks a GPU's host is the limit, and from how many tokens of a forward on it is not."""
+    if not isinstance(draft.costs, JobCost) or not draft.inputs.hardware.device.own_memory:
+        return ()
+    told: dict[str, list[str]] = defaultdict(list)
+    micro_of = partial(equal_microbatch, draft.inputs.drawn, draft.batch, draft.training.likeliest)
+    usual, rollout = micro_of(draft.ranks.shape.shares[0]), draft.run.config.rollout
+    for task in draft.tasks:
+        cost, ways = draft.analytic[task.name], 2 if task.training else 1
+        host = sum(cost.host_seconds) / cost.spec.layers if task.training else cost.hardware.launch_seconds
+
+        def hidden(tokens: int) -> bool:
+            micro = MicrobatchTokens(tokens, tokens / usual.tokens * usual.sequences, 0)
+            return sum(cost.stage_seconds(micro).layer[:ways]) >= host  # noqa: B023
+
+        if task.name != "generation" and (least := bisect_left(range(1 << 20), True, key=hidden)):
+            pack = rollout.max_batched_tokens * cost.layout.tp / draft.analytic["generation"].layout.tp
+            has = micro_of(draft.ranks.shape.share(task.role)).tokens if task.training else pack
+            told[f"{least:,} (has {has:,.0f}{': the limit' if has < least else ''})"].append(task.name)
+    every = "; ".join(f"{', '.join(names)} {tokens}" for tokens, names in told.items())
+    return (f"host: its launches are the limit below so many tokens of a forward: {every}",) if told else ()
 
 
 def of_keeping(memory: MemoryBudget, activations: Sequence[float]) -> tuple[str, ...]:

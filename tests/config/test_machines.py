@@ -18,6 +18,7 @@ WORSE_IF_MORE = {
     *(
         "launch_seconds",
         "backward_launch_seconds",
+        "prefill_launch_seconds",
         "half_rate_tokens",
         "decode_layer_seconds",
         "pass_seconds",

@@ -56,6 +56,26 @@ def test_no_all_reduce_on_one_rank_and_the_floors_of_small_work():
     assert single.decode_step_seconds(1, 0) == pytest.approx(weights + 40 * H800.decode_layer_seconds)
 
 
+def test_a_prefill_is_launched_by_the_engine_and_products_of_few_rows_reach_a_share():
+    """Nine launches a layer, at half of what recording one takes; 256 rows of 13B compute longer than weights load."""
+    machine = hardware_by_name("h100")
+    tiny = ModelSpec("llama", 4, 64, 4, 4, 16, 128, 256, 512)
+    one = AnalyticCost(tiny, ParallelLayout(1, 1, 1), machine, 2, scalar_head=True, kernels=Kernels())
+    launches = 4 * 9 * machine.recorded_launch_seconds / 2
+    assert launches < machine.launch_seconds
+    assert one.prefill_seconds(1, 1) == pytest.approx(launches, rel=1e-3)
+    measured = replace(one, hardware=replace(machine, prefill_launch_seconds=4e-4))
+    assert measured.prefill_seconds(1, 1) == pytest.approx(4 * 4e-4, rel=1e-3)
+    assert forward_seconds(one.roofline, 1, 1, 1) > 4 * machine.launch_seconds  # scoring is not the engine's
+    half, whole = (
+        AnalyticCost(LLAMA_13B, ParallelLayout(1, 1, 1), replace(machine, decode_share=share), 2).decode_layer_seconds
+        for share in (0.5, 1.0)
+    )
+    assert half(512, 0) - whole(512, 0) == pytest.approx(2 * LLAMA_13B.layer_parameters * 512 / machine.flops)
+    assert half(1, 0) == whole(1, 0)  # bound by memory
+    assert whole(512, 10**6) - whole(512, 0) == pytest.approx(2 * 5120 * 2 * 10**6 / machine.memory_bandwidth)
+
+
 @examples(50)
 @given(st.integers(1, 400), st.integers(0, 200_000), st.integers(1, 50))
 def test_work_never_gets_cheaper_as_it_grows(batch, context, more):

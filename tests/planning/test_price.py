@@ -8,6 +8,8 @@ from testkit.profiles import share
 from testkit.search_cases import SearchCase, auto_config, long_tail, random_case, spec_of, table_of, with_memory
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.planning import draft as drafts
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.planner import make_plan
@@ -111,7 +113,20 @@ def test_a_luckier_order_in_less_room_is_not_priced_as_faster():
     assert (made.fused, made.serial) == (whole.fused, whole.serial)
 
 
-def test_an_order_by_rule_is_priced_as_it_is():
+def test_a_rank_trains_no_faster_than_its_host_launches():
+    """Each node has two of the actor's four layers, and all of one of the critic's pipelines."""
+    draft = SearchCase(auto_config(trainer__hardware="h100"), SPECS, 4, None).setting.draft(TABLE)
+    layer = 2 * 0.001981798 + 0.001948997  # a forward runs again
+    counts = {p.model: p.microbatches for p in draft.training.problem.pipelines}
+    hosts = layer * (2 * counts["actor"] + 4 * counts["critic"])
+    assert minibatch_seconds(draft, lambda rung: 0.0) == pytest.approx(hosts)
+    assert minibatch_seconds(draft, lambda rung: 1e3) == pytest.approx(1e3)
+
+
+def test_an_order_by_rule_is_priced_as_it_is(monkeypatch):
+    """Where no host is slower than the device."""
+    fast = replace(hardware_by_name("h100"), launch_seconds=0.0, backward_launch_seconds=0.0)
+    monkeypatch.setattr(drafts, "hardware_by_name", lambda *name: fast)
     serial, searched = (
         SearchCase(auto_config(fusion__intra_stage=rule, trainer__hardware="h100"), SPECS, 4, None).setting.draft(TABLE)
         for rule in ("serial", "search")

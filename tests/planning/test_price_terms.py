@@ -72,7 +72,7 @@ def test_starting_collectives_up(monkeypatch):
     """Few tokens over many tensor ranks: without start-ups wide groups look faster than deep pipelines."""
 
     def seconds():
-        return [minibatch_seconds(drafted(*table, tokens=32)) for table in (("d1t8p8", 64), ("d2t2p16", 32))]
+        return [minibatch_seconds(drafted(*table, tokens=64)) for table in (("d1t8p8", 64), ("d2t4p8", 32))]
 
     wide, deep = seconds()
     assert wide > 1.1 * deep
@@ -142,7 +142,7 @@ def test_transfers_between_stages():
     assert minibatch_seconds(deep) > 1.02 * minibatch_seconds(replicas)
     steps = [optimizer_step_seconds(draft.analytic) for draft in (deep, replicas)]
     free = [schedule_seconds(replace(draft.training.problem, transfer=0)) for draft in (deep, replicas)]
-    assert free[0] + steps[0] < 0.996 * (free[1] + steps[1])
+    assert free[0] + steps[0] < 0.98 * (free[1] + steps[1])
 
 
 def test_cores_of_a_machine(monkeypatch):
@@ -153,7 +153,8 @@ def test_cores_of_a_machine(monkeypatch):
         found = []
         for table in ("d1t1p4", "d2t1p2"):
             draft = on_cpu(table)
-            least = float(draft.inputs.cores.least_time(draft.training.problem, draft.ranks.shape)) * TICK_SECONDS
+            given = draft.training.problem, draft.ranks.shape, draft.host_seconds, TICK_SECONDS
+            least = float(draft.inputs.cores.least_time(*given)) * TICK_SECONDS
             found.append(max(schedule_seconds(draft.training.problem), least) + optimizer_step_seconds(draft.analytic))
             assert make_plan(draft).report.seconds.training_fused >= 8 * found[-1] * (1 - 1e-9)
         return found

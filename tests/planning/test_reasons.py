@@ -1,13 +1,17 @@
 """What a plan gives as its reasons: models that may be too small for their rates, files that the run writes."""
 
 import json
+import re
 
-from testkit.four_ranks import SPECS, planned, run, shared_plan
+from testkit.four_ranks import SPECS, drafted, planned, run, shared_plan
 
 from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.planning.reasons import Reasons
+from rlhfuse.costs.cost_model import MicrobatchTokens
+from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.reasons import Reasons, host_limits
 from rlhfuse.planning.settle import Facts, settle
+from rlhfuse.planning.training.training_problem import equal_microbatch
 
 
 def reasons_of(config, specs=SPECS) -> Reasons:
@@ -57,6 +61,24 @@ def test_a_plan_says_what_training_leaves_out_and_does_not_price_it(tmp_path):
 def files(**trainer):
     config = run().with_(data={"val_files": ("held_out.jsonl",)}, trainer={"iterations": 5} | trainer)
     return dict(reasons_of(config).output_files())
+
+
+def test_a_plan_says_where_the_host_of_a_gpu_is_the_limit_and_from_how_many_tokens_on_it_is_not():
+    layouts = dict(parallel__actor_train="d1t1p4", parallel__critic_train="d1t1p4", parallel__generation="d4t1p1")
+    wide = dict.fromkeys(SPECS, ModelSpec("llama", 8, 1024, 8, 8, 128, 4096, 512, 512))
+    draft = drafted(run(trainer__device="cuda", trainer__hardware="h100", **layouts), wide, 4)
+    (line,) = host_limits(draft)
+    assert line in make_plan(draft).report.reasons and "the limit below so many tokens of a forward: ref" in line
+    ((tokens, has),) = re.findall(r"actor_train, critic_train ([\d,]+) \(has ([\d,]+): the limit\)", line)
+    share = draft.ranks.shape.shares[0]
+    micro = equal_microbatch(draft.inputs.drawn, draft.batch, draft.training.likeliest, share)
+    assert has == f"{micro.tokens:,.0f}"
+    cost, least = draft.analytic["actor_train"], int(tokens.replace(",", ""))
+    for count in (least - 1, least):
+        same_lengths = MicrobatchTokens(count, count / micro.tokens * micro.sequences, 0)
+        device = sum(cost.stage_seconds(same_lengths).layer)
+        assert (device >= sum(cost.host_seconds) / cost.spec.layers) == (count == least)
+    assert host_limits(drafted(run(), SPECS, 4)) == ()  # a CPU's layers take turns
 
 
 def test_files_are_those_that_the_run_will_write():

@@ -54,6 +54,9 @@ PRICES: dict[str, Callable[..., float]] = {
     "capture": lambda machine, size: cost_of(machine, size).capture_seconds(),
     "forward": lambda machine, *micro: _layers(machine, *micro)[0],
     "training": lambda machine, *micro: sum(_layers(machine, *micro)),
+    "in a row": lambda machine, size, layers, *micro: max(  # of many: the device, or the host that launches ahead
+        sum(_layers(machine, size, layers, *micro)), *cost_of(machine, size, num_hidden_layers=layers).host_seconds
+    ),
     "head": lambda machine, size, tokens: sum(
         cost_of(machine, size).stage_seconds(MicrobatchTokens(tokens, 1, tokens)).ends[-1]
     ),
@@ -70,6 +73,8 @@ PRICES: dict[str, Callable[..., float]] = {
 FOLLOWS = (
     ("memory_bandwidth", "decode 8b 192 x 1000"),
     ("decode_layer_seconds", "decode 8b 1 x 144"),
+    ("decode_share", "decode 8b 256 x 144"),
+    ("prefill_launch_seconds", "prefill 8b 1 x 16"),
     ("flops", "stage 8192"),
     ("launch_seconds", "launches 500"),
     ("backward_launch_seconds", "backward launches 500"),
@@ -82,7 +87,8 @@ FOLLOWS = (
     ("switch_sum_seconds", "switch sum"),
 )
 MOST = {"half_rate_tokens": 8192.0}  # the most that constants may be which are no rates; 1 where none is named
-ROUNDS, HALVINGS = 24, 60  # over all constants, as each changes others' prices; of one constant's interval
+DEVICE = ("forward", "training")  # prices of the device alone, which waits for no launch
+ROUNDS, HALVINGS = 48, 60  # over all constants, as each changes others' prices; of one constant's interval
 
 
 def figures_of(checks: Iterable[Mapping[str, Any]]) -> dict[str, Figure]:
@@ -117,6 +123,18 @@ def price_seconds(figure: Figure, machine: HardwareSpec) -> float:
     return PRICES[kind](machine, *arguments)
 
 
+def measured_seconds(figure: Figure) -> float | None:
+    """What its price is about; None where the report has no seconds of the device."""
+    return figure.device_seconds if figure.price[0] in DEVICE else figure.seconds
+
+
+def unfit(figures: Mapping[str, Figure]) -> list[str]:
+    """For people: what is not fitted, for an older report lacks what it follows from."""
+    missing = [(constant, name) for constant, name in FOLLOWS if name in figures]
+    missing = [(constant, name) for constant, name in missing if measured_seconds(figures[name]) is None]
+    return [f"{constant} stays as assumed: {name} has no device_seconds here" for constant, name in missing]
+
+
 def fit_machine(figures: Mapping[str, Figure], sheet: DataSheet, assumed: HardwareSpec, source: str) -> HardwareSpec:
     """The machine on which the planner's prices are the measured seconds; rates end at the data sheet's."""
     most = {
@@ -124,12 +142,14 @@ def fit_machine(figures: Mapping[str, Figure], sheet: DataSheet, assumed: Hardwa
         "memory_bandwidth": sheet.memory_bandwidth,
         "host_bandwidth": sheet.host,
         "node_link_bandwidth": sheet.node_link,
+        "decode_share": 1.0,
     }
     machine, measured = assumed, []
     for _ in range(ROUNDS):
         measured.clear()
         for constant, name in FOLLOWS:
-            if figure := figures.get(name):
+            if (figure := figures.get(name)) and (seconds := measured_seconds(figure)) is not None:
+                figure = replace(figure, seconds=seconds)
                 ends = (most[constant] / 1e4, most[constant]) if constant in most else (0.0, MOST.get(constant, 1.0))
                 slow, fast = (price_seconds(figure, replace(machine, **{constant: end})) for end in ends)
                 if slow != fast:  # else it has no part in this price

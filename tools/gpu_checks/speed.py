@@ -30,6 +30,7 @@ ELEMENT = 2  # bytes of a bfloat16
 RESPONSE = 32  # tokens of a sample beside those that it decodes while others still prefill
 STEP_TOKENS = 8192  # of a step with prefill
 PROMPTS, PROMPT = 16, 512  # of the prefill that is timed
+SHORTEST = 1, 16  # of another, whose launches by the host are all that it takes
 VERIFIED, GUESSES, VERIFY_GOAL = 4, 3, 1.2  # sequences, guesses of each; decode steps that such a step may cost
 Points = tuple[tuple[int, int], ...]  # sequences, and tokens of each at a decode step
 SHORT: Points = ((1, 144), (16, 144), (64, 144), (256, 144), (192, 1000))
@@ -174,6 +175,8 @@ def check_decode(
     flops = forward_flops(spec, [length] * prompts, prompts)
     prefill = prefill_seconds(engine, prompts, length)
     figures.append(Figure(f"prefill {kind}", prefill, ("prefill", size, prompts, length), flops=flops))
+    shortest = prefill_seconds(engine, *SHORTEST)
+    figures.append(Figure(f"prefill {kind} {SHORTEST[0]} x {SHORTEST[1]}", shortest, ("prefill", size, *SHORTEST)))
     verify = verifying(engine, points[0][1])
     line = f"{kind}: a step that verifies {GUESSES} guesses of {VERIFIED} sequences costs {verify['over_decode_step']} "
     line += f"plain ones; up to {VERIFY_GOAL} rollout.draft_rows=64 is worth it"

@@ -17,10 +17,12 @@ from rlhfuse.costs.kernels import Kernels
 from rlhfuse.parallel.offload import OffloadedWeights
 
 LAYERS = 4  # of the stage
+ROW = 3  # forwards and backwards, one after the other: the host runs ahead, if it can
 
 
 def check_stage(bench: Bench, tokens: int, sequence: int) -> dict:
-    """Forward, and forward with backward, of 4 layers on `tokens` tokens in sequences of so many.
+    """Forward, forward with backward, and three of these in a row, of 4 layers on `tokens` tokens in sequences of so
+    many: until the device has finished, the device alone, the host alone.
 
     A forward reads the weights, a backward once more, and reads and writes their float32 gradients.
     """
@@ -32,11 +34,13 @@ def check_stage(bench: Bench, tokens: int, sequence: int) -> dict:
         batch, flops = stage.batch(lengths), forward_flops(replace(spec, layers=layers), lengths, 0)
         forward = timed(bench, lambda: stage.forward(batch))
         both = timed(bench, lambda: stage.backward(stage.forward(batch)))
+        row = timed(bench, lambda: [stage.backward(stage.forward(batch)) for _ in range(ROW)], count=ROW)
     weights, micro = layers * spec.layer_parameters, (size, layers, tokens, len(lengths))
     read, summed = weights * ELEMENT, weights * (2 * ELEMENT + Kernels().gradient_sum_bytes)
     return told(
         Figure(f"stage {tokens} forward", forward[0], ("forward", *micro), read, flops, "memory", *forward[1:]),
         Figure(f"stage {tokens}", both[0], ("training", *micro), summed, 3 * flops, "memory", *both[1:]),
+        Figure(f"stage {tokens} in a row", row[0], ("in a row", *micro), summed, 3 * flops, "memory", *row[1:]),
         Figure(f"launches {tokens}", forward.host_seconds, ("launches", layers)),
         Figure(f"backward launches {tokens}", both.host_seconds - forward.host_seconds, ("backward launches", layers)),
     )

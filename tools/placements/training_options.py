@@ -62,7 +62,8 @@ def _layout_options(work: RunWork, task: str, uncut: AnalyticCost, room: float) 
         step, problem = 0.0, None
         for rung, share in work.inputs.drawn.rungs(batch.cut).items():
             problem = training_problem({task: cost}, batch, rung, work.inputs.drawn, longest, JobCost(cost, ()))
-            least = work.inputs.cores.least_time(problem, fused_shape({role: cut}))
+            shape, host = fused_shape({role: cut}), {str(role): cost.host_seconds}
+            least = work.inputs.cores.least_time(problem, shape, host, TICK_SECONDS)
             step += share * max(work_bound(problem), float(least)) * TICK_SECONDS
         assert problem is not None, "a batch is drawn"
         seconds = batch.optimizer_steps * (step + cost.optimizer_step_seconds())

@@ -38,6 +38,7 @@ class Roofline(NamedTuple):
     outputs_per_sequence: float = 1.0
     passed: float = 0.0  # seconds of a forward beside its layers
     half_rate_tokens: float = 0.0  # of a forward, at which products reach half of `flop_rate`
+    decode_share: float = 1.0  # of `flop_rate`, what products of a decode step reach
     kind: int = 0
 
 
@@ -45,14 +46,6 @@ class Roofline(NamedTuple):
 def both(roofline, computing, moving):
     """Seconds of computing and moving that belong together."""
     return computing + moving if roofline.in_turns else max(computing, moving)
-
-
-@register_jitable(error_model="numpy", _nrt=False)
-def product_seconds(roofline, tokens, pairs, kv_tokens):
-    """One layer over `tokens` tokens: `pairs` (query, key) pairs, keys and values of `kv_tokens` tokens read."""
-    flops = roofline.flops_per_token * tokens + roofline.flops_per_pair * pairs
-    moved = roofline.weight_bytes + roofline.kv_bytes * kv_tokens
-    return both(roofline, flops / roofline.flop_rate, moved / roofline.byte_rate)
 
 
 @register_jitable(error_model="numpy", _nrt=False)
@@ -65,8 +58,9 @@ def moved_seconds(roofline, tokens):
 def layer_seconds(roofline, tokens, sequences):
     """One layer's forward over `tokens` tokens of `sequences` equal sequences."""
     causal_pairs = tokens * (tokens / max(sequences, 1.0) + 1) / 2
-    slowed = tokens + roofline.half_rate_tokens
-    products = both(roofline, product_seconds(roofline, slowed, causal_pairs, tokens), roofline.floor)
+    flops = roofline.flops_per_token * (tokens + roofline.half_rate_tokens) + roofline.flops_per_pair * causal_pairs
+    moved = roofline.weight_bytes + roofline.kv_bytes * tokens
+    products = both(roofline, both(roofline, flops / roofline.flop_rate, moved / roofline.byte_rate), roofline.floor)
     summing = ring_all_reduce_seconds(tokens * roofline.message_bytes, roofline.ranks, roofline.link)
     return products + moved_seconds(roofline, tokens) + 2 * (summing + roofline.sum_start)
 
@@ -88,6 +82,10 @@ def forward_seconds(roofline, tokens, sequences, outputs):
 
 @register_jitable(error_model="numpy", _nrt=False)
 def decode_layer_seconds(roofline, batch, context_tokens, all_reduce):
-    """One layer of a decode step, whose sums take `all_reduce` seconds: a new token attends to its own context."""
-    products = product_seconds(roofline, batch, context_tokens, context_tokens)
-    return roofline.decode_floor + products + all_reduce
+    """One layer of a decode step, whose sums take `all_reduce` seconds: products, then every new token's attention to
+    its own context."""
+    computing = roofline.flops_per_token * batch / (roofline.flop_rate * roofline.decode_share)
+    attending = roofline.flops_per_pair * context_tokens / roofline.flop_rate
+    products = both(roofline, computing, roofline.weight_bytes / roofline.byte_rate)
+    attention = both(roofline, attending, roofline.kv_bytes * context_tokens / roofline.byte_rate)
+    return roofline.decode_floor + products + attention + all_reduce

@@ -127,8 +127,10 @@ class TrainingFloors:
     def seconds(self, row: TrainingRow, problems: Problems, bound: Bound) -> float:
         """Seconds of an iteration: a bound of its schedules, and the steps."""
         least, ticks = self.setting.inputs.cores.least_time, 0.0
+        costs = [(str(role), self._cut(row, layout, role)) for role, layout in row.layouts.items()]
+        host = {role: cost.host_seconds for role, cost in costs if self.setting.training_cost(role, cost) is cost}
         for share, problem in problems:
-            ticks += share * max(float(bound(problem)), float(least(problem, row.shape)))
+            ticks += share * max(float(bound(problem)), float(least(problem, row.shape, host, TICK_SECONDS)))
         return row.batch.optimizer_steps * (ticks * TICK_SECONDS + self._steps(row))
 
     def cut_layouts(self, row: TrainingRow) -> dict[Role, ParallelLayout]:

@@ -26,7 +26,9 @@ TRUE = replace(  # the machine that the stand-in figures are of
     host_bandwidth=5.1e10,
     launch_seconds=140e-6,
     backward_launch_seconds=230e-6,
+    prefill_launch_seconds=330e-6,
     half_rate_tokens=290.0,
+    decode_share=0.8,
     decode_layer_seconds=21e-6,
     collective_seconds=7e-6,
     recorded_launch_seconds=45e-6,
@@ -43,6 +45,7 @@ def stand_ins(machine: HardwareSpec) -> list[Figure]:
         for b, c in speed.SHORT
     ]
     made += [Figure("prefill 8b", 0, ("prefill", "8b", 16, 512), flops=forward_flops(spec, [512] * 16, 16))]
+    made += [Figure("prefill 8b 1 x 16", 0, ("prefill", "8b", 1, 16))]
     made += [Figure("capture 8b", 0, ("capture", "8b")), Figure("head 8192", 0, ("head", "8b", 8192), flops=2.6e13)]
     for tokens, sequence in ((500, 500), (2048, 512), (8192, 2048)):
         count = tokens // sequence
@@ -59,7 +62,12 @@ def stand_ins(machine: HardwareSpec) -> list[Figure]:
         ("switch sum", ("step_sum", 8, 192, True), 1.8 * mib),
     ):
         made.append(Figure(name, 0, price, size, over="node_link"))
-    return [replace(one, seconds=report.price_seconds(one, machine), host_seconds=1e-3) for one in made]
+    times = [(one, report.price_seconds(one, machine)) for one in made]
+    lone = {True: 5e-3, False: 0.0}  # that a forward and backward alone take longer than the device
+    return [
+        replace(one, seconds=time + lone[one.price[0] in report.DEVICE], host_seconds=1e-3, device_seconds=time)
+        for one, time in times
+    ]
 
 
 def object_of(figures: list[Figure], environment=GPU) -> dict:
@@ -90,17 +98,35 @@ def test_the_machine_that_figures_were_made_of_is_found_and_written(tmp_path):
     limit = speed.step_bytes(speed.spec_of("8b"), 192000) / 3.35e12
     seconds, assumed = (report.cost_of(m, "8b").decode_step_seconds(192, 192000) for m in (TRUE, ASSUMED))
     measured, at_best, before = map(report.readable, (seconds, limit, assumed))
-    assert " ".join(row[5:]) == f"{measured} {at_best} {limit / seconds:.0%} 1 ms {before} {measured}"
+    assert " ".join(row[5:]) == f"{measured} {at_best} {limit / seconds:.0%} 1 ms {measured} {before} {measured}"
 
 
 def test_few_figures_leave_the_rest_assumed_and_none_goes_beyond_the_data_sheet(tmp_path):
     slow = [one for one in stand_ins(TRUE) if one.name in ("stage 8192", "weights to the device")]
     sheet, assumed = report.machine_of(GPU)
-    fast = [replace(one, seconds=one.seconds / 100) for one in slow]
+    fast = [replace(one, seconds=one.seconds / 100, device_seconds=one.seconds / 100) for one in slow]
     found = report.fit_machine(report.figures_of(object_of(fast)["checks"]), sheet, assumed, "x")
     assert found.measured == ("flops", "host_bandwidth")
     assert (found.flops, found.host_bandwidth) == (sheet.flops, sheet.host)
     close(replace(found, flops=assumed.flops, host_bandwidth=assumed.host_bandwidth), assumed)
+
+
+def test_a_stage_without_seconds_of_the_device_fits_nothing_and_the_report_says_so(tmp_path):
+    older = [replace(one, device_seconds=None) if one.name == "stage 8192" else one for one in stand_ins(TRUE)]
+    lines = gpu_check.lines_of(object_of(older), tmp_path / "gpu.json")
+    assert "flops stays as assumed: stage 8192 has no device_seconds here" in lines
+    found = load_hardware(tmp_path / "gpu.json")
+    assert found.flops == ASSUMED.flops and "flops" not in found.measured and "half_rate_tokens" in found.measured
+
+
+def test_a_row_of_actions_takes_as_long_as_the_device_or_the_host():
+    def seconds(machine, tokens):
+        return report.price_seconds(Figure("row", 0, ("in a row", "8b", 4, tokens, 1)), machine)
+
+    fast, slow = replace(TRUE, launch_seconds=0.0, backward_launch_seconds=1e-9), replace(TRUE, launch_seconds=3e-3)
+    assert seconds(slow, 500) == pytest.approx(4 * (3e-3 + 230e-6)) and seconds(fast, 500) < seconds(slow, 500)
+    device = report.price_seconds(Figure("stage", 0, ("training", "8b", 4, 8192, 1)), slow)
+    assert seconds(slow, 8192) == seconds(fast, 8192) == device
 
 
 def test_a_gpu_without_a_data_sheet_is_planned_as_one_of_its_own_memory():
@@ -112,7 +138,7 @@ def test_a_gpu_without_a_data_sheet_is_planned_as_one_of_its_own_memory():
 def test_the_planner_prices_with_what_was_measured(tmp_path):
     """A machine of half the rates and twice the floors: every price is twice what is assumed of the data sheet."""
     rates = ("flops", "memory_bandwidth", "node_link_bandwidth", "host_bandwidth")
-    floors = [constant for constant, _ in report.FOLLOWS if constant not in rates]
+    floors = [constant for constant, _ in report.FOLLOWS if constant not in (*rates, "decode_share")]
     half = {name: getattr(ASSUMED, name) / 2 for name in rates} | {name: 2 * getattr(ASSUMED, name) for name in floors}
     file = tmp_path / "gpu.json"
     gpu_check.lines_of(object_of(stand_ins(replace(ASSUMED, **half))), file)

@@ -70,18 +70,18 @@ def bound_of(problem, name):
 
 @pytest.mark.parametrize("lengths", [None, long_tail(300, longest=256)])
 def test_the_same_layouts_take_what_the_plan_says(lengths):
-    """Mini-batches at the bound, one model after the other; generation of its batches."""
-    config = on_gpus(**CUT, trainer__offload_optimizer="false", fusion__inter_stage=False)
+    """Mini-batches at the bound, one model after the other; generation of its batches. No host launches slowly."""
+    config = on_gpus(**CUT, trainer__hardware="h200", trainer__offload_optimizer="false", fusion__inter_stage=False)
     draft = drafted(config, SPECS, 4, lengths)
     seconds, work = make_plan(draft).report.seconds, work_of(draft)
-    actor = all_trainings(work, "actor_train")["d1t1p4", "T768"]
-    critic = all_trainings(work, "critic_train")["d2t1p2", "T768"]
+    actor = all_trainings(work, "actor_train", hardware=draft.inputs.hardware)["d1t1p4", "T768"]
+    critic = all_trainings(work, "critic_train", hardware=draft.inputs.hardware)["d2t1p2", "T768"]
     step = sum(bound_of(draft.training.problem, name) for name in ("actor", "critic.0"))
-    exact = 1e-3  # of ticks
+    exact = 2e-3  # of ticks, and of micro-batches, which a model alone may cut in other numbers
     both = 4 * (step + optimizer_step_seconds(draft.analytic))
     assert actor.seconds + critic.seconds == pytest.approx(both, rel=exact)
     assert seconds.training_serial == pytest.approx(both, rel=0.1)  # the critic's transfers are shorter
-    generated = option(RunProblem.of(work, machines_by_name("h100", ranks=4)), "generation", "d4t1p1")
+    generated = option(RunProblem.of(work, machines_by_name("h200", ranks=4)), "generation", "d4t1p1")
     assert generated.seconds == pytest.approx(seconds.generation_serial, rel=exact)
 
 
@@ -255,9 +255,9 @@ def price_of(draft):
 
 
 def test_stages_on_two_machines_wait_for_the_network():
-    draft = alone(16, parallel__actor_train="d1t1p16")
+    draft = alone(16, parallel__actor_train="d1t1p16", trainer__hardware="h200")  # whose host launches fast
     assert draft.training.problem.transfer > 0
-    found = actor_trainings(work_of(draft), ranks=16)["d1t1p16", "T768"].seconds
+    found = actor_trainings(work_of(draft), draft.inputs.hardware, 16)["d1t1p16", "T768"].seconds
     at_once = replace(draft.training, problems={m: replace(p, transfer=0) for m, p in draft.training.problems.items()})
     free = price_of(replace(draft, training=at_once))
     assert found == pytest.approx(price_of(draft), rel=1e-3) and found > 1.01 * free
