@@ -170,7 +170,7 @@ class PlanDraft:
 
     @property
     def host_seconds(self) -> dict[str, tuple[float, ...]]:
-        """Of launches, by model that trains; where training was measured its seconds have them."""
+        """Seconds of launches by trained model and stage; measured training includes them, so there are none then."""
         trained = (task for task in self.tasks if task.training and not self.costs.measures_training)
         return {task.role: self.analytic[task.name].host_seconds for task in trained}
 

@@ -250,7 +250,7 @@ class Reasons:
 
 
 def host_limits(draft: PlanDraft) -> tuple[str, ...]:
-    """Of which tasks a GPU's host is the limit, and from how many tokens of a forward on it is not."""
+    """The tasks that a GPU's host limits, and from how many tokens of a forward on it no longer does."""
     if not isinstance(draft.costs, JobCost) or not draft.inputs.hardware.device.own_memory:
         return ()
     told: dict[str, list[str]] = defaultdict(list)

@@ -100,7 +100,7 @@ def norm_tile(size: int, columns: int = 512, most: int = 8) -> dict[str, Any]:
 
 
 def heads_tile(heads: int, dim: int, groups: int) -> dict[str, Any]:
-    """Of kernels whose program takes a token's `heads` queries of one of its `groups`, their key and their value."""
+    """Constants of kernels whose program takes the `heads` queries of a token and group, their key and their value."""
     block_h, block_d = power_of_two(heads + 1), power_of_two(dim // 2)
     blocks = dict(BLOCK_H=block_h, BLOCK_D=block_d, num_warps=min(4, max(1, block_h * block_d // 256)))
     return dict(groups=groups, heads=heads, half=dim // 2) | blocks

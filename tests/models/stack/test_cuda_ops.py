@@ -59,7 +59,7 @@ def near(found, exact, roundings=1):
 
 
 def near_gradient(weight, exact):
-    """Of a trained weight: what was there, and the gradient, both float32."""
+    """A trained weight with what was there and the gradient, both float32."""
     near(weight.main_grad, exact + 0.5)
 
 
