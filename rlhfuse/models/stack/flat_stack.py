@@ -91,7 +91,7 @@ class FlatStack(torch.nn.Module):
                 stream = [_added(ops, stream), None]
                 kept.append(stream[0])
             stream = self._layer(layer, stream, batch, None if full else kept)
-        return _added(ops, stream).view(x_T1C.shape)
+        return _added(ops, [part.view(x_T1C.shape) for part in stream])  # no view, which autograd would watch
 
     def _layer(self, layer: FlatLayer, stream: list[Any], batch: Any, kept: list[Any] | None) -> list[Any]:
         """[the residual stream before the MLP, the MLP's part of it], of those before [T, C], which it takes out."""
