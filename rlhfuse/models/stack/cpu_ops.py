@@ -90,3 +90,6 @@ class CpuOps(TorchOps):
         dx = torch.empty_like(x)
         gate_rows_backward(x.numpy(), gradient.numpy(), share_threads(), dx.numpy())
         return dx, self.swiglu(x) if y is None else y
+
+    def add_product(self, weight: Tensor, gradient: Tensor, x: Tensor) -> None:
+        main_grad(weight).add_(gradient.t().mm(x))  # rounded twice, as ever: addmm would change the bits of runs
