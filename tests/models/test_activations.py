@@ -6,6 +6,7 @@ element of each tensor; padding, packing, tensor ranks, stages and chunks all li
 
 import functools
 import gc
+import random
 from contextlib import nullcontext
 from typing import get_args
 from unittest.mock import patch
@@ -50,14 +51,24 @@ def references(tmp_path_factory):
     return reference
 
 
-def step(rank, role: str, folder, gradients, layout: str, sequence_parallel: bool, recompute: str, tiles=False) -> dict:
+def step(
+    rank,
+    role: str,
+    folder,
+    gradients,
+    layout: str,
+    sequence_parallel: bool,
+    recompute: str,
+    tiles=False,
+    dtype=torch.float32,
+) -> dict:
     """One step on `layout`: losses, the largest error of each tensor against the reference, and the gradients."""
     from rlhfuse.models.build import Activations
     from rlhfuse.models.hf import load_weights
     from rlhfuse.parallel.groups import GroupMaker
 
     ranks, maker = ranks_of(**{role: layout}), GroupMaker(600)
-    built = build(rank, maker, ranks, role, folder, Activations(sequence_parallel, recompute))
+    built = build(rank, maker, ranks, role, folder, Activations(sequence_parallel, recompute), dtype=dtype)
     pipelines = built.grid.layout.dp
     rows = random_rows(LENGTHS, 7)
     by_tiles = patch.object(heads, "by_tiles", lambda device: True) if tiles else nullcontext()
@@ -198,3 +209,36 @@ def test_a_layer_keeps_what_the_planner_counts(workers, references, name, layout
         assert kept[recompute] == memory.kept_layer_bytes(256), recompute
         assert split or left == 0, recompute  # the graph is still there, with what was put off
     assert kept["full"] < kept["none"] / 8 and kept["selective"] < 0.8 * kept["none"]
+
+
+def random_model(base, seed: int) -> tuple[tuple, float]:
+    """(arguments of `step` for a model of any shape, layout and way to train, how far off it may be)."""
+    rng = random.Random(seed)
+    family = rng.choice(("llama", "qwen2", "qwen3", "mistral", "phi3"))
+    groups, head_dim = rng.choice((2, 4)), rng.choice((8, 16, 20, 32))
+    heads = groups * rng.choice((1, 2, 3))
+    shape = dict(model_type=family, num_attention_heads=heads, num_key_value_heads=groups, num_hidden_layers=2)
+    shape |= dict(head_dim=head_dim, hidden_size=heads * (head_dim if family == "phi3" else rng.choice((6, 10, 16))))
+    shape |= dict(intermediate_size=rng.choice((16, 36, 96)), tie_word_embeddings=rng.random() < 0.3)
+    shape |= {
+        "llama": dict(attention_bias=rng.random() < 0.5),
+        "mistral": dict(sliding_window=rng.choice((None, 64))),
+        "phi3": dict(pad_token_id=None),
+    }.get(family, {})
+    role = rng.choice(("actor", "critic"))
+    folder = write_checkpoint(base / str(seed), seed=seed, scale=0.3, scalar_head=role == "critic", **shape)
+    gradients, rows = base / f"{seed} gradients", random_rows(LENGTHS, 7)
+    write_reference_gradients(folder, gradients, role == "critic", rows)
+    layout, cut = rng.choice((("d4t1p1", False), ("d2t2p1", False), ("d2t2p1", True), ("d1t2p2", True)))
+    dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16))
+    how = cut, rng.choice(MODES), False, dtype
+    return (role, folder, gradients, layout, *how), 1e-5 if dtype == torch.float32 else 0.1
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=SLOW) for part in range(1, 8))])
+def test_random_models_have_the_gradients_of_transformers(workers, tmp_path, part):
+    """200 of them with the slow ones; with tensor ranks, sequence parallelism and recomputation."""
+    for seed in range(25 * part, 25 * part + 25):
+        arguments, most = random_model(tmp_path, seed)
+        for result in workers.run(step, *arguments):
+            assert max(result["errors"].values()) <= most, (seed, arguments[3:], result["errors"])

@@ -109,7 +109,9 @@ class Built:
         }
 
 
-def build(rank: int, maker, ranks: FusedRanks, model: str, folder: Path, activations, optimizer="sgd") -> Built:
+def build(
+    rank: int, maker, ranks: FusedRanks, model: str, folder: Path, activations, optimizer="sgd", dtype=torch.float32
+) -> Built:
     """The parts of `model` on this rank, loaded; a collective. Critics have a scalar head."""
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import trained_grid
@@ -117,7 +119,7 @@ def build(rank: int, maker, ranks: FusedRanks, model: str, folder: Path, activat
     grid = trained_grid(ranks, model)
     groups = maker.for_model(model, grid, rank)
     config = OptimizerConfig(name=optimizer, lr=0.0, clip_grad=0.0)
-    return load(rank, grid, groups, folder, model == "critic", activations, config, choose_device("cpu", 0, 1))
+    return load(rank, grid, groups, folder, model == "critic", activations, config, choose_device("cpu", 0, 1), dtype)
 
 
 def load(rank: int, grid, groups, folder: Path, head: bool, activations, config, device, dtype=torch.float32) -> Built:
