@@ -61,7 +61,6 @@ RESTRICTED = {
     "triton": (
         "rlhfuse/models/attention/paged/triton_kernels.py",
         "rlhfuse/models/layers/decode_layer_triton.py",
-        "rlhfuse/models/layers/swiglu_triton.py",
         "rlhfuse/models/logprobs/tile_sums_triton.py",
         "rlhfuse/models/stack/backward_kernels.py",
         "rlhfuse/models/stack/handle.py",

@@ -82,6 +82,7 @@ def _answer_for_cuda() -> None:
     answers |= dict(get_device_capability=giving((9, 0)), get_device_properties=giving(CARD))
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    torch.backends.cuda.is_flash_attention_available = giving(True)
     torch.Tensor.pin_memory = lambda self, device=None: self.clone()  # type: ignore[method-assign]
 
 

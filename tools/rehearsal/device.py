@@ -139,6 +139,7 @@ def _answer_for_cuda(mode: FakeCuda) -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    torch.backends.cuda.is_flash_attention_available = lambda: True
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign]
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import torch.distributed as dist
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.models.attention.packed import flash_attention, torch_varlen
+from rlhfuse.models.attention.packed import flash_attention
 from rlhfuse.models.attention.packed.dense import dense_attention
 from rlhfuse.models.attention.packed.sequences import PackedShape, VarlenKernel
 from rlhfuse.models.attention.paged import flashinfer, triton
@@ -39,8 +39,7 @@ def no_obstacle(shape: object) -> str:
     return ""
 
 
-PACKED: tuple[Backend[PackedShape, VarlenKernel], ...] = (  # of training and scoring
-    Backend("torch's varlen attention", torch_varlen.obstacle, torch_varlen.make),
+PACKED: tuple[Backend[PackedShape, VarlenKernel], ...] = (  # of training and scoring, without torch's flash-attention
     Backend("flash-attn", flash_attention.obstacle, flash_attention.make),
     Backend("torch's dense attention, length by length, which is slow", no_obstacle, lambda shape: dense_attention),
 )
@@ -87,7 +86,7 @@ def choose(rows: Iterable[Backend[Shape, Kernels]], shape: Shape) -> Chosen[Kern
 
 @functools.cache
 def choose_packed(shape: PackedShape) -> VarlenKernel:
-    """The kernel of packed attention, told once on CUDA."""
+    """The kernel of packed attention where torch's flash-attention cannot serve, told once on CUDA."""
     chosen = choose(PACKED, shape)
     if shape.device.type == "cuda":
         reasons = "; ".join(f"{name}: {reason}" for name, reason in chosen.passed_over.items())

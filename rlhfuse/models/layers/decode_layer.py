@@ -30,9 +30,8 @@ def torch_layer() -> LayerKernels:
 
 def triton_layer() -> LayerKernels:
     from rlhfuse.models.layers import decode_layer_triton  # Triton is not for runs on the CPU
-    from rlhfuse.models.layers.swiglu_triton import gate_rows
 
-    return LayerKernels(decode_layer_triton.add_norm, decode_layer_triton.place_heads, gate_rows)
+    return LayerKernels(decode_layer_triton.add_norm, decode_layer_triton.place_heads, decode_layer_triton.gate_rows)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Backwards of the Triton kernels of decode_layer_triton.py and swiglu_triton.py, on the gradients of what they give.
+"""Backwards of the Triton kernels of decode_layer_triton.py, on the gradients of what they give.
 
 Sums and products are float32, rounded once. Gradients of norms' weights are partial sums, one of a program, which
 another kernel adds up in one order. Letters: T tokens, C hidden, D head_dim, P programs.

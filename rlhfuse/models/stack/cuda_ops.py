@@ -14,9 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhfuse.models.attention.packed.sequences import PackedShape
-from rlhfuse.models.layers.decode_layer_triton import add_norm_kernel, heads_tile, norm_tile, place_heads_kernel
+from rlhfuse.models.layers.decode_layer_triton import (
+    COLUMNS,
+    add_norm_kernel,
+    heads_tile,
+    norm_tile,
+    place_heads_kernel,
+    swiglu_kernel,
+)
 from rlhfuse.models.layers.rotation import RotaryTables
-from rlhfuse.models.layers.swiglu_triton import COLUMNS, swiglu_kernel
 from rlhfuse.models.stack.backward_kernels import (
     add_parts_kernel,
     join_kernel,
@@ -38,8 +44,8 @@ class CudaOps(TorchOps):
 
     def __init__(self, rotary: RotaryTables, shape: HeadShape, eps: float, device: torch.device) -> None:
         super().__init__(rotary, shape, eps, device)
-        flash = not PackedShape(device, torch.bfloat16, shape.dim).flash_obstacle()
-        self._flash = flash and torch.cuda.get_device_capability(device) >= (8, 0)
+        built_in = torch.backends.cuda.is_flash_attention_available()
+        self._flash = built_in and not PackedShape(device, torch.bfloat16, shape.dim).flash_obstacle()
         self._dropout = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)  # unread
         tile = heads_tile(shape.heads // shape.groups, shape.dim, shape.groups)
         self._norms = functools.cache(

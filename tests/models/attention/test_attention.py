@@ -13,7 +13,7 @@ from testkit.paged_case import PagedCase, causal
 from testkit.profiles import examples
 
 from rlhfuse.models.attention import backends
-from rlhfuse.models.attention.packed import dense, flash_attention, torch_varlen
+from rlhfuse.models.attention.packed import dense, flash_attention
 from rlhfuse.models.attention.packed.sequences import PackedShape, SequenceBorders
 from rlhfuse.models.attention.paged import cpu as paged_cpu
 from rlhfuse.models.attention.paged.cache import CacheShape, PagedQueries
@@ -108,17 +108,6 @@ def test_neighbours_change_no_bit(heads, groups, dim, lengths, dtype):
         assert torch.equal(found, torch.cat(parts))
 
 
-def attend_2_11(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    """The arguments of torch 2.11's varlen_attn; several query heads to a key head need no word."""
-    assert window_size == (-1, 0), "not causal"
-    return by_sequence(q, k, v, cu_seq_q, max_q)
-
-
-def attend_2_12(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False, seqused_k=None):
-    assert window_size == (-1, 0) and enable_gqa
-    return by_sequence(q, k, v, cu_seq_q, max_q)
-
-
 def attend_flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, *, causal=False):
     """flash-attn's arguments."""
     assert causal and cu_seqlens_k is cu_seqlens_q and max_seqlen_k == max_seqlen_q
@@ -142,17 +131,14 @@ def fresh_choice():
     "kernel, groups, dim",
     [
         *(("cpu", groups, dim) for groups, dim in [(1, 16), (2, 6), (2, 80), (4, 16)]),
-        *((kernel, 2, 16) for kernel in (attend_2_11, attend_2_12, attend_flash, "dense")),
+        *((kernel, 2, 16) for kernel in (attend_flash, "dense")),
     ],
 )
 def test_packed_attention_and_its_gradients_are_the_formula(monkeypatch, kernel, groups, dim):
     """In float32 on the CPU, else in bfloat16; with gradients; and no kernel asks for a number on the device."""
     if callable(kernel):
-        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
         monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
-        monkeypatch.setattr(
-            torch_ops, "choose_packed", (flash_attention if kernel is attend_flash else torch_varlen).make
-        )
+        monkeypatch.setattr(torch_ops, "choose_packed", flash_attention.make)
     dtype, limit = (torch.float32, 2e-6) if kernel == "cpu" else (torch.bfloat16, 0.02)
     generator, lengths, rotary = torch.Generator().manual_seed(0), [5, 1, 17, 17, 40, 100], angles(dim)
     sizes = [(sum(lengths), heads, dim) for heads in (4, groups, groups)]
@@ -181,8 +167,8 @@ def test_packed_attention_and_its_gradients_are_the_formula(monkeypatch, kernel,
 @pytest.mark.parametrize(
     "capability, dtype, dim, slow, words",
     [
-        ((9, 0), torch.bfloat16, 64, False, "torch's varlen attention"),
-        ((7, 5), torch.bfloat16, 64, True, "compute capability 8.0; flash-attn: flash-attn is not installed"),
+        ((9, 0), torch.bfloat16, 64, True, "flash-attn is not installed"),
+        ((7, 5), torch.bfloat16, 64, True, "compute capability 8.0"),
         ((9, 0), torch.float32, 64, True, "computes in 16 bits, not in float32"),
         ((9, 0), torch.bfloat16, 288, True, "up to 256, not 288"),
     ],
@@ -222,8 +208,3 @@ def test_elementary_functions():
     u = np.minimum(u, np.float32(1 - 2.0**-24))
     expected = -np.log1p(-u.astype(np.float64))
     assert np.abs(np.array([neg_log_one_minus(v) for v in u]) / expected - 1).max() < 1e-6
-
-
-def test_an_old_torch_is_an_obstacle_with_its_version(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    assert f"torch {torch.__version__} lacks it" in torch_varlen.obstacle(PackedShape(CUDA, torch.bfloat16, 64))

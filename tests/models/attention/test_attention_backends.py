@@ -159,6 +159,7 @@ def test_why_a_library_is_not_used(flashinfer, name, changes, reason):
 
 
 def test_flash_attention_that_cannot_be_imported_is_told_from_one_that_is_absent(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     shape = PackedShape(CUDA, torch.bfloat16, 64)
     assert flash_attention.obstacle(shape) == "flash-attn is not installed"
     (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")

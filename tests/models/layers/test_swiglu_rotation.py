@@ -4,9 +4,9 @@ import pytest
 import torch
 from testkit import triton_interpreter  # noqa: F401
 
+from rlhfuse.models.layers.decode_layer_triton import gate_rows
 from rlhfuse.models.layers.operations import EXACT, TORCH
 from rlhfuse.models.layers.rotation import rotate_packed
-from rlhfuse.models.layers.swiglu_triton import gate_rows
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7}  # of the largest element

@@ -50,4 +50,6 @@ class PackedShape:
             return "it computes in 16 bits, not in float32"
         if self.head_dim % 8 or self.head_dim > 256:
             return f"it takes a head_dim of multiples of 8 up to 256, not {self.head_dim}"
+        if torch.cuda.get_device_capability(self.device) < (8, 0):
+            return "it needs a GPU of compute capability 8.0"
         return ""
