@@ -115,8 +115,8 @@ class DeviceForward:
         return self._logits(*self._layers(tokens, positions, slots, cache, attend))
 
     def _decode_step(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> None:
-        most = self.max_sequences, -(-self.spec.context // cache.block_tokens)
-        shape = DecodeShape.holding(*batch.tables.shape, *most, cache.block_tokens)
+        (sequences, blocks), most_blocks = batch.tables.shape, -(-self.spec.context // cache.block_tokens)
+        shape = DecodeShape.holding(sequences, blocks, self.max_sequences, most_blocks, cache.block_tokens)
         shape = shape._replace(draws=DrawInputs.columns(draws.banned.shape[1]))
         arrays = padded_arrays(batch, draws, shape, cache.keys.shape[1] - 1, cache.block_tokens)
 
