@@ -27,8 +27,8 @@ from wide_models import widen
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.load import load_config
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.costs.speculation import DRAFT_ITERATIONS
 from rlhfuse.data.sampler import PromptSampler
-from rlhfuse.decisions.decode_shapes import DRAFT_ITERATIONS
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.models.cpu.tiles import share_threads
 from rlhfuse.models.hf import load_weights

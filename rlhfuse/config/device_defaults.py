@@ -5,6 +5,7 @@ On CPU float32, of which results are exact; on GPUs what their kernels are fast 
 
 from __future__ import annotations
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import RunConfig, TrainerConfig
 from rlhfuse.config.values import AUTO, known
@@ -13,8 +14,13 @@ BLOCK_TOKENS = 16  # flashinfer's smallest, and enough for a Triton tile's row o
 
 
 def resolve_device(config: RunConfig) -> RunConfig:
-    """`config` with values for what is auto of trainer.dtype and rollout.block_tokens; on GPUs without guesses."""
+    """`config` with values for what is auto of trainer.dtype and rollout.block_tokens; on GPUs without guesses.
+
+    Raises InputError where guesses are asked for on GPUs.
+    """
     rollout, gpu = config.rollout, is_for_gpus(config.trainer)
+    if gpu and rollout.draft_rows not in (0, AUTO):
+        raise InputError(f"rollout.draft_rows={rollout.draft_rows}: tokens are guessed on CPU alone; use 0 on GPUs")
     dtype = known(config.trainer.dtype, "bfloat16" if gpu else "float32")
     rows = known(rollout.draft_rows, 0 if gpu else AUTO)  # on CPU the engine measures and decides
     block = known(rollout.block_tokens, BLOCK_TOKENS)

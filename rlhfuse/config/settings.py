@@ -157,7 +157,7 @@ class RolloutConfig(Settings):
     draft_rows: CountOrAuto = key(
         AUTO,
         "rows of a decode step that guesses of the next tokens may fill up: tokens and bits stay, steps become fewer "
-        "(docs/explanation/engine.md); 0 = off; auto: on CPU 16 where that is measured to be faster, 0 on GPUs",
+        "(docs/explanation/engine.md); 0 = off, as always on GPUs; auto: on CPU 16 where that is measured to be faster",
     )
     attention: Literal["auto", "flashinfer", "triton", "torch"] = key(
         "auto", "whose kernels read the KV cache on GPUs; auto = the first of these that can, told at start"

@@ -28,6 +28,14 @@ PLAIN_EVERY = 16  # steps with guesses, among which one is run without
 SHORTEST_WAIT, LONGEST_WAIT = 128, 1024  # steps before guesses that are off are tried again; each is twice the last
 SOONER = 4  # times, where none was right: what is drawn later may repeat itself
 AGREE_EVERY = 8  # steps
+DRAFT_BYTES = 64 << 20  # of tables to guess from, at most
+DRAFT_BYTES_A_TOKEN = 160  # 1.2 suffixes and 2 pairs in tables half full, and the token itself
+DRAFT_ITERATIONS = 6  # before the running one, that are guessed from
+
+
+def guess_bytes(tokens: int) -> int:
+    """Memory of a rank for guesses, where an iteration writes so many tokens (gen/speculation/guesser.py)."""
+    return min(DRAFT_BYTES, DRAFT_BYTES_A_TOKEN * (1 + DRAFT_ITERATIONS) * tokens)
 
 
 class StepObservation(NamedTuple):

@@ -1,7 +1,6 @@
-"""Shapes of decode steps on GPUs, rounded up so that few are recorded, and the memory of guesses in them.
+"""Shapes of decode steps on GPUs, rounded up so that few are recorded.
 
-Rows to 1, 2, 4, 8, 16, 32, 48, ...; columns to powers of two, from those of 256 tokens up; queries of a sequence, where
-guesses are verified, to 1, 2, 4, 8.
+Rows to 1, 2, 4, 8, 16, 32, 48, ...; columns to powers of two, from those of 256 tokens up.
 """
 
 from __future__ import annotations
@@ -12,10 +11,6 @@ from rlhfuse.base.power_of_two import power_of_two
 
 SHORTEST_TOKENS = 256  # narrower tables are widened to this: attention over so little costs nothing
 ROW_STEP = 16
-MOST_QUERIES = 8  # of one sequence in a step
-DRAFT_BYTES = 64 << 20  # of tables to guess from, at most
-DRAFT_BYTES_A_TOKEN = 160  # 1.2 suffixes and 2 pairs in tables half full, and the token itself
-DRAFT_ITERATIONS = 6  # before the running one, that are guessed from
 
 
 def rounded_rows(sequences: int, most: int) -> int:
@@ -29,17 +24,6 @@ def rounded_width(blocks: int, most: int, block_tokens: int) -> int:
     """Columns of tables of at most so many blocks; beyond `most` only if they are."""
     width = power_of_two(max(blocks, -(-SHORTEST_TOKENS // block_tokens)))
     return max(blocks, min(width, most))
-
-
-def queries_within(rows: int, sequences: int, most: int) -> int:
-    """Queries that each of so many sequences may have in a step of at most `rows` rows: a power of two, or none."""
-    each = min(rows // rounded_rows(sequences, most), MOST_QUERIES)
-    return 1 << each.bit_length() - 1 if each else 0
-
-
-def guess_bytes(tokens: int) -> int:
-    """Memory of a rank for guesses, where an iteration writes so many tokens (gen/speculation/guesser.py)."""
-    return min(DRAFT_BYTES, DRAFT_BYTES_A_TOKEN * (1 + DRAFT_ITERATIONS) * tokens)
 
 
 @lru_cache(maxsize=64)  # asked again and again by searches

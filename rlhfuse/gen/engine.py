@@ -33,6 +33,7 @@ from rlhfuse.gen.core.sequence import (
     check_tokens,
     new_sequence,
 )
+from rlhfuse.gen.cpu.forward import CpuForward
 from rlhfuse.gen.forward import choose_forward
 from rlhfuse.gen.migration.import_transaction import ImportTransaction
 from rlhfuse.gen.migration.kv_transfer import BlockShape, KVTransfer, TransferManifest, prepare_transfer
@@ -338,8 +339,10 @@ class Engine:
         return guesser.measured.take_news() if guesser and guesser.measured else ""
 
     def new_guesser(self) -> Guesser | None:
-        """One that has learnt nothing, if the engine guesses."""
+        """One that has learnt nothing, if the engine guesses, as with CPU kernels alone."""
         rows, forward, measured = self.options.draft_rows, self.forward, None
+        if not isinstance(forward, CpuForward):
+            return None
         if rows is None:
             rows = forward.idle_rows
             measured = GuessRows(rows, forward.step_price, forward.parallel.first)

@@ -36,7 +36,6 @@ class Forward(Protocol):
     cache_type: type[KVCache]
     spare_blocks: int  # of the cache, behind those that the engine gives out
     runs_ahead: bool  # a step may be launched before the draws of the one before are read
-    idle_rows: int  # of a decode step that are computed anyway, so that guesses may fill them
 
     @property
     def recording_seconds(self) -> float:
@@ -67,14 +66,6 @@ class Forward(Protocol):
         """
         ...
 
-    def step_price(self, sequences: int, guesses: int) -> float:
-        """What a decode step with guesses costs, beside one of few rows: roughly, and whatever the machine."""
-        ...
-
-    def guesses_each(self, rows: int, sequences: int) -> int:
-        """Guesses that one of so many sequences may have in a step of `rows` rows."""
-        ...
-
 
 def choose_forward(
     spec: ModelSpec,
@@ -86,7 +77,7 @@ def choose_forward(
     """Who runs the steps on this device, and lines on what was chosen by name, and why not another.
 
     Each tensor rank holds a share of heads, MLP columns and vocabulary rows; all see the same logits. Raises InputError
-    where the group does not divide the model.
+    where the group does not divide the model, or these kernels cannot verify guesses.
     """
     plain = TensorParallel(tp_group)
     for name, value in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("mlp", spec.mlp)):
@@ -94,6 +85,8 @@ def choose_forward(
             raise InputError(f"{name}({value}) % tp({plain.size}) = {value % plain.size}, must be 0")
     if device.type == "cpu" and options.kernels == "auto":
         return CpuForward(spec, plain), ()
+    if options.draft_rows:
+        raise InputError(f"draft_rows={options.draft_rows}: only CPU kernels verify guesses; use 0")
     on_cuda = device.type == "cuda"
     recorder = CudaRecorder(device) if options.cuda_graphs and on_cuda else None
     layer = triton_layer() if on_cuda or options.kernels == "triton" else torch_layer()
@@ -103,6 +96,5 @@ def choose_forward(
     summed = tp_group, options.all_reduce, device, options.max_sequences, spec.hidden, dtype
     parallel, sums = choose_parallel(*summed)
     kernels = draw_kernels(device), chosen.kernels, layer
-    rows = options.draft_rows or 0
-    forward = DeviceForward(spec, parallel, device, options.max_sequences, recorder, *kernels, rows, options.entropies)
+    forward = DeviceForward(spec, parallel, device, options.max_sequences, recorder, *kernels, options.entropies)
     return forward, tuple(line for line in (chosen.line("attention of generation"), sums) if line)

@@ -24,7 +24,7 @@ class EngineOptions:
     run_ahead: bool = True  # launch a step before the draws of the one before are read; without effect on CPU kernels
     entropies: bool = False  # measured of every distribution that is drawn from
     keep_memory: bool = False  # while the engine is paused its cache stays, and graphs that were recorded over it
-    # Of a decode step, that guesses may fill up; 0 = off. None: with CPU kernels 16 where they are measured to pay
+    # Of a decode step with CPU kernels, that guesses may fill up; 0 = off. None: 16 where they are measured to pay
     draft_rows: int | None = None
     # On CPU: what GPUs run, with torch's kernels or Triton's in its interpreter, neither of which promises bits.
     kernels: Literal["auto", "torch", "triton"] = "auto"

@@ -79,11 +79,9 @@ class StepLoop:
         try:
             if self.in_flight and (self._certain_end or self.scheduler.blocks.free_blocks < running):
                 finished += self._read()  # who ends would need a place that it hasn't, or others lack its blocks
-            if self.guesser and self.guesser.is_due(len(self.scheduler.running)):
-                finished += self._read()  # guesses follow what was drawn
             step = self._launch(cache)
             finished += self._read()
-            if step and self._runs_ahead and not step.stats.guessed_tokens:
+            if step and self._runs_ahead:
                 self._leave(step)
             elif step:
                 finished += self._end(step)
@@ -134,12 +132,10 @@ class StepLoop:
         """The same, and what the guesser guesses that decoding sequences will draw, where there is room for it."""
         if self.guesser is None or not scheduled:
             return scheduled
-        most = self.guesser.rows(len(scheduled))
-        rows = self.scheduler.room_for_guesses(scheduled, most)
+        rows = self.scheduler.room_for_guesses(scheduled, self.guesser.rows(len(scheduled)))
         if not rows:
             return scheduled
-        each = self.forward.guesses_each(most, len(scheduled))
-        guesses = self.guesser.propose([seq for seq, _, _, _ in scheduled], self.scheduler.table, rows, each)
+        guesses = self.guesser.propose([seq for seq, _, _, _ in scheduled], self.scheduler.table, rows)
         return self.scheduler.add_guesses(scheduled, guesses) if any(guesses) else scheduled
 
     def _leave(self, step: LaunchedStep) -> None:

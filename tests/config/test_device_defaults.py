@@ -4,8 +4,10 @@ import pytest
 import torch
 from testkit.tiny import with_models
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.device_defaults import is_for_gpus, resolve_device
 from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.values import AUTO
 from rlhfuse.planning.settle import Facts, settle_but_layouts
 from rlhfuse.run.preflight import device_of, this_host
 
@@ -39,6 +41,18 @@ def test_the_device_decides_what_is_left_to_it(trainer, expected):
     assert resolve_device(resolved) == resolved
     given = run(**trainer).with_(rollout={"block_tokens": 48})
     assert resolve_device(given).rollout.block_tokens == 48
+
+
+def test_guesses_are_for_cpus():
+    """Measured there where nothing is said, and refused where a GPU would have to verify them."""
+    for trainer, rows in (({"device": "cpu", "hardware": "h100"}, AUTO), ({"device": "cuda"}, 0)):
+        assert resolve_device(run(**trainer)).rollout.draft_rows == rows
+        assert resolve_device(run(**trainer).with_(rollout={"draft_rows": 0})).rollout.draft_rows == 0
+    given = {"draft_rows": 16}
+    assert resolve_device(run(device="cpu").with_(rollout=given)).rollout.draft_rows == 16
+    for trainer in ({"device": "cuda"}, {"hardware": "h100"}):
+        with pytest.raises(InputError, match="rollout.draft_rows=16: .* use 0"):
+            resolve_device(run(**trainer).with_(rollout=given))
 
 
 @pytest.mark.parametrize("found", [False, True])

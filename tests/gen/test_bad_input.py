@@ -137,6 +137,7 @@ def test_ids_and_counts_that_do_not_fit(friends):
         (dict(max_sequences=-1), "max_sequences"),
         (dict(draft_rows=-1), "draft_rows"),
         (dict(dtype=torch.float16), "dtype"),
+        (dict(kernels="torch", draft_rows=4), "draft_rows=4: only CPU kernels"),
         (dict(kernels="cuda"), "kernels='cuda' is unknown"),
         (dict(attention="flash"), "attention='flash' is unknown; use one of auto, flashinfer, triton"),
         (dict(weights=WEIGHTS | {"output_layer.weight": torch.zeros(3, 3)}), "output_layer.weight"),

@@ -78,7 +78,7 @@ class TurnWorkload(Workload):
     def engine(self, **options: int) -> Engine:
         more = self.options if "max_sequences" in options else dict(entropies=True)
         shares = dict(dtype=self.dtype, tp_group=self.tp_group)
-        return engine_of(self.spec, self.weights, detokenize=letters, **shares, **options, **more)
+        return engine_of(self.spec, self.weights, detokenize=letters, **shares, **(options | more))
 
     def alone(self, sample_id: int, block_tokens: int) -> GenerationResult:
         if (sample_id, block_tokens) not in self._alone:
@@ -208,7 +208,7 @@ def test_many_more_random_lives_with_turns():
 
 def test_turns_end_alike_where_steps_run_ahead():
     workload, count = TurnWorkload(draw_turns(40, seed=13)), share(100)
-    workload.options = dict(entropies=True, kernels="torch", run_ahead=True)
+    workload.options = dict(entropies=True, kernels="torch", run_ahead=True, draft_rows=0)
     seen = run_lives(workload, 3_000_000, count, AheadPair)
     assert seen["in flight"] > seen["steps"] // 3 and seen["observed"] > count and seen["moved parked"] >= count // 10
 

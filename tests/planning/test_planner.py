@@ -17,7 +17,7 @@ from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.machine import Host, memory_limit
 from rlhfuse.costs.profiled import ProfiledCost
-from rlhfuse.decisions.decode_shapes import guess_bytes
+from rlhfuse.costs.speculation import guess_bytes
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.run_plan import PlanReport, RunPlan
 from rlhfuse.planning.training.training_problem import TICK_SECONDS

@@ -36,11 +36,11 @@ def generation_that(keeps: bool, graphs: bool):
             weights.append(self.weights.addresses())
 
     def with_recorder(self, *args) -> None:
-        *others, _, kernels, attention, layer, rows, measures = args
-        build(self, *others, recorder, kernels, attention, layer, rows, measures)
+        *others, _, kernels, attention, layer, measures = args
+        build(self, *others, recorder, kernels, attention, layer, measures)
 
     def as_on_a_gpu(*args) -> EngineOptions:
-        return replace(options(*args), kernels="torch", draft_rows=0)
+        return replace(options(*args), kernels="torch")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryBudget, "keeps_generation", lambda self, activations: keeps)

@@ -26,13 +26,10 @@ class ScriptedGuesser(Guesser):
         super().__init__(vocab, most_rows, lambda sequences, guesses: 1.0)
         self._kind, self._known, self._rng, self._vocab = kind, known, rng, vocab
 
-    def is_due(self, sequences: int) -> bool:
-        return sequences < self.most_rows
-
-    def propose(self, sequences: list[Sequence], table: RunningTable, rows: int, each: int) -> list[list[int]]:
+    def propose(self, sequences: list[Sequence], table: RunningTable, rows: int) -> list[list[int]]:
         guesses = []
         for seq in sequences:
-            most = min(rows, each, seq.max_total_tokens - seq.total_tokens - 1)
+            most = min(rows, seq.max_total_tokens - seq.total_tokens - 1)
             count = self._rng.randint(0, max(most, 0))
             rows -= count
             guesses.append(self._guess(seq, count))

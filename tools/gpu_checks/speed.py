@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import statistics
 import tempfile
 from functools import cache
@@ -17,11 +16,8 @@ from gpu_checks.figures import Figure, timed, told
 from rlhfuse.config.layer_weights import layer_weights
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.flops import forward_flops
-from rlhfuse.gen.core.forward_batch import RunningTable
-from rlhfuse.gen.core.sequence import Sequence
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.options import Attention
-from rlhfuse.gen.speculation.guesser import Guesser
 from rlhfuse.models.attention.backends import choose_paged
 from rlhfuse.models.attention.paged.cache import CacheShape
 from rlhfuse.models.attention.paged.flashinfer import obstacle as flashinfer_obstacle
@@ -31,7 +27,6 @@ RESPONSE = 32  # tokens of a sample beside those that it decodes while others st
 STEP_TOKENS = 8192  # of a step with prefill
 PROMPTS, PROMPT = 16, 512  # of the prefill that is timed
 SHORTEST = 1, 16  # of another, whose launches by the host are all that it takes
-VERIFIED, GUESSES, VERIFY_GOAL = 4, 3, 1.2  # sequences, guesses of each; decode steps that such a step may cost
 Points = tuple[tuple[int, int], ...]  # sequences, and tokens of each at a decode step
 SHORT: Points = ((1, 144), (16, 144), (64, 144), (256, 144), (192, 1000))
 LONG: Points = ((1, 2048), (16, 2048), (64, 2048), (1, 8192), (16, 8192))
@@ -78,21 +73,6 @@ def random_prompts(spec: ModelSpec, count: int, length: int, seed: int) -> list[
     return torch.randint(3, spec.vocab, (count, length), generator=generator).tolist()
 
 
-class RandomGuesses(Guesser):
-    """A few tokens at random for each sample, of which hardly one is right: what it costs to verify them."""
-
-    def __init__(self, vocab: int, draft_rows: int, each: int) -> None:
-        super().__init__(vocab, draft_rows, lambda sequences, guesses: 1.0)
-        self._random, self._vocab, self._each = random.Random(0), vocab, each
-
-    def propose(self, sequences: list[Sequence], table: RunningTable, rows: int, each: int) -> list[list[int]]:
-        most = [min(self._each, seq.max_total_tokens - seq.total_tokens - 1) for seq in sequences]
-        return [[self._random.randrange(self._vocab) for _ in range(max(count, 0))] for count in most]
-
-    def told(self, number: int, tried: int, right: int) -> None:
-        pass
-
-
 def response_tokens(batch: int, context: int) -> int:
     """So many that all sequences decode together for a while before the first one ends."""
     return RESPONSE + 2 * -(-batch * context // STEP_TOKENS)
@@ -127,15 +107,6 @@ def prefill_seconds(engine: Engine, prompts: int, length: int) -> float:
     return min(seconds[1:])
 
 
-def verifying(engine: Engine, context: int) -> dict[str, float]:
-    """A step that verifies three guesses of each of four sequences, beside their plain decode step."""
-    plain, _ = decode_seconds(engine, VERIFIED, context)
-    engine.loop.guesser = RandomGuesses(engine.spec.vocab, VERIFIED * (1 + GUESSES), GUESSES)
-    seconds, _ = decode_seconds(engine, VERIFIED, context)
-    engine.loop.guesser = None
-    return {"step_seconds": seconds, "over_decode_step": round(seconds / plain, 3)}
-
-
 def check_decode(
     bench: Bench,
     size: str,
@@ -155,15 +126,14 @@ def check_decode(
     options = EngineOptions(
         blocks,
         block_tokens,
-        max_sequences=max(PROMPTS, VERIFIED, *(batch for batch, _ in points)),
+        max_sequences=max(PROMPTS, *(batch for batch, _ in points)),
         max_batched_tokens=STEP_TOKENS,
         kernels="torch",
         attention=library or bench.attention,
         cuda_graphs=graphs,
-        draft_rows=VERIFIED * (1 + GUESSES),
     )
     engine = Engine(spec, random_weights(spec, device, torch.bfloat16), options, device=device, dtype=torch.bfloat16)
-    engine.loop.guesser, figures = None, []
+    figures = []
     kind = f"{size} {library}" if library else size
     kind += f" blocks of {block_tokens}" if block_tokens != 16 else ""
     kind += "" if graphs or not bench.on_gpu else " eager"
@@ -177,9 +147,6 @@ def check_decode(
     figures.append(Figure(f"prefill {kind}", prefill, ("prefill", size, prompts, length), flops=flops))
     shortest = prefill_seconds(engine, *SHORTEST)
     figures.append(Figure(f"prefill {kind} {SHORTEST[0]} x {SHORTEST[1]}", shortest, ("prefill", size, *SHORTEST)))
-    verify = verifying(engine, points[0][1])
-    line = f"{kind}: a step that verifies {GUESSES} guesses of {VERIFIED} sequences costs {verify['over_decode_step']} "
-    line += f"plain ones; up to {VERIFY_GOAL} rollout.draft_rows=64 is worth it"
     if shapes := engine.forward.recorded_shapes:  # again: kernels are compiled and loaded the first time
         recorded = engine.forward.recording_seconds
         engine.pause()
@@ -187,7 +154,7 @@ def check_decode(
         decode_seconds(engine, *points[1])
         each = (engine.forward.recording_seconds - recorded) / (engine.forward.recorded_shapes - shapes)
         figures.append(Figure(f"capture {kind}", each, ("capture", size)))
-    return told(*figures, lines=[engine.lines[0], line], verify=verify)
+    return told(*figures, lines=[engine.lines[0]])
 
 
 def needed_bytes(spec: ModelSpec, points: Points, block_tokens: int) -> tuple[int, int]:

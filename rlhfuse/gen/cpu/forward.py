@@ -68,7 +68,8 @@ class CpuForward:
     """Runs steps at once: what is launched is done. The interface is `Forward` of gen/forward.py."""
 
     cache_type: type[KVCache] = LaneKVCache
-    spare_blocks, runs_ahead, idle_rows = 0, False, LANES  # a step computes whole panels of tokens anyway
+    spare_blocks, runs_ahead = 0, False
+    idle_rows = LANES  # of a decode step that are computed anyway, whole panels, so that guesses may fill them
     recording_seconds, recorded_shapes = 0.0, 0
 
     def __init__(self, spec: ModelSpec, parallel: TensorParallel) -> None:
@@ -99,7 +100,7 @@ class CpuForward:
         del self.layers, self.embedding, self.output, self.final_norm
 
     def step_price(self, sequences: int, guesses: int) -> float:
-        """About milliseconds: weights once and panels; each row; the host's work."""
+        """Of a decode step with guesses, in about milliseconds: weights once and panels; each row; the host's work."""
         rows = sequences + guesses
         panels = 1.0 if rows <= FEW else 0.12 + 1.05 * -(-rows // LANES)
         host = 0.3 + 0.06 * sequences + (0.1 + 0.02 * guesses if guesses else 0.0)
@@ -108,9 +109,6 @@ class CpuForward:
     def release(self) -> None:
         """Give the working memory back."""
         self.space.clear()
-
-    def guesses_each(self, rows: int, sequences: int) -> int:
-        return rows  # packed: one may have them all
 
     @torch.inference_mode()
     def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> Launched:

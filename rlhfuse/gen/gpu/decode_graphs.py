@@ -20,14 +20,9 @@ from rlhfuse.gen.gpu.draws import DrawInputs, draw_array
 
 
 class DecodeShape(NamedTuple):
-    sequences: int
+    rows: int  # sequences
     width: int  # columns of the block tables
     draws: int = DrawInputs.columns(0)  # integers of a row's draw
-    queries: int = 1  # of each sequence: its last token and guesses of those that follow
-
-    @property
-    def rows(self) -> int:
-        return self.sequences * self.queries
 
     @staticmethod
     def holding(sequences: int, blocks: int, most_sequences: int, most_blocks: int, block_tokens: int) -> DecodeShape:
@@ -40,8 +35,8 @@ class DecodeInputs(NamedTuple):
 
     facts: Tensor  # [3, rows]: tokens, ~i until `feed` has put the i-th draw of the step before there; positions; slots
     draws: Tensor  # [integers of a row's draw, rows], as DrawInputs.packed
-    contexts: Tensor  # [sequences]: tokens up to the last query of each, a guess or one that pads
-    tables: Tensor  # [sequences, width] cache blocks; those past a context are never looked at
+    contexts: Tensor  # [rows]: tokens of each sequence
+    tables: Tensor  # [rows, width] cache blocks; those past a context are never looked at
 
 
 def padded_arrays(
@@ -49,24 +44,16 @@ def padded_arrays(
 ) -> list[np.ndarray]:
     """DecodeInputs of a batch of sequences that decode, with padding rows, in host memory."""
     # Padding is token 0 at position 0, in a spare block that no sequence ever gets; what it reads is of no interest.
-    sequences, counts = len(batch.contexts), np.diff(batch.query_starts)
-    assert sequences <= shape.sequences and counts.max() <= shape.queries, f"{counts} tokens do not fit {shape}"
-    places = padded_places(batch, shape)
-    tables = np.full((shape.sequences, shape.width), spare_block, np.int32)
-    tables[:sequences, : batch.tables.shape[1]] = batch.tables
-    contexts = np.full(shape.sequences, shape.queries, np.int32)
-    contexts[:sequences] = batch.contexts - counts + shape.queries
+    rows = len(batch.tokens)
+    assert len(batch.contexts) == rows <= shape.rows, f"{rows} tokens of {len(batch.contexts)} sequences, not {shape}"
+    tables = np.full((shape.rows, shape.width), spare_block, np.int32)
+    tables[:rows, : batch.tables.shape[1]] = batch.tables
+    contexts = np.ones(shape.rows, np.int32)
+    contexts[:rows] = batch.contexts
     facts = np.zeros((3, shape.rows), np.int32)
     facts[2] = spare_block * block_tokens
-    facts[:, places] = batch.tokens, batch.positions, batch.slots
-    return [facts, draw_array(draws, places[batch.draw_rows], shape.rows), contexts, tables]
-
-
-def padded_places(batch: ForwardBatch, shape: DecodeShape) -> np.ndarray:
-    """[T]: rows of the shape in which the batch's tokens lie."""
-    counts = np.diff(batch.query_starts)
-    starts = np.arange(len(counts)) * shape.queries - batch.query_starts[:-1]
-    return np.arange(len(batch.tokens)) + np.repeat(starts, counts)
+    facts[:, :rows] = batch.tokens, batch.positions, batch.slots
+    return [facts, draw_array(draws, batch.draw_rows, shape.rows), contexts, tables]
 
 
 class Staging:

@@ -1,6 +1,6 @@
 """The forward pass for generation as CUDA runs it: GEMMs and nine launches a layer (on CPU it runs too, slowly).
 
-    decode   one token of each sequence, and guesses: padded to a DecodeShape, in CUDA graphs or launched one by one
+    decode   one token of each sequence: padded to a DecodeShape, in CUDA graphs or launched one by one
     mixed    chunks of prompts among decoding sequences: packed without padding, launched kernel after kernel
 
 Neither waits: a token may be named by its place among the draws before. T tokens, H and G heads of this rank.
@@ -17,9 +17,7 @@ from torch import Tensor
 
 from rlhfuse.base.cuda_environment import recording_obstacle
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.power_of_two import power_of_two
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.decode_shapes import queries_within
 from rlhfuse.gen.core.draws import DrawBatch, Launched
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
@@ -31,7 +29,6 @@ from rlhfuse.gen.gpu.decode_graphs import (
     DecodeShape,
     Staging,
     padded_arrays,
-    padded_places,
 )
 from rlhfuse.gen.gpu.draws import DrawInputs, DrawKernels, DrawOutputs, draw_array
 from rlhfuse.models.attention.paged.cache import Attend, PagedAttention, PagedQueries
@@ -45,7 +42,7 @@ class DeviceForward:
 
     cache_type: type[KVCache] = KVCache
     spare_blocks = 1  # the last of the cache: padding rows write and read there
-    runs_ahead, idle_rows = True, 0
+    runs_ahead = True
 
     def __init__(
         self,
@@ -57,7 +54,6 @@ class DeviceForward:
         kernels: DrawKernels,
         attention: PagedAttention,
         layer_kernels: LayerKernels,
-        guess_rows: int = 0,
         measures: bool = False,
     ) -> None:
         """`recorder` None: no graphs; `measures`: entropies of the draws. `bind` must be called before `launch`.
@@ -73,7 +69,7 @@ class DeviceForward:
         self._cos_sin = self._rotary.up_to(1)
         self._staging = Staging(device)
         self._graphs = DecodeGraphs(recorder, device)
-        self._kernels, self._outputs = kernels, DrawOutputs(device, max(max_sequences, guess_rows), measures)
+        self._kernels, self._outputs = kernels, DrawOutputs(device, max_sequences, measures)
         self._weights: ModelWeights | None = None
         self._weight_addresses: tuple[int, ...] = ()
 
@@ -94,15 +90,6 @@ class DeviceForward:
         self.release()
         self._weights, self._weight_addresses = None, ()
 
-    @staticmethod
-    def step_price(sequences: int, guesses: int) -> float:
-        """Reading the weights is most of a step of few rows."""
-        return 1.0 + 0.02 * sequences + 0.01 * guesses
-
-    def guesses_each(self, rows: int, sequences: int) -> int:
-        """As many for each sequence: rows are padded."""
-        return max(0, queries_within(rows, sequences, self.max_sequences) - 1)
-
     def release(self) -> None:
         """Drop captured graphs and their memory, as before the cache is dropped."""
         self._graphs.release()
@@ -111,8 +98,9 @@ class DeviceForward:
     def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> Launched:
         assert cache.keys.shape[1] * cache.block_tokens < 2**31, "slots are sent as int32"
         self._cos_sin = self._rotary.up_to(batch.longest)  # graphs read them by address, so they should seldom grow
-        if len(batch.tokens) == len(batch.contexts) or batch.guesses is not None:
-            return self._outputs.send(self._decode_step(batch, draws, cache))
+        if len(batch.tokens) == len(batch.contexts):
+            self._decode_step(batch, draws, cache)
+            return self._outputs.send(batch.draw_rows)
         logits, inputs = self.mixed(batch, draws, cache)
         if inputs.rows:
             self._kernels.draw(logits, inputs, self._outputs.newest)
@@ -123,19 +111,13 @@ class DeviceForward:
         facts, _, contexts, tables = inputs
         self._kernels.feed(facts[0], self._outputs.newest[0])
         tokens, positions, slots = facts.long()  # new tensors, made by one kernel
-        attend = self._attention.decode(tables, contexts, facts.shape[1] // len(contexts))
+        attend = self._attention.decode(tables, contexts)
         return self._logits(*self._layers(tokens, positions, slots, cache, attend))
 
-    def _decode_step(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> np.ndarray:
-        """Launch it; returns the rows that draw."""
-        most = self.max_sequences, -(-self.spec.context // cache.block_tokens)
-        counts = np.diff(batch.query_starts)
-        queries = power_of_two(int(counts.max()))  # rows of each sequence: its token and guesses of the next
-        # a sequence with fewer than others is padded, and what pads it must find blocks in its table
-        blocks = -(-int((batch.contexts - counts).max() + queries) // cache.block_tokens)
-        blocks = max(blocks, batch.tables.shape[1])
-        shape = DecodeShape.holding(len(counts), blocks, *most, cache.block_tokens)
-        shape = shape._replace(draws=DrawInputs.columns(draws.banned.shape[1]), queries=queries)
+    def _decode_step(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> None:
+        (sequences, blocks), most_blocks = batch.tables.shape, -(-self.spec.context // cache.block_tokens)
+        shape = DecodeShape.holding(sequences, blocks, self.max_sequences, most_blocks, cache.block_tokens)
+        shape = shape._replace(draws=DrawInputs.columns(draws.banned.shape[1]))
         arrays = padded_arrays(batch, draws, shape, cache.keys.shape[1] - 1, cache.block_tokens)
 
         def work(inputs: DecodeInputs) -> None:
@@ -146,7 +128,6 @@ class DeviceForward:
             (*self._weight_addresses, cache.keys.data_ptr(), cache.values.data_ptr(), self._cos_sin[0].data_ptr())
         )
         self._graphs.run(shape, arrays, self._staging, work)
-        return padded_places(batch, shape)[batch.draw_rows]
 
     def mixed(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> tuple[Tensor, DrawInputs]:
         """Logits [drawing rows, vocab] float32, and what their draws need."""

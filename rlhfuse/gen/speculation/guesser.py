@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhfuse.base.remembered import remembered
-from rlhfuse.costs.speculation import GuessRows
-from rlhfuse.decisions.decode_shapes import DRAFT_ITERATIONS
+from rlhfuse.costs.speculation import DRAFT_ITERATIONS, GuessRows
 from rlhfuse.gen.core.forward_batch import RunningTable
 from rlhfuse.gen.core.sequence import Sequence, stop_table
 from rlhfuse.gen.speculation.ngrams import CELLS, ORDER, count, propose
@@ -71,12 +70,8 @@ class Guesser:
         self.searched = False
         return self.measured.rows(sequences) if self.measured else self.most_rows
 
-    def is_due(self, sequences: int) -> bool:
-        """Whether a step of so many may get guesses."""
-        return 0 < sequences < self.most_rows and self._waited >= self._pause
-
-    def propose(self, sequences: list[Sequence], table: RunningTable, rows: int, each: int) -> list[list[int]]:
-        """Guesses for these, which decode, at most `rows` in all and `each` of one; [] where they would not pay."""
+    def propose(self, sequences: list[Sequence], table: RunningTable, rows: int) -> list[list[int]]:
+        """Guesses for these, which decode, at most `rows` in all; [] where they would not pay."""
         if self._waited < self._pause:
             self._waited += 1
             return []
@@ -84,7 +79,7 @@ class Guesser:
         self._take_in(sequences, rows)
         at = np.array([self._rows[seq.sample_id][0] for seq in sequences])
         lengths = np.array([seq.total_tokens for seq in sequences])
-        limits = np.array([min(seq.max_total_tokens - seq.total_tokens - 1, each) for seq in sequences])
+        limits = np.array([seq.max_total_tokens - seq.total_tokens - 1 for seq in sequences])
         running = np.array([seq.row for seq in sequences])
         draws = table.streams, table.temperatures, table.top_ks, table.top_ps, table.least_totals
         draws, ends = tuple(column[running] for column in draws), stop_table(sequences)

@@ -20,8 +20,8 @@ from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.machine import communicator_bytes, host_memory, memory_limit, ranks_on_machine
 from rlhfuse.costs.model_memory import ModelMemory
+from rlhfuse.costs.speculation import guess_bytes
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.decisions.decode_shapes import guess_bytes
 from rlhfuse.decisions.layouts import TRAINED
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.passing import PassingMemory

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rlhfuse.decisions.decode_shapes import DRAFT_BYTES, DRAFT_ITERATIONS
+from rlhfuse.costs.speculation import DRAFT_BYTES, DRAFT_ITERATIONS
 from rlhfuse.gen.core.forward_batch import RunningTable
 from rlhfuse.gen.core.sequence import SamplingParams, Sequence
 from rlhfuse.gen.speculation import guesser as module
@@ -33,7 +33,7 @@ def propose(guesser: Guesser, *sequences: Sequence, rows: int = 12) -> list[list
         table.add(seq)
     guesser._pause = 0
     guesser._tried[:] = guesser._right[:] = 50  # all guesses were right so far
-    return guesser.propose(list(sequences), table, rows, rows)
+    return guesser.propose(list(sequences), table, rows)
 
 
 def test_what_a_sample_drew_is_known_in_the_same_step():
@@ -113,8 +113,9 @@ def test_it_gives_up_where_guesses_are_wrong_and_tries_again_later():
     table = RunningTable(4)
     table.add(seq)
     for _ in range(400):
-        asked += bool(guesser.is_due(1))
-        found = guesser.propose([seq], table, 15, 15)
+        guesser.rows(1)
+        found = guesser.propose([seq], table, 15)
+        asked += guesser.searched
         if found:
             guesser.told(0, 1, 0)
         draw(seq, int(rng.integers(1, 40)))
@@ -128,7 +129,7 @@ def test_a_search_in_vain_is_told_and_so_is_a_pause():
     told = []
     for _ in range(5):
         guesser.rows(1)
-        assert guesser.propose([seq], table, 15, 15) == [], "nothing has been seen twice"
+        assert guesser.propose([seq], table, 15) == [], "nothing has been seen twice"
         told.append(guesser.searched)
     assert told == [True, False, True, False, False]
 

@@ -107,7 +107,6 @@ def test_decode_and_prefill_are_measured_on_a_tiny_shape(bench):
     found = speed.check_decode(bench, "8b")
     assert [one["name"] for one in found["figures"]] == ["decode tiny 1 x 40", "decode tiny 3 x 40", "prefill tiny"]
     assert all(one["seconds"] > 0 for one in found["figures"])
-    assert found["verify"]["step_seconds"] > 0 and found["verify"]["over_decode_step"] > 0
 
 
 def test_a_shape_too_large_for_the_card_is_skipped_by_name(bench, monkeypatch):

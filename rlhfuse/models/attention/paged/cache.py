@@ -53,21 +53,13 @@ class PagedQueries:
 class PagedAttention(Protocol):
     """What lies past a context has no influence. Both return what each layer of the step calls."""
 
-    def decode(self, tables: Tensor, contexts: Tensor, queries: int = 1) -> Attend:
-        """The last `queries` tokens of each of R sequences, in shapes that a CUDA graph can hold.
+    def decode(self, tables: Tensor, contexts: Tensor) -> Attend:
+        """The last token of each of R sequences, in shapes that a CUDA graph can hold.
 
-        tables [R, W], contexts [R] int32: tokens up to the last query of each.
+        tables [R, W], contexts [R] int32: tokens of each.
         """
         ...
 
     def mixed(self, queries: PagedQueries) -> Attend:
         """Any mix of prefill and decode."""
         ...
-
-
-def each_query(tables: Tensor, contexts: Tensor, queries: int) -> tuple[Tensor, Tensor]:
-    """Tables and contexts of R * queries sequences of one query, which read the same blocks."""
-    if queries == 1:
-        return tables, contexts
-    before = torch.arange(1 - queries, 1, dtype=contexts.dtype, device=contexts.device)
-    return tables.repeat_interleave(queries, 0), (contexts[:, None] + before).flatten()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhfuse.base.cuda_environment import import_obstacle
-from rlhfuse.models.attention.paged.cache import Attend, CacheShape, PagedQueries, each_query
+from rlhfuse.models.attention.paged.cache import Attend, CacheShape, PagedQueries
 
 BLOCKS = (16, 32, 64, 128)  # tokens of a block that XQA was written for
 HEAD_DIMS = (64, 128, 256)  # that its prefill for Hopper compiles for; with another the build fails in every process
@@ -62,8 +62,7 @@ class FlashInferAttention:
         self.decode(table, torch.ones(1, dtype=torch.int32, device=shape.device))(q[:1], keys, keys)
         self.mixed(PagedQueries.of(table, [0, 2], [2]))(q, keys, keys)
 
-    def decode(self, tables: Tensor, contexts: Tensor, queries: int = 1) -> Attend:
-        tables, contexts = each_query(tables, contexts, queries)  # XQA takes one query of a sequence
+    def decode(self, tables: Tensor, contexts: Tensor) -> Attend:
         lengths, most = contexts.view(torch.uint32), tables.shape[1] * self._shape.block_tokens
 
         def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhfuse.models.attention.paged.cache import Attend, CacheShape, PagedQueries, each_query
+from rlhfuse.models.attention.paged.cache import Attend, CacheShape, PagedQueries
 
 
 class GatheredAttention:
@@ -15,9 +15,8 @@ class GatheredAttention:
     def __init__(self, shape: CacheShape) -> None:
         pass
 
-    def decode(self, tables: Tensor, contexts: Tensor, queries: int = 1) -> Attend:
-        runs = each_query(tables, contexts, queries)
-        return lambda q, keys, values: _gathered_decode(q, keys, values, *runs)
+    def decode(self, tables: Tensor, contexts: Tensor) -> Attend:
+        return lambda q, keys, values: _gathered_decode(q, keys, values, tables, contexts)
 
     def mixed(self, queries: PagedQueries) -> Attend:
         return lambda q, keys, values: _gathered_mixed(q, keys, values, queries)

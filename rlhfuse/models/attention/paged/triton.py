@@ -36,7 +36,7 @@ class TritonAttention:
         on_cuda = shape.device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(shape.device).multi_processor_count if on_cuda else 1
 
-    def decode(self, tables: Tensor, contexts: Tensor, queries: int = 1) -> Attend:
+    def decode(self, tables: Tensor, contexts: Tensor) -> Attend:
         runs = tables, contexts, self._counters, self._processors
         return lambda q, keys, values: self._kernels.decode(q, keys, values, *runs)
 

@@ -1,4 +1,4 @@
-"""Attention over cache blocks in Triton: one or a few queries per sequence (decode), and any number of them (mixed).
+"""Attention over cache blocks in Triton: one query per sequence (decode), and any number of them (mixed).
 
 The query heads that share a key/value head lie side by side in one tile, so that a key is read once for all of them.
 Blocks may have any number of tokens, heads a dimension of 16 to 256. What lies behind a context is never read.
@@ -68,12 +68,12 @@ def _attend(
 @triton.jit(do_not_specialize=["groups", "table_stride", "split_tokens"], do_not_specialize_on_alignment=TABLES)
 def _decode_kernel(
     q, keys, values, out, tables, contexts, starts, partial, counters, groups, table_stride, split_tokens, scale,
-    heads: tl.constexpr, dim: tl.constexpr, block_tokens: tl.constexpr, QUERIES: tl.constexpr, SINGLES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    heads: tl.constexpr, dim: tl.constexpr, block_tokens: tl.constexpr, SINGLES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (row, group, split): `split_tokens` of a context. The last of a row and group to end adds them up."""
     row, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first_query = row * QUERIES
+    first_query = row
     if SINGLES:
         first_query = tl.load(starts + row)
         if tl.load(starts + row + 1) - first_query != 1:
@@ -85,12 +85,10 @@ def _decode_kernel(
     last = tl.minimum(first + split_tokens, context)
     parts = tl.cdiv(context, split_tokens)
 
-    rows = tl.arange(0, BLOCK_M)  # row m: query m // heads of head m % heads of this group
+    rows = tl.arange(0, BLOCK_M)  # row m: head m of this group
     columns = tl.arange(0, BLOCK_D)
-    query = rows // heads
-    ends = context - QUERIES + 1 + query
-    real = (rows < QUERIES * heads)[:, None] & (columns < dim)[None, :]
-    at = ((first_query + query).to(tl.int64) * groups + group) * heads + rows % heads
+    real = (rows < heads)[:, None] & (columns < dim)[None, :]
+    at = (first_query.to(tl.int64) * groups + group) * heads + rows
     at = at[:, None] * dim + columns[None, :]
     queries = tl.load(q + at, mask=real, other=0.0)
 
@@ -98,8 +96,8 @@ def _decode_kernel(
     norm = tl.zeros((BLOCK_M,), tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     sums, norm, peak = _attend(
-        queries, sums, norm, peak, keys, values, tables + row.to(tl.int64) * table_stride, first, last, ends, group,
-        groups, scale, dim, block_tokens, BLOCK_N, BLOCK_D, QUERIES > 1,
+        queries, sums, norm, peak, keys, values, tables + row.to(tl.int64) * table_stride, first, last, None, group,
+        groups, scale, dim, block_tokens, BLOCK_N, BLOCK_D, False,
     )  # fmt: skip
     if parts == 1:
         tl.store(out + at, (sums / norm[:, None]).to(out.dtype.element_ty), mask=real)
@@ -197,18 +195,18 @@ def decode(
     processors: int,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last tokens of R sequences, as many of each; one launch, nothing read back. Returns [T, H, D].
+    """Attention of the last tokens of R sequences; one launch, nothing read back. Returns [T, H, D].
 
-    q [T, H, D] contiguous with T a multiple of R; keys, values [blocks, block_tokens, G, D]; tables [R, W] and contexts
-    [R] int32; counters: int32 zeros for R * G cells or more, which each launch leaves as zeros. With `starts` [R + 1]
-    int32 only sequences of one query are computed, the others' rows of the result left as they are. Bytes: 2 contexts *
-    G * D of the cache, once; q and the result; 16 float32 rows of D + 2 per row, group and part, written and read,
-    where contexts are cut.
+    q [T, H, D] contiguous, T = R unless `starts` says otherwise; keys, values [blocks, block_tokens, G, D]; tables
+    [R, W] and contexts [R] int32; counters: int32 zeros for R * G cells or more, which each launch leaves as zeros.
+    With `starts` [R + 1] int32 only sequences of one query are computed, the others' rows of the result left as they
+    are. Bytes: 2 contexts * G * D of the cache, once; q and the result; 16 float32 rows of D + 2 per row, group and
+    part, written and read, where contexts are cut.
     """
     (rows, width), (_, block_tokens, groups, dim) = tables.shape, keys.shape
-    queries, heads = 1 if starts is not None else len(q) // rows, q.shape[1] // groups
+    heads = q.shape[1] // groups
     splits = decode_splits(rows, groups, width * block_tokens, processors)
-    block_m, block_d = max(16, power_of_two(queries * heads)), max(16, power_of_two(dim))
+    block_m, block_d = max(16, power_of_two(heads)), max(16, power_of_two(dim))
     block_n, warps, stages = _decode_tile(block_d, q.dtype)
     split_tokens = -(-width * block_tokens // splits // block_n) * block_n
     splits = -(-width * block_tokens // split_tokens)
@@ -219,7 +217,7 @@ def decode(
     launch(
         q, keys, values, out, tables, contexts, contexts if starts is None else starts, partial, counters,
         groups, tables.stride(0), split_tokens, dim**-0.5 * LOG2_E,
-        heads=heads, dim=dim, block_tokens=block_tokens, QUERIES=queries, SINGLES=starts is not None,
+        heads=heads, dim=dim, block_tokens=block_tokens, SINGLES=starts is not None,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
