@@ -234,11 +234,9 @@ class AnalyticCost:
             head_backward += self._logit_seconds(outputs, kernels.tile_backward_bytes)
             chunks = max(1.0, outputs * self.spec.vocab / tp * self.element_bytes / kernels.head_chunk_bytes)
             head_backward += chunks * self._logit_seconds(self.spec.hidden, kernels.head_gradient_sum_bytes)
-            if kernels.loss_once:
+            head = kernels.logits_products * (head + tiles)
+            if kernels.gradients_ahead:
                 head, head_backward = head + head_backward, 0.0
-            elif kernels.logits_again:
-                head_backward += head + tiles
-            head += tiles
             table = kernels.table_gradient_bytes(self.spec, tokens, tp, self.element_bytes) / hardware.memory_bandwidth
         ends = [(passed, passed)] * self.layout.stages
         ends[-1] = head + passed, head_backward + passed
