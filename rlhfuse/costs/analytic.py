@@ -177,7 +177,7 @@ class AnalyticCost:
 
     @property
     def host_seconds(self) -> tuple[float, ...]:
-        """Of each stage, in which a GPU's host launches a micro-batch's layers, both ways, beside the device."""
+        """Seconds of each stage in which a GPU's host launches a micro-batch's layers, both ways, beside the device."""
         forward, backward = self._launches
         layer = backward + forward * (2 if self.recompute == "full" else 1) if self._launched_ahead else 0.0
         return tuple(len(layers) * layer for layers in self.layout.stage_layers(self.spec.layers))
@@ -188,7 +188,7 @@ class AnalyticCost:
 
     @property
     def _launches(self) -> tuple[float, float]:
-        """Of a layer's forward and backward; where this was not measured as long on a CPU, and twice on a GPU."""
+        """Seconds of a layer's forward and backward; that, where not measured, as long on a CPU and twice on a GPU."""
         forward, times = self.hardware.launch_seconds, 1 if self.hardware.device.in_turns else BACKWARD_OVER_FORWARD
         return forward, self.hardware.backward_launch_seconds or times * forward
 

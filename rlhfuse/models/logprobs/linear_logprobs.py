@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhfuse.models.logprobs.tile_sums import add_tile, no_tile
+from rlhfuse.models.logprobs.tile_sums import no_sums, tile_sums
 from rlhfuse.parallel.weight_gradients import product
 
 LOGITS_BYTES = 256 << 20  # of logits at a time, in float32
@@ -58,11 +58,10 @@ class LinearLogprobs:
 
     def part(self, x_CH: Tensor, columns_C: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Logits in float32 (None: of padding alone), logarithms of the softmax's denominators [C], outputs [2, C]."""
-        sums, logits = no_tile(len(x_CH), x_CH.device), None
-        if self.shard.columns:
-            logits = product(x_CH, self.weight_VH[: self.shard.columns].t())
-            add_tile(logits, columns_C, self.temperature, sums)
-        return logits, *over_ranks(sums, self.shard.group)
+        if not self.shard.columns:
+            return None, *over_ranks(no_sums(len(x_CH), x_CH.device), self.shard.group)
+        logits = product(x_CH, self.weight_VH[: self.shard.columns].t())
+        return logits, *over_ranks(tile_sums(logits, columns_C, self.temperature), self.shard.group)
 
 
 def slices(rows: int, row_bytes: int, most_bytes: int) -> Iterator[slice]:

@@ -55,9 +55,10 @@ class LinearLoss:
             at = slice(rows.start + part.start, rows.start + part.stop)
             logits, log_total, output = softmax.part(x[part], where := softmax.columns(at))
             outputs.append(output)
-            by = slopes(output, at) if self.entropy_graph else (torch.ones_like(log_total), None)
+            by_logprob, by_entropy = slopes(output, at) if self.entropy_graph else (torch.ones_like(log_total), None)
             if logits is not None:
-                tile_gradient(logits, where, softmax.temperature, log_total, output[1], *by, out_RW=gradient[part])
+                given = log_total, output[1], by_logprob, by_entropy
+                tile_gradient(logits, where, softmax.temperature, *given, gradient[part])
             del logits  # before the next part
         if not self.entropy_graph:
             slope = slopes(torch.cat(outputs, dim=1), rows)[0][:, None]
