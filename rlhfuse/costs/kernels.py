@@ -40,13 +40,15 @@ class Kernels:
     step_launches: int = 6  # beside the layers: tokens fed, indices, embedding, final norm, logits, draws
     recording_seconds: float = 0.03  # of a shape, beside its launches
     switch_sums: bool = True  # where the hardware has them
-    loss_once: bool = True  # gradients of the output layer are made in the forward, of a loss by token
-    logits_again: bool = True  # else in the backward, where logits are made again
+    logits_products: int = 1  # of the same logits: 2 where a token's loss depends on others
+    gradients_ahead: bool = True  # those of the output layer are made in the forward
 
     @staticmethod
     def on(hardware: HardwareSpec, switch_sums: bool, by_token: bool = True) -> Kernels:
         """Those that run there, of a loss `by_token` or not."""
-        return Kernels(switch_sums=switch_sums, loss_once=by_token) if hardware.device.recorded_steps else CPU_KERNELS
+        if not hardware.device.recorded_steps:
+            return CPU_KERNELS
+        return Kernels(switch_sums=switch_sums, logits_products=1 if by_token else 2)
 
     def capture_seconds(self, spec: ModelSpec, tp: int, launch_seconds: float) -> float:
         """Seconds to record one shape; over tensor ranks a layer has two sums more, and the step two."""
@@ -85,6 +87,5 @@ CPU_KERNELS = Kernels(
     step_launches=0,
     recording_seconds=0.0,
     switch_sums=False,
-    loss_once=False,
-    logits_again=False,
+    gradients_ahead=False,
 )

@@ -17,10 +17,7 @@ from rlhfuse.base.power_of_two import table_rows
 from rlhfuse.config.spec import CPU, GPU, HardwareSpec, ModelSpec
 from rlhfuse.config.values import Recompute
 
-TILE_BYTES = 512 << 20  # of the loss: a tile of logits and what its gradient is made of
-LINE_BYTES = 128 << 20  # of each float32 sum of its gradients
-LOGITS_BYTES, GRADIENT_BYTES, FLOAT_BYTES = 256 << 20, 768 << 20, 6  # of the loss with gradients made in the forward
-TILE_ELEMENT_BYTES = 10
+LOGITS_BYTES, GRADIENT_BYTES, FLOAT_BYTES = 256 << 20, 768 << 20, 6  # of the loss: its logits and gradients at a time
 
 
 @dataclass(frozen=True)
@@ -277,19 +274,14 @@ class GpuMemory(ModelMemory):
         return tokens * (self.hidden + whole + 3 * self.spec.mlp / self.layout.tp) * self.element_bytes
 
     def loss_bytes(self, tokens: float, backward: bool = True) -> float:
-        """Log-probabilities by tiles: one tile; backwards, the float32 sum of a chunk of rows, to which products add,
-        and gradients of the rows and of all hidden states. Or a chunk of rows with all its logits, and the gradient of
-        more rows, beside the rows that are multiplied."""
+        """Some rows with all their logits; with `backward` also the gradient of logits of more rows, and that of all
+        hidden states."""
         hidden, width = self.spec.hidden, self.spec.vocab / self.layout.tp
-        rows = min(tokens, LINE_BYTES // (4 * hidden))
-        most = TILE_BYTES / (TILE_ELEMENT_BYTES * rows)
-        columns = min(most, LINE_BYTES // (4 * hidden), width)
+        logits = min(tokens * 4 * width, LOGITS_BYTES)
         if not backward:
-            return rows * columns * 8
-        once = min(tokens * 4 * width, LOGITS_BYTES) + tokens * hidden * self.element_bytes
-        once += min(tokens * (width * self.element_bytes + FLOAT_BYTES * hidden), GRADIENT_BYTES)
-        twice = rows * columns * TILE_ELEMENT_BYTES + 4 * hidden * rows + 2 * tokens * hidden * self.element_bytes
-        return max(once, twice)
+            return logits
+        chunk = min(tokens * (width * self.element_bytes + FLOAT_BYTES * hidden), GRADIENT_BYTES)
+        return logits + chunk + tokens * hidden * self.element_bytes
 
     def prefilling_bytes(self, tokens: float, outputs: float) -> int:
         """Query, key and value joined, the rotated query, gate and up, and their product; with what was there before

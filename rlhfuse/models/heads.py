@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from rlhfuse.models.layers.operations import operations_for
-from rlhfuse.models.logprobs.linear_logprobs import VocabularyShard, linear_logprobs
+from rlhfuse.models.logprobs.linear_logprobs import LinearLogprobs, VocabularyShard
 from rlhfuse.models.logprobs.linear_loss import LinearLoss, TokenLoss
 
 
@@ -84,11 +84,13 @@ class LanguageOutput:
     ) -> tuple[Tensor, Tensor]:
         """Log-probability of each target at `rows` and the entropy there, [R] float32 each, after temperature.
 
-        Ids from `vocab` on are padding and take no part. The entropy is differentiable only with `entropy_graph`.
+        Ids from `vocab` on are padding and take no part. Differentiable where logits are a whole tensor, the entropy
+        only with `entropy_graph`.
         """
         x_RH, shard = self._inputs(rows, vocab)
         if by_tiles(x_RH.device):
-            return linear_logprobs(x_RH, self.weight_VH, targets_R, shard, temperature, entropy_graph)
+            logprobs, entropy = LinearLogprobs(self.weight_VH, targets_R, shard, temperature).of(x_RH)
+            return logprobs, entropy
         logits_RV = operations_for(x_RH.device).linear(x_RH, self.weight_VH)
         return token_logprobs(logits_RV, targets_R, shard, temperature, entropy_graph)
 
@@ -104,9 +106,9 @@ class LanguageOutput:
         by_token: bool = True,
     ) -> Tensor:
         """What `loss` makes of `logprobs`; where logits are no whole tensor, of some tokens at a time if it is a sum
-        `by_token`, and then with their gradients: its own must be 1."""
+        `by_token`, and with all gradients: its own must be 1."""
         weight: Any = self.weight_VH
-        if not (by_token and by_tiles(weight.device) and torch.is_grad_enabled() and hasattr(weight, "main_grad")):
+        if not (by_tiles(weight.device) and torch.is_grad_enabled()):
             logprobs = self.logprobs(rows, targets_R, vocab, temperature, entropy_graph)
             return loss(*logprobs, slice(None))
         x_RH, shard = self._inputs(rows, vocab)
@@ -115,7 +117,8 @@ class LanguageOutput:
             if getattr(weight, "head_grad", None) is None:
                 weight.head_grad = torch.zeros_like(total)
             total = weight.head_grad  # so that no sum depends on how forwards and backwards alternate
-        return LinearLoss(loss, weight.detach(), targets_R, shard, temperature, entropy_graph).of(x_RH, total)
+        softmax = LinearLogprobs(weight.detach(), targets_R, shard, temperature)
+        return LinearLoss(loss, softmax, entropy_graph, by_token).of(x_RH, total)
 
     def _inputs(self, rows: Tensor | slice, vocab: int) -> tuple[Tensor, VocabularyShard]:
         """What is multiplied [R, H], and by which of the weight's rows."""

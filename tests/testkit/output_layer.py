@@ -17,6 +17,12 @@ def drawn(vocab: int):
     return x, weight, targets, torch.randn(2, ROWS, generator=generator)
 
 
+def softmax_outputs(x, weight, targets, vocab: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the targets and entropies, by whole logits."""
+    logprobs = (x @ weight[:vocab].t() / temperature).log_softmax(-1)
+    return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
 def alone(rank: int):
     """A group of this rank."""
     import torch.distributed as dist

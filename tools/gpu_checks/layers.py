@@ -16,7 +16,8 @@ from gpu_checks.training import LR, OneRank
 from rlhfuse.models.attention.packed.sequences import SequenceBorders
 from rlhfuse.models.build import layer_ops
 from rlhfuse.models.layers import decode_layer
-from rlhfuse.models.logprobs.linear_logprobs import TileLimits, VocabularyShard, linear_logprobs
+from rlhfuse.models.logprobs.linear_logprobs import LinearLogprobs, VocabularyShard
+from rlhfuse.models.logprobs.linear_loss import LinearLoss
 from rlhfuse.models.stack.torch_ops import HeadShape, TorchOps
 from rlhfuse.parallel.device import current_device_is_cpu, fake_cuda
 from rlhfuse.parallel.weight_gradients import add_product
@@ -67,25 +68,28 @@ def check_training_kernels(bench: Bench, kind: str) -> dict:
 
 
 def check_linear_logprobs(bench: Bench, kind: str) -> dict:
-    """Log-probability, entropy and gradients over tiles of logits against the whole matrix in float64."""
+    """Log-probability, entropy, loss and gradients by rows of logits against the whole matrix in float64."""
     dtype, generator = DTYPES[kind], torch.Generator().manual_seed(9)
     rows, hidden, vocab, padded = (700, 512, 32000, 32064) if bench.on_gpu else (20, 32, 180, 192)
     x = torch.randn(rows, hidden, generator=generator).to(dtype)
     weight = (torch.randn(padded, hidden, generator=generator) * hidden**-0.5).to(dtype)
     targets = torch.randint(0, vocab, (rows,), generator=generator)
     here = [t.double().requires_grad_(True) for t in (x, weight)]
-    there = [t.to(bench.where).detach().requires_grad_(True) for t in (x, weight)]
+    there = [t.to(bench.where) for t in (x, weight, targets, torch.zeros(weight.shape))]
     logs = (here[0] @ here[1][:vocab].t() / 0.7).log_softmax(-1)
     wanted = logs.gather(1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
     with bench.one_rank():
         assert dist.group.WORLD is not None, "a process group has just been made"
         shard = VocabularyShard.of(there[1], vocab, dist.group.WORLD)
-        limits = TileLimits(4 << 20, 1 << 20) if bench.on_gpu else TileLimits(8 << 10, 4 << 10)
-        found = linear_logprobs(there[0], there[1], targets.to(bench.where), shard, 0.7, True, limits)
-        for logprobs, entropy in (wanted, found):
-            (logprobs.sum() + 0.1 * entropy.sum()).backward()
-    errors = {name: relative(a, b) for name, a, b in zip(("logprobs", "entropy"), found, wanted)}
-    errors |= {name: relative(a.grad, b.grad) for name, a, b in zip(("dx", "dweight"), there, here)}
+        softmax = LinearLogprobs(there[1], there[2], shard, 0.7, rows // 3 * 4 * padded)
+        found = softmax.of(there[0])
+        loss = lambda logprobs, entropy, rows: logprobs.sum() + 0.1 * entropy.square().sum()  # noqa: E731
+        made = LinearLoss(loss, softmax, True, most_bytes=rows * 2 * padded).of(there[0].requires_grad_(True), there[3])
+        made.backward()
+    exact = loss(*wanted, slice(None))
+    exact.backward()
+    pairs = (*zip(found, wanted), (made, exact), (there[0].grad, here[0].grad), (there[3], here[1].grad))
+    errors = {name: relative(*pair) for name, pair in zip(("logprobs", "entropy", "loss", "dx", "dweight"), pairs)}
     return require(max(errors.values()) < TOLERANCE[dtype], errors)
 
 

@@ -1,7 +1,7 @@
-"""What a softmax needs of one tile of logits, and the tile's gradient: plain torch, or Triton on CUDA.
+"""What a softmax needs of a tile of logits, and the tile's gradient: plain torch, or Triton on CUDA.
 
-Sums of R rows are one tensor [4, R] float32: the largest logit m so far, the sums of exp(z - m) and of
-exp(z - m) (z - m), and the target's logit, 0 until its tile has come.
+A tile is of some rows and of all columns of this tensor rank. Its sums are one tensor [4, R] float32: the largest logit
+m, the sums of exp(z - m) and of exp(z - m) (z - m), and the target's logit, 0 where another tensor rank has it.
 """
 
 from __future__ import annotations
@@ -11,30 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOWEST = -1e30  # of no logit yet: finite, because it is multiplied by zero
+LOWEST = -1e30  # of no logit: finite, because it is multiplied by zero
 
 
-def no_tile(rows: int, device: torch.device) -> Tensor:
-    """Sums of no tile."""
-    sums = torch.zeros(4, rows, dtype=torch.float32, device=device)
-    sums[0].fill_(LOWEST)
-    return sums
+def no_sums(rows: int, device: torch.device) -> Tensor:
+    """Sums of a tile without columns."""
+    return torch.tensor([[LOWEST], [0.0], [0.0], [0.0]], device=device).expand(4, rows)
 
 
-def add_tile(logits_RW: Tensor, targets_R: Tensor, temperature: float, sums_4R: Tensor) -> None:
-    """Add a tile to the sums, in place. Targets outside 0..W-1 are in other tiles."""
+def tile_sums(logits_RW: Tensor, targets_R: Tensor, temperature: float) -> Tensor:
+    """Sums [4, R] of a tile, contiguous and float32. Targets outside 0..W-1 are other tensor ranks'."""
     if logits_RW.is_cuda:
-        return _kernels().add_tile(logits_RW, targets_R, temperature, sums_4R)
-    z, (old, total, moment, picked) = logits_RW / temperature, sums_4R
+        return _kernels().tile_sums(logits_RW, targets_R, temperature)
+    z = logits_RW / temperature
     inside, place = _inside(targets_R, z.shape[1])
-    picked += torch.where(inside, z.gather(1, place)[:, 0], 0.0)
-    top = torch.maximum(old, z.amax(dim=1))
-    shrink = (old - top).exp_()
+    picked = torch.where(inside, z.gather(1, place)[:, 0], 0.0)
+    top = z.amax(dim=1)
     weights = z.sub_(top[:, None]).exp()
-    moment.add_((old - top) * total).mul_(shrink)
-    total.mul_(shrink).add_(weights.sum(dim=1))
-    moment.add_(z.mul_(weights).sum(dim=1))
-    old.copy_(top)
+    return torch.stack([top, weights.sum(dim=1), z.mul_(weights).sum(dim=1), picked])
 
 
 def tile_gradient(

@@ -1,4 +1,4 @@
-"""A tile of logits read once for its sums, and once for its gradient; as `add_tile` and `tile_gradient` of torch.
+"""A tile of logits read once for its sums, and once for its gradient; as `tile_sums` and `tile_gradient` of torch.
 
 Letters: R rows, W columns. A program of the first takes a row, of the second a part of one.
 """
@@ -12,17 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048  # columns at a time
-# As long as micro-batches are, or parts of what is: no kernel is compiled for a value or an address.
-VARYING = ["width", "sums_stride"]
+# As long as micro-batches are, or parts of what is: no kernel is compiled for an address.
 ROWS = ["targets", "sums", "log_totals", "entropies", "by_logprobs", "by_entropies"]
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=ROWS)
-def _add(logits, targets, sums, width, sums_stride, temperature, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=ROWS)
+def _sums(logits, targets, sums, width, temperature, BLOCK: tl.constexpr):
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     target = tl.load(targets + row)
-    top, total = tl.load(sums + row), tl.load(sums + sums_stride + row)
-    moment, picked = tl.load(sums + 2 * sums_stride + row), tl.load(sums + 3 * sums_stride + row)
+    top, total, moment, picked = -1e30, 0.0, 0.0, 0.0  # of no logit: finite, because it is multiplied by zero
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < width
@@ -35,9 +33,9 @@ def _add(logits, targets, sums, width, sums_stride, temperature, BLOCK: tl.const
         picked += tl.sum(tl.where(inside & (at == target), z, 0.0), axis=0)
         top = higher
     tl.store(sums + row, top)
-    tl.store(sums + sums_stride + row, total)
-    tl.store(sums + 2 * sums_stride + row, moment)
-    tl.store(sums + 3 * sums_stride + row, picked)
+    tl.store(sums + rows + row, total)
+    tl.store(sums + 2 * rows + row, moment)
+    tl.store(sums + 3 * rows + row, picked)
 
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=ROWS)
@@ -65,12 +63,13 @@ def _gradient(
     tl.store(out + row * width + at, gradient.to(out.dtype.element_ty), mask=inside)
 
 
-def add_tile(logits_RW: Tensor, targets_R: Tensor, temperature: float, sums_4R: Tensor) -> None:
-    """Add a tile, contiguous and float32, to the sums."""
+def tile_sums(logits_RW: Tensor, targets_R: Tensor, temperature: float) -> Tensor:
+    """Sums [4, R] of a tile, contiguous and float32."""
     rows, width = logits_RW.shape
-    size: Any = dict(BLOCK=BLOCK, num_warps=8)
+    sums, size = logits_RW.new_empty(4, rows), dict[str, Any](BLOCK=BLOCK, num_warps=8)
     if rows:
-        _add[(rows,)](logits_RW, targets_R, sums_4R, width, sums_4R.stride(0), temperature, **size)
+        _sums[(rows,)](logits_RW, targets_R, sums, width, temperature, **size)
+    return sums
 
 
 def tile_gradient(

@@ -1,8 +1,8 @@
-"""Gradients of the loss made in the forward: against the two-pass way and float64, in products, and in memory."""
+"""Gradients of the loss made in the forward: against float64, in products, and in memory."""
 
 import pytest
 import torch
-from testkit.output_layer import HIDDEN, PADDED, ROWS, Peak, alone, drawn
+from testkit.output_layer import HIDDEN, PADDED, ROWS, Peak, alone, drawn, softmax_outputs
 from testkit.tiny import write_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,56 +22,51 @@ class Products(TorchDispatchMode):
         return made
 
 
-def token_loss(upstream, entropy_graph: bool):
-    """Not linear: a derivative that is taken elsewhere is another."""
+def loss_of(upstream, entropy_graph: bool, by_token: bool):
+    """Not linear: a derivative that is taken elsewhere is another. Not `by_token` it is of means of 13 rows."""
 
     def loss(logprobs, entropy, rows):
-        total = (upstream[0, rows].to(logprobs.dtype) * logprobs.sin()).sum()
-        return total + (upstream[1, rows].to(logprobs.dtype) * entropy.square()).sum() if entropy_graph else total
+        weights = upstream[:, rows].to(logprobs.dtype)
+        means = (
+            logprobs if by_token else torch.stack([part.mean() for part in logprobs.split(13)]).repeat_interleave(13)
+        )
+        total = (weights[0] * means[: len(logprobs)].sin()).sum()
+        return total + (weights[1] * entropy.square()).sum() if entropy_graph else total
 
     return loss
 
 
-def reference(vocab: int, temperature: float, dtype: torch.dtype, entropy_graph: bool) -> list[torch.Tensor]:
+def reference(vocab: int, temperature: float, dtype: torch.dtype, *how: bool) -> list[torch.Tensor]:
     """[loss, gradient of x, of the weight] in float64."""
     x, weight, targets, upstream = drawn(vocab)
     x, weight = (leaf.to(dtype).double().requires_grad_() for leaf in (x, weight))
-    logprobs = (x @ weight[:vocab].t() / temperature).log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    loss = token_loss(upstream, entropy_graph)(logprobs.gather(1, targets[:, None])[:, 0], entropy, slice(None))
+    loss = loss_of(upstream, *how)(*softmax_outputs(x, weight, targets, vocab, temperature), slice(None))
     loss.backward()
     return [loss.detach(), x.grad, weight.grad]
 
 
-def ours(rank: int, world: int, vocab: int, temperature: float, dtype, entropy_graph: bool, limits):
-    """By both ways: [loss, gradient of x summed over ranks, of this rank's weight rows, products]."""
+def ours(rank: int, world: int, vocab: int, temperature: float, dtype, how: tuple[bool, bool], limits: tuple[int, int]):
+    """[loss, gradient of x summed over ranks, of this rank's weight rows, products]."""
     import torch.distributed as dist
 
-    from rlhfuse.models.logprobs.linear_logprobs import VocabularyShard, linear_logprobs
+    from rlhfuse.models.logprobs.linear_logprobs import LinearLogprobs, VocabularyShard
     from rlhfuse.models.logprobs.linear_loss import LinearLoss
 
     part = PADDED // world
     group = alone(rank) if world == 1 else dist.group.WORLD
-    found = []
-    for once in (True, False):
-        x, weight, targets, upstream = drawn(vocab)
-        x, weight = x.to(dtype).requires_grad_(), weight[dist.get_rank(group) * part :][:part].to(dtype)
-        weight.main_grad = torch.ones(part, HIDDEN)
-        shard = VocabularyShard.of(weight, vocab, group)
-        loss = token_loss(upstream, entropy_graph)
-        with Products() as products:
-            if once:
-                work = LinearLoss(loss, weight, targets, shard, temperature, entropy_graph, limits)
-                total = work.of(x, weight.main_grad)
-            else:
-                total = loss(*linear_logprobs(x, weight, targets, shard, temperature, entropy_graph), slice(None))
-            total.backward()
-        if world > 1:
-            dist.all_reduce(x.grad)
-        found.append([total.detach(), x.grad, weight.main_grad - 1, products.count])
-    return found
+    x, weight, targets, upstream = drawn(vocab)
+    x, weight = x.to(dtype).requires_grad_(), weight[dist.get_rank(group) * part :][:part].to(dtype)
+    total, shard = torch.ones(part, HIDDEN), VocabularyShard.of(weight, vocab, group)
+    softmax = LinearLogprobs(weight, targets, shard, temperature, limits[0])
+    with Products() as products:
+        loss = LinearLoss(loss_of(upstream, *how), softmax, *how, limits[1]).of(x, total)
+        loss.backward()
+    if world > 1:
+        dist.all_reduce(x.grad)
+    return [loss.detach(), x.grad, total - 1, products.count]
 
 
+@pytest.mark.parametrize("by_token", [True, False])
 @pytest.mark.parametrize("limits", [(1 << 30, 1 << 30), (4 * PADDED * 5, 4 * PADDED * 12)])
 @pytest.mark.parametrize(
     "vocab, temperature, dtype, entropy_graph",
@@ -83,39 +78,40 @@ def ours(rank: int, world: int, vocab: int, temperature: float, dtype, entropy_g
     ],
 )
 @pytest.mark.parametrize("world", [1, 2])
-def test_gradients_in_the_forward(workers, world, vocab, temperature, dtype, entropy_graph, limits):
-    expected = reference(vocab, temperature, dtype, entropy_graph)
-    ranks = workers.run(ours, world, vocab, temperature, dtype, entropy_graph, limits)
+def test_gradients_in_the_forward(workers, world, vocab, temperature, dtype, entropy_graph, limits, by_token):
+    how = entropy_graph, by_token
+    expected = reference(vocab, temperature, dtype, *how)
+    ranks = workers.run(ours, world, vocab, temperature, dtype, how, limits)
     bound = 1e-5 if dtype == torch.float32 else 6e-3
-    for way in (0, 1):
-        weights = torch.cat([rank[way][2] for rank in ranks]) if world == 2 else ranks[0][way][2]
-        got = [*ranks[0][way][:2], weights]
-        for name, value, want, limit in zip(("loss", "x", "weight"), got, expected, (1e-5, bound, bound)):
-            assert (value - want).abs().max() <= limit * want.abs().max(), (way, name)
-        assert not weights[vocab:].any(), "padding has a gradient"
-    columns = [min(max(vocab - rank * PADDED // world, 0), PADDED // world) for rank in range(world)]
-    for rank, many in zip(ranks, columns):
-        assert [way[3] / (ROWS * HIDDEN) for way in rank] == [3 * many, 4 * many], "6 THV, and 8"
+    weights = torch.cat([rank[2] for rank in ranks[:world]])
+    got = [*ranks[0][:2], weights]
+    for name, value, want, limit in zip(("loss", "x", "weight"), got, expected, (1e-5, bound, bound)):
+        assert (value - want).abs().max() <= limit * want.abs().max(), name
+    assert not weights[vocab:].any(), "padding has a gradient"
+    for number, rank in enumerate(ranks[:world]):
+        columns = min(max(vocab - number * PADDED // world, 0), PADDED // world)
+        assert rank[3] == (3 if by_token else 4) * ROWS * HIDDEN * columns, "6 THV, or 8"
 
 
-def peak_bytes(rank: int, rows: int, hidden: int, vocab: int) -> tuple[int, int]:
+def peak_bytes(rank: int, rows: int, hidden: int, vocab: int, by_token: bool) -> tuple[int, int]:
     """Most bytes beyond the inputs, and those of the gradient of x, which stays for the backward."""
-    from rlhfuse.models.logprobs.linear_logprobs import VocabularyShard
+    from rlhfuse.models.logprobs.linear_logprobs import LinearLogprobs, VocabularyShard
     from rlhfuse.models.logprobs.linear_loss import LinearLoss
 
     x, weight = (torch.empty(n, hidden, device="meta") for n in (rows, vocab))
     targets, total = torch.zeros(rows, dtype=torch.int64, device="meta"), torch.empty(vocab, hidden, device="meta")
-    shard = VocabularyShard(0, vocab, alone(rank))
-    work = LinearLoss(lambda logprobs, entropy, _: (logprobs + entropy).sum(), weight, targets, shard, 1.0, True)
+    softmax = LinearLogprobs(weight, targets, VocabularyShard(0, vocab, alone(rank)), 1.0)
+    work = LinearLoss(lambda logprobs, entropy, _: (logprobs + entropy).sum(), softmax, True, by_token)
     with Peak(x, weight, targets, total) as peak:
         work.of(x.requires_grad_(), total).backward()
     return peak.peak, x.nbytes
 
 
+@pytest.mark.parametrize("by_token", [True, False])
 @pytest.mark.parametrize("rows, hidden, vocab", [(8192, 4096, 128256), (32768, 4096, 128256), (64, 4096, 1 << 20)])
-def test_a_gibibyte_of_logits_and_gradients(workers, rows, hidden, vocab):
-    """Of torch's formulas half as much more: they have 12 bytes a logit where Triton's kernels have 8."""
-    peak, of_x = workers.run(peak_bytes, rows, hidden, vocab)[0]
+def test_a_gibibyte_of_logits_and_gradients(workers, rows, hidden, vocab, by_token):
+    """By torch's formulas half as much more: they have 12 bytes a logit where Triton's kernels have 4."""
+    peak, of_x = workers.run(peak_bytes, rows, hidden, vocab, by_token)[0]
     print(f"[{rows}, {hidden}] x {vocab}: {(peak - of_x) / 2**30:.3f} GiB")
     assert 1 << 28 < peak - of_x <= (3 << 29) + (64 << 20)
 
