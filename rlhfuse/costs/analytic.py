@@ -177,7 +177,7 @@ class AnalyticCost:
 
     @property
     def host_seconds(self) -> tuple[float, ...]:
-        """How long a GPU's host launches the layers of each stage for a micro-batch, both ways, beside the device."""
+        """Seconds of each stage in which a GPU's host launches a micro-batch's layers, both ways, beside the device."""
         forward, backward = self._launches
         layer = backward + forward * (2 if self.recompute == "full" else 1) if self._launched_ahead else 0.0
         return tuple(len(layers) * layer for layers in self.layout.stage_layers(self.spec.layers))
@@ -188,7 +188,7 @@ class AnalyticCost:
 
     @property
     def _launches(self) -> tuple[float, float]:
-        """Seconds of a layer's forward and backward; not measured, backward is once on a CPU, twice on a GPU."""
+        """Seconds of a layer's forward and backward; that, where not measured, as long on a CPU and twice on a GPU."""
         forward, times = self.hardware.launch_seconds, 1 if self.hardware.device.in_turns else BACKWARD_OVER_FORWARD
         return forward, self.hardware.backward_launch_seconds or times * forward
 
@@ -234,11 +234,9 @@ class AnalyticCost:
             head_backward += self._logit_seconds(outputs, kernels.tile_backward_bytes)
             chunks = max(1.0, outputs * self.spec.vocab / tp * self.element_bytes / kernels.head_chunk_bytes)
             head_backward += chunks * self._logit_seconds(self.spec.hidden, kernels.head_gradient_sum_bytes)
-            if kernels.loss_once:
+            head = kernels.logits_products * (head + tiles)
+            if kernels.gradients_ahead:
                 head, head_backward = head + head_backward, 0.0
-            elif kernels.logits_again:
-                head_backward += head + tiles
-            head += tiles
             table = kernels.table_gradient_bytes(self.spec, tokens, tp, self.element_bytes) / hardware.memory_bandwidth
         ends = [(passed, passed)] * self.layout.stages
         ends[-1] = head + passed, head_backward + passed
