@@ -215,9 +215,9 @@ class Bench:
         guesser._price = lambda sequences, guesses: 1.0  # noqa: SLF001  all that there is room for,
         guesser._tried[:] = guesser._right[:] = 1e6  # noqa: SLF001  however often it is wrong
 
-        def timed_propose(sequences, table, rows, each):  # noqa: ANN001, ANN202
+        def timed_propose(sequences, table, rows):  # noqa: ANN001, ANN202
             start = time.perf_counter()
-            found = propose(sequences, table, 7 * len(sequences), 7)
+            found = propose(sequences, table, 7 * len(sequences))
             spent = time.perf_counter() - start
             if sum(map(len, found)) == 7 * len(sequences):
                 seconds.append(1e3 * spent / len(sequences))

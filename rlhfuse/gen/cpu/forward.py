@@ -100,7 +100,7 @@ class CpuForward:
         del self.layers, self.embedding, self.output, self.final_norm
 
     def step_price(self, sequences: int, guesses: int) -> float:
-        """Of a decode step with guesses, in about milliseconds: weights once and panels; each row; the host's work."""
+        """A decode step with guesses, in about milliseconds: weights once and panels; each row; the host's work."""
         rows = sequences + guesses
         panels = 1.0 if rows <= FEW else 0.12 + 1.05 * -(-rows // LANES)
         host = 0.3 + 0.06 * sequences + (0.1 + 0.02 * guesses if guesses else 0.0)
