@@ -144,8 +144,8 @@ def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_
         return AnalyticCost(LLAMA_13B, layout, H800, 2, **options)
 
     hidden, rows = 1000 * 5120 * 2, 1000 * 2 * 4
-    # three of query, key and value each; gate, up and product; attention's sums of a row and head
-    cut = 1000 * (6 * 40 * 128 + 3 * 13824) * 2 + 1000 * 40 * 4
+    # query, key, value and attention's output; gate, up and product; attention's sums of a row and head
+    cut = 1000 * (4 * 40 * 128 + 3 * 13824) * 2 + 1000 * 40 * 4
     assert made().memory.kept_layer_bytes(1000) == 4 * hidden + rows + cut / 8
     assert made(sequence_parallel=True).memory.kept_layer_bytes(1000) == (4 * hidden + rows + cut) / 8
     assert made(recompute="full").memory.kept_layer_bytes(1000) == hidden
@@ -153,12 +153,11 @@ def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_
     assert some.memory.kept_layer_bytes(1000) == made().memory.kept_layer_bytes(1000) - remade
     both = made(sequence_parallel=True, recompute="full")
     assert both.memory.kept_layer_bytes(1000) == hidden / 8
-    # of the layer's output, gate and up, their weights and input, whole on each rank; gate, up and product are gone
-    first = (2 * 13824 * 5120 - 13824 * 1000) * 2 / 8
-    back = hidden + first + hidden
+    gradients = 3 * 13824 * 1000 * 2 / 8  # of gate, up and product
+    back = hidden + gradients
     assert made().memory.passing_bytes(1000, 1) == made().memory.passing_bytes(1000, 0) == back
     assert some.memory.passing_bytes(1000, 1) == back + remade  # those of one layer
-    assert both.memory.passing_bytes(1000, 1) == (3 * hidden + rows + cut) / 8 + 2 * hidden / 8 + first + hidden
+    assert both.memory.passing_bytes(1000, 1) == (3 * hidden + rows + cut) / 8 + hidden / 8 + hidden + gradients
     table = LLAMA_13B.vocab * 5120 * 2 / 8  # its gradient, when the ten layers of the first stage keep nothing
     again = made(recompute="full")
     assert again.memory.passing_bytes(10, 0) == table - 9 * hidden / 100 > again.memory.passing_bytes(10, 1)
@@ -202,7 +201,9 @@ def test_forwards_alone_hold_a_layer_and_what_is_around_it():
     assert wide.memory.prefilling_bytes(1000, 1) == rows * (2 * hidden + attention + 4 * mlp)
     assert narrow.memory.prefilling_bytes(1000, 1) == rows * (3 * hidden + (attention + 3 * mlp) / 8)
     scalar = cost("d1t1p1", scalar=True), cost("d1t8p1", scalar=True)
-    assert [made.memory.scoring_bytes(1000) for made in scalar] == [rows * (5 * hidden + 3 * mlp), rows * 7 * hidden]
+    assert [made.memory.scoring_bytes(1000) for made in scalar] == [
+        rows * (4 * hidden + share * mlp) for share in (3, 3 / 8)
+    ]
 
 
 def test_a_core_launches_reads_and_multiplies_in_turns():
