@@ -146,20 +146,13 @@ class ModelMemory(ABC):
 
     def layer_activation_bytes(self, tokens: float) -> float:
         """What the backward of one layer needs: of both norms input and output; query, key, value and attention's
-        output, before the norms of heads once more; gate, up and their product. Kernels of our own also keep a float32
+        output, before the norms of heads once more; gate, up and their product. Also a float32
         number for a row and norm, and for a row and head. All but the norms' are cut by tp."""
-        spec, numbers = self.spec, 4 if self.own_kernels else 0
+        spec = self.spec
         keys = spec.kv_heads * spec.head_dim
         divided = 2 * (spec.heads * spec.head_dim + keys) + 3 * spec.mlp + (self.normed_heads if spec.qk_norm else 0)
         rows = 4 * self.hidden + divided / self.layout.tp
-        return tokens * (
-            rows * self.element_bytes + numbers * (2 * self.hidden / spec.hidden + spec.heads / self.layout.tp)
-        )
-
-    @property
-    def own_kernels(self) -> bool:
-        """Whether a layer runs by kernels of our own."""
-        return True
+        return tokens * (rows * self.element_bytes + 4 * (2 * self.hidden / spec.hidden + spec.heads / self.layout.tp))
 
     @property
     def normed_heads(self) -> int:
@@ -207,14 +200,10 @@ class CpuMemory(ModelMemory):
     """Kernels of our own for float32, torch's for others; logits are whole."""
 
     @property
-    def own_kernels(self) -> bool:
-        return self.element_bytes == 4
-
-    @property
     def normed_heads(self) -> int:
         """Queries and keys, and of float32 ones a number for each head."""
         spec = self.spec
-        return (spec.heads + spec.kv_heads) * (spec.head_dim + self.own_kernels)
+        return (spec.heads + spec.kv_heads) * (spec.head_dim + 1)
 
     def _kept_end_bytes(self, stage: int, tokens: float) -> float:
         last = stage == self.layout.stages - 1

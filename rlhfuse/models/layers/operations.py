@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhfuse.models.layers.linear import SAFE_ROWS, exact_linear
 from rlhfuse.models.layers.norm import exact_rms_norm, rms_norm
 from rlhfuse.models.layers.swiglu import exact_swiglu, swiglu
+
+SAFE_ROWS = 16  # the GEMM library sums in another order for fewer
+SAFE_OUTPUTS = 8  # a single output is a matrix-vector product, whose order depends on the row count
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,18 @@ class Operations:
     swiglu: Callable[[Tensor], Tensor]  # [..., 2 W], gate and up side by side -> [..., W]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x [..., H], weight [H], eps
     least_rows: int  # tokens that a packed batch is filled up to, on each tensor rank
+
+
+def exact_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., K] @ weight [N, K]^T on CPU; few rows, or one output, are filled up to a count that is safe."""
+    if weight.shape[0] < SAFE_OUTPUTS:
+        wide = exact_linear(x, F.pad(weight, (0, 0, 0, SAFE_OUTPUTS - weight.shape[0])))
+        return wide[..., : weight.shape[0]]
+    rows = x.numel() // x.shape[-1]
+    if rows >= SAFE_ROWS:
+        return F.linear(x, weight)
+    padded = F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, SAFE_ROWS - rows))
+    return F.linear(padded, weight)[:rows].reshape(*x.shape[:-1], len(weight))
 
 
 TORCH = Operations(F.linear, swiglu, rms_norm, 1)

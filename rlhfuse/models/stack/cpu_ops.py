@@ -37,13 +37,7 @@ class CpuOps(TorchOps):
         bounds = cpu.bounds_of(starts, self.shape.groups, share_threads())
         return CpuBatch(cos.numpy(), sin.numpy(), starts, bounds, F32(self.shape.dim**-0.5))
 
-    def norm(self, x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor, Any]:
-        if delta is not None:
-            x = x + (delta if bias is None else delta + bias)
-        return x, *self._normed(x, weight)
-
     def _normed(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(the norm of each row of x, its 1 / rms)."""
         out, scales = torch.empty_like(x), x.new_empty(x.shape[:-1])
         rows = x.view(-1, x.shape[-1]).numpy(), weight.numpy()
         normalize(*rows, F32(self.eps), share_threads(), scales.view(-1).numpy(), out.view(rows[0].shape).numpy())
@@ -58,18 +52,8 @@ class CpuOps(TorchOps):
             main_grad(weight).add_(parts.sum(0).float())
         return dx
 
-    def split(self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-        q, k, v = self.heads_of(qkv)
-        if norms is None:
-            return q, k, v, None
-        (q_normed, q_scales), (k_normed, k_scales) = (self._normed(x, weight) for x, weight in zip((q, k), norms))
-        return q_normed, k_normed, v, ((q, q_scales), (k, k_scales))
-
-    def join(self, gradients: Sequence[Tensor], saved: Any, norms: tuple[Tensor, Tensor] | None, batch: Any) -> Tensor:
-        dq, dk, dv = gradients
-        if norms is not None:
-            dq, dk = (self._norm_backward(d, x, w, scales) for d, (x, scales), w in zip((dq, dk), saved, norms))
-        return self.joined(dq, dk, dv)
+    def _turned(self, heads: Sequence[Tensor], batch: Any, back: bool = False) -> Sequence[Tensor]:
+        return heads
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: CpuBatch) -> tuple[Tensor, Any]:
         out, log_sums = torch.empty_like(q), q.new_empty(q.shape[:2])

@@ -84,14 +84,14 @@ class FlatStack(torch.nn.Module):
 
     def run(self, x_T1C: Tensor, sequences: SequenceBorders, kept: list[Any] | None) -> Tensor:
         """The layers without a graph; `kept` gets what `pull` needs."""
-        ops, batch, full = self.ops, self.ops.batch(sequences), self.recompute == "full"
+        batch, full = self.ops.batch(sequences), self.recompute == "full"
         stream: list[Tensor | None] = [x_T1C.view(-1, x_T1C.shape[-1]), None]
         for layer in self.flat:
             if kept is not None and full:
-                stream = [_added(ops, stream), None]
+                stream = [_added(stream), None]
                 kept.append(stream[0])
             stream = self._layer(layer, stream, batch, None if full else kept)
-        return _added(ops, [part.view(x_T1C.shape) for part in stream])  # no view, which autograd would watch
+        return _added([part.view(x_T1C.shape) for part in stream])  # no view, which autograd would watch
 
     def _layer(self, layer: FlatLayer, stream: list[Any], batch: Any, kept: list[Any] | None) -> list[Any]:
         """[the residual stream before the MLP, the MLP's part of it], of those before [T, C], which it takes out."""
@@ -208,9 +208,9 @@ class FlatStack(torch.nn.Module):
         return total, dist.reduce_scatter_tensor(total, x, group=self._group, async_op=True)
 
 
-def _added(ops: TorchOps, stream: list[Any]) -> Tensor:
+def _added(stream: list[Any]) -> Tensor:
     x, delta = stream
-    return x if delta is None else ops.add(x, delta)
+    return x if delta is None else x + delta
 
 
 class _Stack(torch.autograd.Function):

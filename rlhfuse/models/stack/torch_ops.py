@@ -46,19 +46,19 @@ class TorchOps:
         """What the calls for one micro-batch share; the layers pass it on to `split`, `attend` and their backwards."""
         return sequences, self.rotary.up_to(sequences.longest)
 
-    def add(self, x: Tensor, delta: Tensor) -> Tensor:
-        """x + delta, [T, C]."""
-        return x + delta
-
     def norm(self, x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor, Any]:
         """(x + (delta + bias), its RMSNorm, what `norm_backward` needs), [T, C] each."""
         if delta is not None:
             x = x + (delta if bias is None else delta + bias)
-        return x, self.operations.rms_norm(x, weight, self.eps), None
+        return x, *self._normed(x, weight)
 
     def norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any, residual: Tensor) -> Tensor:
         """residual + the gradient of the norm's input x, where `gradient` is that of its output; [T, C] each."""
         return residual + self._norm_backward(gradient, x, weight, saved)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
+        """(the norm of each row of x [..., C], what its backward needs)."""
+        return self.operations.rms_norm(x, weight, self.eps), None
 
     def _norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any) -> Tensor:
         dx, dweight = pulled_back(
@@ -80,21 +80,23 @@ class TorchOps:
         then turned by their positions.
         """
         q, k, v = self.heads_of(qkv)
-        saved = None
-        if norms is not None:
-            saved = q, k
-            q, k = (self.operations.rms_norm(x, weight, self.eps) for x, weight in zip(saved, norms))
-        sequences, tables = batch
-        q, k = (rotate_packed(x, tables, sequences.positions) for x in (q, k))
-        return q, k, v, saved
+        if norms is None:
+            return *self._turned((q, k), batch), v, None
+        normed = [self._normed(x, weight) for x, weight in zip((q, k), norms)]
+        saved = [(x, scales) for x, (_, scales) in zip((q, k), normed)]
+        return *self._turned([x for x, _ in normed], batch), v, saved
 
     def join(self, gradients: Sequence[Tensor], saved: Any, norms: tuple[Tensor, Tensor] | None, batch: Any) -> Tensor:
         """The gradient of `split`'s qkv, of the `gradients` of its q, k and v."""
-        sequences, tables = batch
-        dq, dk = (rotate_packed(x, tables, sequences.positions, back=True) for x in gradients[:2])
+        dq, dk = self._turned(gradients[:2], batch, back=True)
         if norms is not None:
-            dq, dk = (self._norm_backward(d, x, weight, None) for d, x, weight in zip((dq, dk), saved, norms))
+            dq, dk = (self._norm_backward(d, x, w, scales) for d, (x, scales), w in zip((dq, dk), saved, norms))
         return self.joined(dq, dk, gradients[2])
+
+    def _turned(self, heads: Sequence[Tensor], batch: Any, back: bool = False) -> Sequence[Tensor]:
+        """Queries and keys turned by their positions, where `attend` does not do it."""
+        sequences, tables = batch
+        return [rotate_packed(x, tables, sequences.positions, back) for x in heads]
 
     def heads_of(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Copies of q, k and v as they lie in qkv."""

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.models.layers.linear import exact_linear
-from rlhfuse.models.layers.operations import EXACT
+from rlhfuse.models.layers.operations import EXACT, exact_linear
 from rlhfuse.models.layers.self_test import self_test
 
 
