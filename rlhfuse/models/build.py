@@ -1,6 +1,6 @@
 """A role's model as a Megatron-core GPTModel: one pipeline stage of one tensor rank, on given groups.
 
-Embedding, final norm and output layer run in Megatron's model. Its decoder layers hold their weights, for optimizer,
+Embedding and output layer run in Megatron's model. Its decoder layers and final norm hold their weights, for optimizer,
 checkpoints and resharding, and a FlatStack runs them. Weights are unset until they are loaded.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -28,7 +28,6 @@ from rlhfuse.config.settings import ParallelConfig, TrainerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import Recompute, known
 from rlhfuse.models.heads import ScalarHead, VocabularyHead
-from rlhfuse.models.layers.operations import Operations, operations_for
 from rlhfuse.models.layers.rotation import RotaryTables
 from rlhfuse.models.stack.cpu_ops import CpuOps
 from rlhfuse.models.stack.flat_stack import FlatStack
@@ -54,19 +53,13 @@ WHOLE = Activations()
 
 
 class RMSNorm(torch.nn.Module):
-    """Megatron's norm slot: root-mean-square norm over the last dimension."""
+    """Megatron's norm slot: the weight of a root-mean-square norm, which the stack computes."""
 
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, operations: Operations, **_: Any
-    ) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        self.eps, self._operations = eps, operations
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Megatron sums the gradients of such weights over tensor ranks: each sees the tokens of its own part only
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._operations.rms_norm(x, self.weight, self.eps)
 
 
 def with_bias(row: Any) -> Any:
@@ -118,10 +111,9 @@ def transformer_config(
     )
 
 
-def layer_spec(spec: ModelSpec, operations: Operations) -> ModuleSpec:
+def layer_spec(spec: ModelSpec) -> ModuleSpec:
     """One decoder layer: modules that hold its weights, and that nothing runs."""
-    norm = ModuleSpec(module=RMSNorm, params={"operations": operations})
-    head_norm = norm if spec.qk_norm else IdentityOp
+    head_norm = RMSNorm if spec.qk_norm else IdentityOp
     column, row = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
     attention = SelfAttentionSubmodules(
         linear_qkv=column,
@@ -134,9 +126,9 @@ def layer_spec(spec: ModelSpec, operations: Operations) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=RMSNorm,
             self_attention=ModuleSpec(module=SelfAttention, params=causal, submodules=attention),
-            pre_mlp_layernorm=norm,
+            pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
         ),
     )
@@ -176,7 +168,6 @@ def build_model(
     shards = activations.sequence_parallel and layout.tp > 1
     place = Device(torch.device("cpu"), device.backend) if on_host else device
     config = transformer_config(spec, layout.tp, layout.pp, dtype, place.torch_device, shards)
-    operations = operations_for(device.torch_device)
     if shards:
         _prepare_sequence_parallel()
     unset: Any = copy(groups)
@@ -185,8 +176,7 @@ def build_model(
         model: Any = GPTModel(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]
-                layer_specs=[layer_spec(spec, operations)] * len(layers[stage]),
-                layer_norm=ModuleSpec(module=RMSNorm, params={"operations": operations}),
+                layer_specs=[layer_spec(spec)] * len(layers[stage]), layer_norm=RMSNorm
             ),
             vocab_size=spec.padded_vocab,
             max_sequence_length=spec.context,
@@ -213,9 +203,7 @@ def build_model(
 
 
 def _prepare_sequence_parallel() -> None:
-    """Make what Megatron keeps per process: a buffer to gather into, and a tracker of no random numbers."""
-    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-        parallel_state._set_global_memory_buffer()
+    """Make what Megatron keeps per process: a tracker of no random numbers."""
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
 
 

@@ -1,12 +1,10 @@
 """RMSNorm: torch's, and on CPU one by which a row's bits depend on that row alone.
 
 In float32 the CPU's is numba kernels, forward and backward, one pass over the rows each; the weight's gradient adds up
-all rows. Both are x / rms(x) * weight over the last dimension, of x [..., H] and weight [H], differentiable once.
+all rows. Both are x / rms(x) * weight over the last dimension, of x [..., H] and weight [H].
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -65,23 +63,12 @@ def normalize_backward(x, weight, scales, gradient, threads, dx, dweight):
                 dx[r, f] = (weighted[f] - x[r, f] * along) * scale
 
 
-class _RowNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous()
-        out, scales = torch.empty_like(rows), rows.new_empty(len(rows))
-        normalize(rows.numpy(), weight.numpy(), F32(eps), share_threads(), scales.numpy(), out.numpy())
-        ctx.save_for_backward(rows, weight, scales)
-        return out.view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows, weight, scales = (saved.detach() for saved in ctx.saved_tensors)
-        threads, dx = share_threads(), torch.empty_like(rows)
-        parts = rows.new_empty(threads, rows.shape[1], dtype=torch.float64)
-        flat, known = gradient.reshape(rows.shape).contiguous(), (rows.numpy(), weight.numpy(), scales.numpy())
-        normalize_backward(*known, flat.numpy(), threads, dx.numpy(), parts.numpy())
-        return dx.view(gradient.shape), parts.sum(0).float(), None
+def row_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x / rms(x) * weight, 1 / rms(x) of each row), float32."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out, scales = torch.empty_like(rows), rows.new_empty(len(rows))
+    normalize(rows.numpy(), weight.numpy(), F32(eps), share_threads(), scales.numpy(), out.numpy())
+    return out.view(x.shape), scales
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -90,9 +77,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def exact_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The CPU's, computed in float32, as Hugging Face Llama does."""
+    """The CPU's, computed in float32, as Hugging Face Llama does; of float32 without a graph."""
     if x.dtype == weight.dtype == torch.float32:
-        return _RowNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+        return row_norm(x, weight, eps)[0]
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)

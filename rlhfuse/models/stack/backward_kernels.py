@@ -12,9 +12,10 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["tokens", "each"])
 def norm_backward_kernel(
-    x, weight, residual, gradient, scales, dx, parts, tokens, each, size: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Program (part), of `each` rows: dx = residual + the gradient of the norm's x; parts [P, C] of the weight's."""
+    x, weight, residual, gradient, scales, dx, parts, tokens, each, size: tl.constexpr, RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (part), of `each` rows: dx = residual + the norm's gradient; parts [P, C]: of the weight."""
     part, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < size
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
@@ -27,7 +28,9 @@ def norm_backward_kernel(
         sums += g * normed
         weighted = g * w
         along = tl.sum(weighted * normed, 0) / size
-        total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32) + (weighted - normed * along) * scale
+        total = (weighted - normed * along) * scale
+        if RESIDUAL:
+            total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + at, total.to(dx.dtype.element_ty), mask=inside)
     tl.store(parts + part * size + columns, sums, mask=inside)
 

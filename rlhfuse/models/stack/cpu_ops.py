@@ -13,7 +13,7 @@ from rlhfuse.models.attention.packed import cpu
 from rlhfuse.models.attention.packed.sequences import SequenceBorders
 from rlhfuse.models.cpu.elementwise import F32
 from rlhfuse.models.cpu.tiles import share_threads
-from rlhfuse.models.layers.norm import normalize, normalize_backward
+from rlhfuse.models.layers.norm import normalize_backward, row_norm
 from rlhfuse.models.layers.swiglu import gate_rows_backward
 from rlhfuse.models.stack.torch_ops import TorchOps, main_grad
 
@@ -38,16 +38,13 @@ class CpuOps(TorchOps):
         return CpuBatch(cos.numpy(), sin.numpy(), starts, bounds, F32(self.shape.dim**-0.5))
 
     def _normed(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        out, scales = torch.empty_like(x), x.new_empty(x.shape[:-1])
-        rows = x.view(-1, x.shape[-1]).numpy(), weight.numpy()
-        normalize(*rows, F32(self.eps), share_threads(), scales.view(-1).numpy(), out.view(rows[0].shape).numpy())
-        return out, scales
+        return row_norm(x, weight, self.eps)
 
     def _norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any) -> Tensor:
         threads, dx, width = share_threads(), torch.empty_like(x), x.shape[-1]
         parts = x.new_empty(threads, width, dtype=torch.float64)
         flat = [rows.view(-1, width).numpy() for rows in (x, gradient, dx)]
-        normalize_backward(flat[0], weight.numpy(), saved.view(-1).numpy(), flat[1], threads, flat[2], parts.numpy())
+        normalize_backward(flat[0], weight.numpy(), saved.numpy(), flat[1], threads, flat[2], parts.numpy())
         if weight.requires_grad:
             main_grad(weight).add_(parts.sum(0).float())
         return dx

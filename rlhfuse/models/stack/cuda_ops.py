@@ -52,7 +52,9 @@ class CudaOps(TorchOps):
             lambda size, delta, bias: Handle(add_norm_kernel, 4, DELTA=delta, BIAS=bias, SCALES=True, **norm_tile(size))
         )
         self._norms_back = functools.cache(
-            lambda size: Handle(norm_backward_kernel, 3, **norm_tile(size, columns=256, most=16))
+            lambda size, residual: Handle(
+                norm_backward_kernel, 3, RESIDUAL=residual, **norm_tile(size, columns=256, most=16)
+            )
         )
         self._sums = functools.cache(lambda size: Handle(add_parts_kernel, 1, size=size, **SUMMED))
         self._split = functools.cache(lambda norm: Handle(place_heads_kernel, 3, NORM=norm, SLOTS=False, **tile))
@@ -74,13 +76,14 @@ class CudaOps(TorchOps):
             handle(rows, 1, x, some, also, weight, total, out, scales, self.eps)
         return total, out, scales
 
-    def norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any, residual: Tensor) -> Tensor:
+    def norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any, residual: Tensor | None) -> Tensor:
         rows, size = x.shape
         dx, count = torch.empty_like(x), min(rows, PROGRAMS)
         if rows:
             parts = torch.empty(count, size, dtype=torch.float32, device=x.device)
             share = rows, -(-rows // count)
-            self._norms_back(size)(count, 1, x, weight, residual, gradient, saved, dx, parts, *share)
+            handle, added = self._norms_back(size, residual is not None), x if residual is None else residual
+            handle(count, 1, x, weight, added, gradient, saved, dx, parts, *share)
             self._add_parts(weight, parts)
         return dx
 

@@ -77,10 +77,8 @@ class FlatStack(torch.nn.Module):
         """[T, 1, C] -> [T, 1, C], on the last stage normed; Megatron's arguments, of which all others are unused."""
         x: Any = self.input_tensor if hidden_states is None else hidden_states
         if torch.is_grad_enabled():
-            x = _Stack.apply(x, self, packed_seq_params)
-        else:
-            x = self.run(x, packed_seq_params, None)
-        return x if self.final_layernorm is None else self.final_layernorm(x)
+            return _Stack.apply(x, self, packed_seq_params)  # pyright: ignore[reportReturnType]
+        return self.run(x, packed_seq_params, None)
 
     def run(self, x_T1C: Tensor, sequences: SequenceBorders, kept: list[Any] | None) -> Tensor:
         """The layers without a graph; `kept` gets what `pull` needs."""
@@ -91,7 +89,12 @@ class FlatStack(torch.nn.Module):
                 stream = [_added(stream), None]
                 kept.append(stream[0])
             stream = self._layer(layer, stream, batch, None if full else kept)
-        return _added([part.view(x_T1C.shape) for part in stream])  # no view, which autograd would watch
+        if self.final_layernorm is None:
+            return _added([part.view(x_T1C.shape) for part in stream])  # no view, which autograd would watch
+        x, normed, norm = self.ops.norm(stream.pop(0), stream.pop(), None, self.final_layernorm.weight)
+        if kept is not None:
+            kept.append((x, norm))
+        return normed.view(x_T1C.shape)
 
     def _layer(self, layer: FlatLayer, stream: list[Any], batch: Any, kept: list[Any] | None) -> list[Any]:
         """[the residual stream before the MLP, the MLP's part of it], of those before [T, C], which it takes out."""
@@ -117,6 +120,10 @@ class FlatStack(torch.nn.Module):
         """The gradient of `run`'s input, of that of its output; empties `kept`."""
         d = gradient_T1C.contiguous().view(-1, gradient_T1C.shape[-1])  # kernels take rows that follow one another
         batch = self.ops.batch(sequences)
+        if self.final_layernorm is not None:
+            x, norm = kept.pop()
+            d = self.ops.norm_backward(d, x, self.final_layernorm.weight, norm, None)
+            del x
         for layer in reversed(self.flat):
             if self.recompute == "full":
                 self._layer(layer, [kept.pop(), None], batch, kept)

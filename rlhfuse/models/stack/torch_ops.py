@@ -52,9 +52,10 @@ class TorchOps:
             x = x + (delta if bias is None else delta + bias)
         return x, *self._normed(x, weight)
 
-    def norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any, residual: Tensor) -> Tensor:
-        """residual + the gradient of the norm's input x, where `gradient` is that of its output; [T, C] each."""
-        return residual + self._norm_backward(gradient, x, weight, saved)
+    def norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any, residual: Tensor | None) -> Tensor:
+        """The gradient of the norm's input x, of the `gradient` of its output, and `residual` added; [T, C] each."""
+        dx = self._norm_backward(gradient, x, weight, saved)
+        return dx if residual is None else residual + dx
 
     def _normed(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
         """(the norm of each row of x [..., C], what its backward needs)."""
