@@ -5,10 +5,9 @@ Where the rest goes is told by terms of the cost model, so that a reader can che
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.costs.hardware import data_sheets
@@ -17,9 +16,6 @@ from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, training_problem
 from rlhfuse.schedule.rules.builders import pipeline_work
 from rlhfuse.simulator.lengths import SampleLengths
-
-WORSE = 0.8  # of every rate
-RATES = ("flops", "memory_bandwidth", "node_link_bandwidth", "cross_link_bandwidth", "host_bandwidth")
 
 
 @dataclass(frozen=True)
@@ -74,17 +70,8 @@ class DecodeUse:
 
 
 @dataclass(frozen=True)
-class RatedUse:
-    """At one set of rates."""
-
-    rates: str
-    training: TrainingUse
-    decode: DecodeUse
-
-
-@dataclass(frozen=True)
 class Efficiency:
-    """Use that a plan makes of GPUs with a data sheet; the first of `uses` is what the plan's seconds are made of."""
+    """Use that a plan makes of GPUs with a data sheet."""
 
     ranks: int
     peak_flops: float  # of one rank, as printed
@@ -92,26 +79,28 @@ class Efficiency:
     training_flops: float  # of an iteration, all ranks together
     decode_sequences: int  # of an instance
     decode_context_tokens: float  # of each
-    uses: tuple[RatedUse, ...]
+    product_share: float  # of the data sheet's rate that products reach
+    memory_share: float
+    training: TrainingUse
+    decode: DecodeUse
 
     def lines(self) -> tuple[str, ...]:
         """For people."""
-        train, decode = self.uses[0].training, self.uses[0].decode
+        train, decode = self.training, self.decode
         step = f"{self.decode_sequences} sequences at {self.decode_context_tokens:.0f} tokens each"
+        rates = f"products {self.product_share:.2f} and memory {self.memory_share:.2f} of the data sheet's"
         return (
-            *(
-                f"training {use.training.mfu:.1%} MFU, decode {self.hbm_share(use):.2f} of HBM: {use.rates}"
-                for use in self.uses
-            ),
+            f"training {train.mfu:.1%} MFU, decode {self.hbm_share:.2f} of HBM: {rates}",
             f"MFU = {self.training_flops:.4g} FLOPs / ({self.ranks} ranks x {self.peak_flops:.4g} FLOP/s x "
             f"{train.seconds:.4g} s): {train}",
             f"of HBM = {decode.bytes:.4g} bytes / ({self.bandwidth:.4g} bytes/s x {decode.seconds * 1e3:.4g} ms), "
             f"a step of {step}: {decode}",
         )
 
-    def hbm_share(self, use: RatedUse) -> float:
+    @property
+    def hbm_share(self) -> float:
         """Bytes that a step must read, as a part of what the data sheet's bandwidth would in its seconds."""
-        return use.decode.bytes / (self.bandwidth * use.decode.seconds)
+        return self.decode.bytes / (self.bandwidth * self.decode.seconds)
 
 
 def optimizer_step_seconds(analytic: Mapping[str, AnalyticCost]) -> float:
@@ -120,10 +109,7 @@ def optimizer_step_seconds(analytic: Mapping[str, AnalyticCost]) -> float:
 
 
 def efficiency(draft: PlanDraft, training_seconds: float) -> Efficiency | None:
-    """Efficiency of a plan that trains for `training_seconds` an iteration; None where the hardware has no data sheet.
-
-    At other rates than the plan's, bubbles are as long a part of the work as they are there.
-    """
+    """What a plan reaches that trains for `training_seconds` an iteration; None where there is no data sheet."""
     sheet, hardware = data_sheets().get(draft.inputs.hardware.name), draft.inputs.hardware
     if sheet is None:
         return None
@@ -131,28 +117,12 @@ def efficiency(draft: PlanDraft, training_seconds: float) -> Efficiency | None:
     lengths = SampleLengths.joined(draft.inputs.lengths.trained or (draft.inputs.lengths.samples,))
     passes = IterationFlops.of(draft.specs, config.trained(), (), (), draft.batch.epochs * lengths.trained)
     flops = sum(passes.training.values()) * draft.batch.samples / len(lengths)
-    useful = flops / (draft.world_size * sheet.flops)
-    busy = count * _busy_seconds(draft)
-    idle = (training_seconds - count * optimizer_step_seconds(draft.analytic)) / busy - 1
-    uses = []
-    for name, rated in rated_hardware(hardware):
-        analytic = {task: replace(cost, hardware=rated) for task, cost in draft.analytic.items()}
-        work = busy * _stage_seconds(draft, analytic) / _stage_seconds(draft, draft.analytic)
-        reached = useful * sheet.flops / rated.flops
-        steps = count * optimizer_step_seconds(analytic)
-        training = TrainingUse(useful, reached - useful, work - reached, idle * work, steps)
-        uses.append(RatedUse(name, training, _decode_use(draft, analytic["generation"])))
-    sequences, context = _decoding(draft)
-    return Efficiency(draft.world_size, sheet.flops, sheet.memory_bandwidth, flops, sequences, context, tuple(uses))
-
-
-def rated_hardware(hardware: HardwareSpec) -> Iterator[tuple[str, HardwareSpec]]:
-    """The rates of the plan, and each of them WORSE."""
-    sheet = data_sheets()[hardware.name]
+    useful, steps = flops / (draft.world_size * sheet.flops), count * optimizer_step_seconds(draft.analytic)
+    busy, reached = count * _busy_seconds(draft), useful * sheet.flops / hardware.flops
+    training = TrainingUse(useful, reached - useful, busy - reached, training_seconds - steps - busy, steps)
     shares = hardware.flops / sheet.flops, hardware.memory_bandwidth / sheet.memory_bandwidth
-    yield f"rates as planned, products {shares[0]:.2f} and memory {shares[1]:.2f} of the data sheet's", hardware
-    worse = {key: WORSE * getattr(hardware, key) for key in RATES}
-    yield f"these and links {1 - WORSE:.0%} worse", replace(hardware, **worse)
+    decode, printed = _decode_use(draft, draft.analytic["generation"]), (sheet.flops, sheet.memory_bandwidth)
+    return Efficiency(draft.world_size, *printed, flops, *_decoding(draft), *shares, training, decode)
 
 
 def _busy_seconds(draft: PlanDraft) -> float:
@@ -167,18 +137,6 @@ def _busy_seconds(draft: PlanDraft) -> float:
         for pipeline in training_problem(*work).pipelines:
             ticks += share * pipeline.microbatches * pipeline_work(pipeline) / draft.ranks.merge(pipeline.name)
     return ticks * TICK_SECONDS / draft.ranks.shape.nodes
-
-
-def _stage_seconds(draft: PlanDraft, analytic: Mapping[str, AnalyticCost]) -> float:
-    """All models' forward and backward of a token of the longest samples, over all stages and tensor ranks."""
-    total, micro = 0.0, draft.longest_microbatch
-    for task in TRAINED:
-        if task in analytic:
-            cost = analytic[task]
-            cut = tuple(map(len, cost.layout.stage_layers(cost.spec.layers)))
-            ranks = cost.stage_seconds(micro).of_ranks(cut, cost.layout.pp)
-            total += sum(ranks) * cost.layout.tp
-    return total
 
 
 def _decoding(draft: PlanDraft) -> tuple[int, float]:

@@ -154,15 +154,11 @@ class FlatStack(torch.nn.Module):
         if normed is None:
             normed = self.ops.norm(x, None, None, norm)[1]
         cut = self._cut and self.deferred is not None
-        whole, gathering = (normed, None) if cut else self._start_gather(normed)
-        dn, summing = self._start_sum(torch.mm(gradient, linear.weight))
-        if gathering is not None:
-            gathering.wait()
-        self._product(linear, gradient, whole, cut)
-        del gradient, whole, normed
-        if summing is not None:
-            summing.wait()
-        return self.ops.norm_backward(dn, x, norm, saved, d)
+        gathering = self._start_gather(normed, not cut)
+        summing = self._start_sum(torch.mm(gradient, linear.weight))
+        self._product(linear, gradient, _done(*gathering), cut)
+        del gradient, gathering, normed
+        return self.ops.norm_backward(_done(*summing), x, norm, saved, d)
 
     def _product(self, linear: Linear, gradient: Tensor, x: Tensor, cut: bool = False) -> None:
         """The gradients of a linear layer's weight and bias, of that of its output [T, N] and of its input [T, K]."""
@@ -178,20 +174,15 @@ class FlatStack(torch.nn.Module):
     @torch.no_grad()
     def add(self, products: list[Product]) -> None:
         """The rest of a split backward; empties `products`. Rows of the next are gathered meanwhile."""
-        following = self._start_gather(products[0].x, products[0].cut) if products else None
+        following: Any = self._start_gather(products[0].x, products[0].cut) if products else None
         while products:
-            (weight, gradient, _, _), (x, gathering) = products.pop(0), following
-            if gathering is not None:
-                gathering.wait()
+            (weight, gradient, _, _), x = products.pop(0), _done(*following)
             following = self._start_gather(products[0].x, products[0].cut) if products else None
             self.ops.add_product(weight, gradient, x)
 
     def _whole(self, x: Tensor) -> Tensor:
         """The rows of all tensor ranks, where they are cut."""
-        whole, gathering = self._start_gather(x)
-        if gathering is not None:
-            gathering.wait()
-        return whole
+        return _done(*self._start_gather(x))
 
     def _start_gather(self, x: Tensor, cut: bool = True) -> tuple[Tensor, Any]:
         if not (cut and self._cut):
@@ -201,10 +192,7 @@ class FlatStack(torch.nn.Module):
 
     def _summed(self, x: Tensor) -> Tensor:
         """The sum over tensor ranks of x [T, C], cut where rows are."""
-        total, summing = self._start_sum(x)
-        if summing is not None:
-            summing.wait()
-        return total
+        return _done(*self._start_sum(x))
 
     def _start_sum(self, x: Tensor) -> tuple[Tensor, Any]:
         if self._group is None:
@@ -218,6 +206,12 @@ class FlatStack(torch.nn.Module):
 def _added(stream: list[Any]) -> Tensor:
     x, delta = stream
     return x if delta is None else x + delta
+
+
+def _done(tensor: Tensor, work: Any) -> Tensor:
+    if work is not None:
+        work.wait()
+    return tensor
 
 
 class _Stack(torch.autograd.Function):

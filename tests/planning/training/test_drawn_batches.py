@@ -168,7 +168,7 @@ def test_waiting_for_heavy_microbatches_is_idle_time():
     training, tokens = [], []
     for lengths in (tail, equal(100, 16, 1300)):
         draft = drafted(run(trainer__hardware="h200", fusion__intra_stage=False, **keys), specs, 4, lengths)
-        training.append(make_plan(draft).report.efficiency.uses[0].training)
+        training.append(make_plan(draft).report.efficiency.training)
         tokens.append(replace(draft.inputs.drawn, even=True).microbatch(by_samples(16, 1, 1), 1, 1, 1).tokens)
     busy = [use.useful + use.products + use.other for use in training]
     assert busy[0] / tokens[0] == pytest.approx(busy[1] / tokens[1], rel=0.05)
