@@ -55,8 +55,8 @@ def _train_a_token() -> None:
     ops = CpuOps(RotaryTables(spec, cpu), HeadShape.of(spec, 1), spec.norm_eps, cpu)
     batch, row, weight = ops.batch(SequenceBorders.of([1], cpu)), torch.ones(1, 8), torch.ones(8)
     ops.norm_backward(row, row, weight, ops.norm(row, None, None, weight)[2], row)
-    *qkv, _ = ops.split(torch.ones(1, 16), None, batch)
-    ops.attend_backward(row, *qkv, *ops.attend(*qkv, batch), batch)
+    q, k, v, _ = ops.split(torch.ones(1, 16), None, batch)
+    ops.attend_backward(row, q, k, v, *ops.attend(q, k, v, batch), batch)
     ops.swiglu_backward(torch.ones(1, 2), torch.ones(1, 1), None)
 
 

@@ -175,8 +175,9 @@ def build_model(
     with fake_cuda(place):
         model: Any = GPTModel(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]
-                layer_specs=[layer_spec(spec)] * len(layers[stage]), layer_norm=RMSNorm
+            transformer_layer_spec=TransformerBlockSubmodules(
+                [layer_spec(spec)] * len(layers[stage]),
+                RMSNorm,  # pyright: ignore[reportArgumentType]
             ),
             vocab_size=spec.padded_vocab,
             max_sequence_length=spec.context,

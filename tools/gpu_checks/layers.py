@@ -50,10 +50,10 @@ def check_training_kernels(bench: Bench, kind: str) -> dict:
         total, found["norm"], scales = ops.norm(draw(tokens, hidden), draw(tokens, hidden), draw(hidden), norm)
         found["residual"] = total
         found["norm_gradient"] = ops.norm_backward(draw(tokens, hidden), total, norm, scales, draw(tokens, hidden))
-        *qkv, saved = ops.split(draw(tokens, width), (heads[0], heads[1]), batch)
-        found["attention"], attended = ops.attend(*qkv, batch)
+        q, k, v, saved = ops.split(draw(tokens, width), (heads[0], heads[1]), batch)
+        found["attention"], attended = ops.attend(q, k, v, batch)
         upstream = draw(tokens, shape.heads * shape.dim)
-        gradients = ops.attend_backward(upstream, *qkv, found["attention"], attended, batch)
+        gradients = ops.attend_backward(upstream, q, k, v, found["attention"], attended, batch)
         found["heads_gradient"] = ops.join(gradients, saved, (heads[0], heads[1]), batch)
         gate_up = draw(tokens, 2 * mlp)
         found["swiglu_gradient"], found["swiglu"] = ops.swiglu_backward(gate_up, draw(tokens, mlp), None)

@@ -15,7 +15,7 @@ from rlhfuse.models.cpu.elementwise import F32
 from rlhfuse.models.cpu.tiles import share_threads
 from rlhfuse.models.layers.norm import normalize_backward, row_norm
 from rlhfuse.models.layers.swiglu import gate_rows_backward
-from rlhfuse.models.stack.torch_ops import TorchOps, main_grad
+from rlhfuse.models.stack.torch_ops import TorchOps
 
 
 class CpuBatch(NamedTuple):
@@ -40,13 +40,13 @@ class CpuOps(TorchOps):
     def _normed(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return row_norm(x, weight, self.eps)
 
-    def _norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any) -> Tensor:
+    def _norm_backward(self, gradient: Tensor, x: Tensor, weight: Any, saved: Any) -> Tensor:
         threads, dx, width = share_threads(), torch.empty_like(x), x.shape[-1]
         parts = x.new_empty(threads, width, dtype=torch.float64)
         flat = [rows.view(-1, width).numpy() for rows in (x, gradient, dx)]
         normalize_backward(flat[0], weight.numpy(), saved.numpy(), flat[1], threads, flat[2], parts.numpy())
         if weight.requires_grad:
-            main_grad(weight).add_(parts.sum(0).float())
+            weight.main_grad.add_(parts.sum(0).float())
         return dx
 
     def _turned(self, heads: Sequence[Tensor], batch: Any, back: bool = False) -> Sequence[Tensor]:
@@ -62,9 +62,9 @@ class CpuOps(TorchOps):
         self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Any, batch: CpuBatch
     ) -> Sequence[Tensor]:
         gradients = [torch.empty_like(x) for x in (q, k, v)]
-        known = (x.numpy() for x in (q, k, v, out.view(q.shape), saved, gradient.view(q.shape)))
+        known: Any = (x.numpy() for x in (q, k, v, out.view(q.shape), saved, gradient.view(q.shape)))
         share_threads()
-        cpu.attend_backward(*known, *batch, *(x.numpy() for x in gradients))
+        cpu.attend_backward(*known, *batch, *(x.numpy() for x in gradients))  # pyright: ignore[reportCallIssue]
         return gradients
 
     def swiglu_backward(self, x: Tensor, gradient: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -72,5 +72,5 @@ class CpuOps(TorchOps):
         gate_rows_backward(x.numpy(), gradient.numpy(), share_threads(), dx.numpy())
         return dx, self.swiglu(x) if y is None else y
 
-    def add_product(self, weight: Tensor, gradient: Tensor, x: Tensor) -> None:
-        main_grad(weight).add_(gradient.t().mm(x))  # rounded twice, as ever: addmm would change the bits of runs
+    def add_product(self, weight: Any, gradient: Tensor, x: Tensor) -> None:
+        weight.main_grad.add_(gradient.t().mm(x))  # rounded twice, as ever: addmm would change the bits of runs

@@ -30,7 +30,7 @@ from rlhfuse.models.stack.backward_kernels import (
     swiglu_backward_kernel,
 )
 from rlhfuse.models.stack.handle import Handle
-from rlhfuse.models.stack.torch_ops import HeadShape, TorchOps, main_grad
+from rlhfuse.models.stack.torch_ops import HeadShape, TorchOps
 
 FLASH = torch.ops.aten._flash_attention_forward.default
 FLASH_BACKWARD = torch.ops.aten._flash_attention_backward.default
@@ -76,7 +76,7 @@ class CudaOps(TorchOps):
             handle(rows, 1, x, some, also, weight, total, out, scales, self.eps)
         return total, out, scales
 
-    def norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any, residual: Tensor | None) -> Tensor:
+    def norm_backward(self, gradient: Tensor, x: Tensor, weight: Any, saved: Any, residual: Tensor | None) -> Tensor:
         rows, size = x.shape
         dx, count = torch.empty_like(x), min(rows, PROGRAMS)
         if rows:
@@ -87,10 +87,10 @@ class CudaOps(TorchOps):
             self._add_parts(weight, parts)
         return dx
 
-    def _add_parts(self, weight: Tensor, parts: Tensor) -> None:
+    def _add_parts(self, weight: Any, parts: Tensor) -> None:
         if weight.requires_grad:
             count, size = parts.shape
-            self._sums(size)(-(-size // SUMMED["COLUMNS"]), 1, parts, main_grad(weight), count)
+            self._sums(size)(-(-size // SUMMED["COLUMNS"]), 1, parts, weight.main_grad, count)
 
     def split(self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
         (heads, groups, dim), rows = self.shape, len(qkv)
@@ -151,7 +151,7 @@ class CudaOps(TorchOps):
             self._gates_back(width, again)(rows, -(-width // COLUMNS), x, gradient, dx, y)
         return dx, y
 
-    def add_product(self, weight: Tensor, gradient: Tensor, x: Tensor) -> None:
+    def add_product(self, weight: Any, gradient: Tensor, x: Tensor) -> None:
         if x.dtype is torch.float32:
             return super().add_product(weight, gradient, x)
         total: Any = weight.main_grad  # pyright: ignore[reportAttributeAccessIssue]  as main_grad(), a call less

@@ -83,7 +83,7 @@ class FlatStack(torch.nn.Module):
     def run(self, x_T1C: Tensor, sequences: SequenceBorders, kept: list[Any] | None) -> Tensor:
         """The layers without a graph; `kept` gets what `pull` needs."""
         batch, full = self.ops.batch(sequences), self.recompute == "full"
-        stream: list[Tensor | None] = [x_T1C.view(-1, x_T1C.shape[-1]), None]
+        stream: list[Any] = [x_T1C.view(-1, x_T1C.shape[-1]), None]
         for layer in self.flat:
             if kept is not None and full:
                 stream = [_added(stream), None]
@@ -136,17 +136,18 @@ class FlatStack(torch.nn.Module):
         return self._input_backward(d, kept, layer.mlp_norm, linear, gradient)
 
     def _attention_backward(self, layer: FlatLayer, d: Tensor, all_kept: list[Any], batch: Any) -> Tensor:
-        ops, kept, proj = self.ops, all_kept.pop(), layer.proj
+        ops, kept, proj = self.ops, KeptAttention(*all_kept.pop()), layer.proj
         if proj.bias is not None and proj.bias.requires_grad:  # added to rows that are cut as d is
             ops.add_rows(proj.bias, d)
         whole = self._whole(d)
         self._product(Linear(proj.weight), whole, kept.out)
-        gradients = ops.attend_backward(torch.mm(whole, proj.weight), *kept[3:6], *kept[7:], batch)
-        del whole
-        gradient = ops.join(gradients, kept.heads, layer.head_norms, batch)
-        del gradients
-        kept = KeptMlp(*kept[:3], [])  # nothing needs the rest any more
-        return self._input_backward(d, kept, layer.input_norm, layer.qkv, gradient)
+        inputs = kept.q, kept.k, kept.v, kept.out, kept.attended
+        gradients = ops.attend_backward(torch.mm(whole, proj.weight), *inputs, batch)
+        heads, rest = kept.heads, KeptMlp(kept.x, kept.normed, kept.norm, [])
+        del whole, inputs, kept  # nothing needs the other parts any more
+        gradient = ops.join(gradients, heads, layer.head_norms, batch)
+        del gradients, heads
+        return self._input_backward(d, rest, layer.input_norm, layer.qkv, gradient)
 
     def _input_backward(self, d: Tensor, kept: KeptMlp, norm: Tensor, linear: Linear, gradient: Tensor) -> Tensor:
         """d and the gradient that comes back through a linear layer, which is cut by its outputs, and its norm."""

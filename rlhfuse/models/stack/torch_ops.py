@@ -52,7 +52,7 @@ class TorchOps:
             x = x + (delta if bias is None else delta + bias)
         return x, *self._normed(x, weight)
 
-    def norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any, residual: Tensor | None) -> Tensor:
+    def norm_backward(self, gradient: Tensor, x: Tensor, weight: Any, saved: Any, residual: Tensor | None) -> Tensor:
         """The gradient of the norm's input x, of the `gradient` of its output, and `residual` added; [T, C] each."""
         dx = self._norm_backward(gradient, x, weight, saved)
         return dx if residual is None else residual + dx
@@ -61,12 +61,12 @@ class TorchOps:
         """(the norm of each row of x [..., C], what its backward needs)."""
         return self.operations.rms_norm(x, weight, self.eps), None
 
-    def _norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, saved: Any) -> Tensor:
+    def _norm_backward(self, gradient: Tensor, x: Tensor, weight: Any, saved: Any) -> Tensor:
         dx, dweight = pulled_back(
             lambda x, weight: self.operations.rms_norm(x, weight, self.eps), (x, weight), gradient
         )
         if weight.requires_grad:
-            main_grad(weight).add_(dweight)
+            weight.main_grad.add_(dweight)
         return dx
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -81,11 +81,12 @@ class TorchOps:
         then turned by their positions.
         """
         q, k, v = self.heads_of(qkv)
-        if norms is None:
-            return *self._turned((q, k), batch), v, None
-        normed = [self._normed(x, weight) for x, weight in zip((q, k), norms)]
-        saved = [(x, scales) for x, (_, scales) in zip((q, k), normed)]
-        return *self._turned([x for x, _ in normed], batch), v, saved
+        saved = None
+        if norms is not None:
+            (q_normed, q_scales), (k_normed, k_scales) = (self._normed(x, w) for x, w in zip((q, k), norms))
+            saved, q, k = ((q, q_scales), (k, k_scales)), q_normed, k_normed
+        q, k = self._turned((q, k), batch)
+        return q, k, v, saved
 
     def join(self, gradients: Sequence[Tensor], saved: Any, norms: tuple[Tensor, Tensor] | None, batch: Any) -> Tensor:
         """The gradient of `split`'s qkv, of the `gradients` of its q, k and v."""
@@ -119,7 +120,7 @@ class TorchOps:
         self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Any, batch: Any
     ) -> Sequence[Tensor]:
         """Gradients of q, k and v, of that [T, H * D] of `attend`'s out."""
-        return pulled_back(lambda *qkv: self._attention(*qkv, batch), (q, k, v), gradient.view(q.shape))
+        return pulled_back(lambda q, k, v: self._attention(q, k, v, batch), (q, k, v), gradient.view(q.shape))
 
     @staticmethod
     def _attention(q: Tensor, k: Tensor, v: Tensor, batch: Any) -> Tensor:
@@ -134,18 +135,13 @@ class TorchOps:
         (dx,) = pulled_back(self.operations.swiglu, (x,), gradient)
         return dx, self.swiglu(x) if y is None else y
 
-    def add_product(self, weight: Tensor, gradient: Tensor, x: Tensor) -> None:
+    def add_product(self, weight: Any, gradient: Tensor, x: Tensor) -> None:
         """Add gradient [T, N]^T @ x [T, K] to the weight's main_grad [N, K]."""
-        add_product(main_grad(weight), gradient.t(), x)
+        add_product(weight.main_grad, gradient.t(), x)
 
-    def add_rows(self, bias: Tensor, gradient: Tensor) -> None:
+    def add_rows(self, bias: Any, gradient: Tensor) -> None:
         """Add the rows of gradient [T, N] to the bias's main_grad [N]."""
-        main_grad(bias).add_(gradient.sum(0, dtype=torch.float32))
-
-
-def main_grad(weight: Tensor) -> Tensor:
-    """Where Megatron's optimizer wants a trained weight's gradient; AttributeError where it has no optimizer."""
-    return weight.main_grad  # pyright: ignore[reportAttributeAccessIssue]
+        bias.main_grad.add_(gradient.sum(0, dtype=torch.float32))
 
 
 def pulled_back(function: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor) -> Sequence[Tensor]:
