@@ -21,7 +21,7 @@ SHOWN_BY = (
     (8, "a whole node: its pipelines, sums of eight"),
     (9, "transfers between nodes; models and batches of the size that a cluster holds"),
 )
-BASICS = ("layer_kernels", "accumulation", "linear_logprobs", "graphs")  # of the first call
+BASICS = ("training_kernels", "layer_kernels", "accumulation", "linear_logprobs", "graphs")  # of the first call
 BUILD = 300.0  # seconds that compiling flashinfer's kernels may take
 PROBE = replace(Check("probe", "probe:check_machine", {}, 15, 90), eager=True)
 
@@ -44,19 +44,21 @@ def all_checks(gpus: int = 8) -> list[Check]:
 
 def _first() -> Iterator[Check]:
     yield PROBE
+    yield _check("host", "host:check_host", 6)
     yield _check("rates", "figures:check_rates", 4, small=True)
+    yield _check("kernels_8192", "host:check_kernels", 6, tokens=8192)
+    for tokens, sequence in ((500, 500), (1024, 512), (2048, 512), (4096, 1024), (8192, 2048)):
+        yield _check(f"stage_{tokens}", "training_speed:check_stage", 8, tokens=tokens, sequence=sequence)
+    yield _run("one_rank_bfloat16", "programs:check_one_rank", 25, dtype="bfloat16")
     basics = {check.name: check for check in _basics("bfloat16")}
     for name in ("paged_attention_bfloat16_16", *(f"{name}_bfloat16" for name in BASICS)):
         yield basics[name]
     yield _triton("sampler_parity", "sampling:check_parity", 4)
     yield _check("decode_8b", "speed:check_decode", 40, size="8b")
     yield _check("attention_triton", "speed:check_attention", 6, name="triton")
-    for tokens, sequence in ((500, 500), (2048, 512), (8192, 2048)):
-        yield _check(f"stage_{tokens}", "training_speed:check_stage", 8, tokens=tokens, sequence=sequence)
     yield _check("head_8192", "training_speed:check_head", 8, tokens=8192)
     yield _check("optimizer", "training_speed:check_optimizer", 6)
     yield _check("weights_to_and_fro", "training_speed:check_weights", 6)
-    yield _run("one_rank_bfloat16", "programs:check_one_rank", 25, dtype="bfloat16")
     yield _check("waits", "waits:check_waits", 10)
     yield _check("decode_8b_long", "speed:check_decode", 35, size="8b", points=LONG)
 

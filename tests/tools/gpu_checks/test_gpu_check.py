@@ -182,7 +182,7 @@ def test_results_of_other_places_are_not_taken_over(session, tmp_path, change, m
 def test_a_name_that_is_none_is_refused_with_the_nearest():
     every = catalog.all_checks()
     found = [one.name for one in gpu_check.chosen(every, "stage_*, head_8192")]
-    assert found == ["stage_500", "stage_2048", "stage_8192", "head_8192"]
+    assert found == [*(f"stage_{tokens}" for tokens in (500, 1024, 2048, 4096, 8192)), "head_8192"]
     assert gpu_check.chosen(every, "") == every
     with pytest.raises(InputError, match="--names decod_8b: no check is called so; the nearest is decode_8b"):
         gpu_check.chosen(every, "waits,decod_8b")
@@ -205,7 +205,7 @@ def test_the_first_call_says_whether_it_works_and_how_fast():
     assert sum(seconds.values()) <= 1230 and sum(seconds.values()) - seconds["nccl"] <= 20 * 60
     names = [check.name for check in catalog.all_checks(1)]
     before = sum(check.seconds for check in catalog.all_checks(1)[: names.index("decode_8b")])
-    assert before <= 60
+    assert before <= 150 and names[1:4] == ["host", "rates", "kernels_8192"]  # figures first
     told = {"decode_8b", "attention_triton", "stage_500", "stage_2048", "stage_8192", "head_8192", "optimizer"}
     assert told <= {check.name for check in catalog.tiers(1)["first"]}
 

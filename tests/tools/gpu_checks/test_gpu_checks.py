@@ -19,7 +19,16 @@ GOOD = (  # they compare, and what they find is good
     *("fused_adam", "sampler_parity", "split_backward_bfloat16", "refused_step", "graphs_float32", "waits"),
     *("move_float32_kv", "move_float32_tokens", "recomputed_bfloat16"),
 )
-TIMED = ("rates", "stage_500", "head_8192", "optimizer", "weights_to_and_fro", "sampler_speed", "attention_triton")
+TIMED = (
+    "rates",
+    "kernels_8192",
+    "stage_500",
+    "head_8192",
+    "optimizer",
+    "weights_to_and_fro",
+    "sampler_speed",
+    "attention_triton",
+)
 
 
 def rehearse(bench, name: str) -> dict:
@@ -101,6 +110,11 @@ def test_what_is_not_here_is_skipped_by_name(bench):
 def test_what_training_does_is_timed(bench, name):
     found = json.loads(json.dumps(rehearse(bench, name)))
     assert all(one["seconds"] != 0 and one["bytes"] + one["flops"] >= 0 for one in found["figures"])
+
+
+def test_single_calls_of_the_host_are_timed(bench):
+    found = rehearse(bench, "host")
+    assert found["cores"] > 0 and found["loop_nanoseconds"] > 1 and min(found["microseconds"].values()) > 0
 
 
 def test_decode_and_prefill_are_measured_on_a_tiny_shape(bench):
