@@ -176,12 +176,9 @@ class TrainingWork:
         spec = replace(spec, layers=layers)
         model, _ = builder.build(f"{role}_train", role, spec, tp, activations)
         self._stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
-        self._training, self._model = TrainingStage(self._stage), model
-        if builder.device.is_cuda and not role.scalar_head:  # gradients made in the forward are added there
-            ends: Any = model
-            own = ends.output_layer.weight  # None: the embedding's
-            weight = ends.embedding.word_embeddings.weight if own is None else own
-            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        self._training = TrainingStage(self._stage)
+        for weight in model.parameters():  # a stage adds gradients there, as with an optimizer
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
         self._vocab, self._temperature, self._device = spec.vocab, config.rollout.temperature, builder.device
 
     def step(self, tokens: int, longest: int) -> tuple[float, float]:
@@ -191,14 +188,9 @@ class TrainingWork:
 
     def split_step(self, tokens: int, longest: int) -> tuple[float, float]:
         """Seconds of B and W of its backward, split."""
-        weights = [weight for name, weight in self._model.named_parameters() if ".layers." in name and weight.ndim > 1]
-        for weight in weights:  # W adds to it
-            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
         self._training.split_backward(True)
         _, *parts = self._step(tokens, longest)
         self._training.split_backward(False)
-        for weight in weights:
-            del weight.main_grad  # type: ignore[attr-defined]
         return parts[0], parts[1]
 
     def _step(self, tokens: int, longest: int) -> tuple[float, float, float]:
