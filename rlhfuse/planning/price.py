@@ -104,7 +104,7 @@ def with_schedules(
     draft: PlanDraft, generation: GenerationPrice, moves: float, minibatch: float, held: tuple[float, ...] = ()
 ) -> Price:
     """`price` of a draft whose schedules take so long for a mini-batch; `held`: by them, else as little as can be."""
-    held = held or min_memory(draft.training.problem)
+    held = held or (draft.memory.passing.least if draft.memory.passing else min_memory)(draft.training.problem)
     count, offload = draft.batch.optimizer_steps, draft.memory.offload
     seen = offload.seen_seconds(moves, minibatch) if offload else 0.0
     capture = graph_capture(draft, draft.memory.keeps_generation(held))
@@ -149,11 +149,10 @@ def _reached_once(problem: FusionProblem, most_tries: int) -> Schedule:
 
 def minibatch_seconds(draft: PlanDraft, schedule_seconds: Callable[[int], float]) -> float:
     """Mean over the mini-batches, with schedules of so many seconds by M1, and no less than cores and hosts need."""
-    shape, total = draft.ranks.shape, 0.0
-    least = draft.inputs.cores.least_time
+    given, total = (draft.ranks.shape, draft.host_seconds, TICK_SECONDS), 0.0
     for rung, share in draft.training.shares.items():
-        ticks = float(least(draft.training.problems[rung], shape, draft.host_seconds, TICK_SECONDS))
-        total += share * max(schedule_seconds(rung), ticks * TICK_SECONDS)
+        least = float(draft.inputs.cores.least_time(draft.training.problems[rung], *given)) * TICK_SECONDS
+        total += share * max(schedule_seconds(rung), least)
     return total
 
 

@@ -317,7 +317,7 @@ def test_the_best_tables_are_annealed_for_the_run_to_begin_with(tmp_path):
     assert done.stderr.count(" s annealed\n") == len(annealed) <= len(list(library.iterdir()))
     best = min(table["by_rule"] or table["seconds"] for table in raw["tables"])
     assert all(table["bound"] >= best for table in raw["tables"] if table not in annealed), "the rest cannot win"
-    where = [*raw["tables"][0]["overrides"], f"fusion.library={library}", "fusion.search_seconds=0.1"]
+    where = [*annealed[0]["overrides"], f"fusion.library={library}", "fusion.search_seconds=0.1"]
     plan = call_tool("plan", "--config", EIGHT, *words[:2], *where, *CAPPED.split()[:6], "--world-size", 8)
     assert f"from a schedule of {library}" in plan.stdout, plan.stderr
 

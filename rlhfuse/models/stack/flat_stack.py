@@ -1,8 +1,8 @@
 """All decoder layers of a pipeline stage as one autograd function, whose backward is written out.
 
 A layer is a list of plain calls: no module and no autograd node is between them. Weights' gradients are added to
-`main_grad` at once, or later where the backward is split. Under sequence parallelism hidden states are cut over tensor
-ranks between the layers' products; T is then such a part, or all tokens. Letters as in torch_ops.py.
+`main_grad` at once, or later where the backward is split. Under sequence parallelism hidden states between the products
+are a tensor rank's part of the rows: T counts those or all tokens. Letters as in torch_ops.py.
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ class FlatStack(torch.nn.Module):
         self.flat = tuple(FlatLayer.of(layer) for layer in block.layers)
         self.ops, self.recompute = ops, recompute
         self.input_tensor: Tensor | None = None
-        self._ranks = group.size()
-        self._group = group if self._ranks > 1 else None
-        self._cut = cut and self._ranks > 1
+        self._group, self._ranks = (group, group.size()) if group.size() > 1 else (None, 1)
+        self._cut = cut and self._group is not None
         self.deferred: list[Product] | None = None
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:

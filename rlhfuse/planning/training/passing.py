@@ -50,6 +50,11 @@ class PassingMemory:
             peaks.append(highest - max(passing) + self._received_beyond(schedule, node))
         return tuple(peaks)
 
+    def least(self, problem: FusionProblem) -> tuple[float, ...]:
+        """No schedule's `held_by` is less: the most that passes need not be where the most is held."""
+        lean = min(min(places) - self.split[model][0] for model, places in self.by_place.items())
+        return tuple(max(0.0, held + lean - max(map(max, self.by_place.values()))) for held in min_memory(problem))
+
     def over(self, schedule: Schedule) -> tuple[float, ...]:
         """By node, what is held above the caps; empty where all of it has room."""
         rooms = map(schedule.problem.node_cap, range(schedule.problem.nodes))
