@@ -44,9 +44,9 @@ def all_checks(gpus: int = 8) -> list[Check]:
 
 def _first() -> Iterator[Check]:
     yield PROBE
-    yield _check("host", "host:check_host", 6)
+    yield _check("host", "host:check_host", 4)
     yield _check("rates", "figures:check_rates", 4, small=True)
-    yield _check("kernels_8192", "host:check_kernels", 6, tokens=8192)
+    yield _check("kernels_8192", "host:check_kernels", 4, tokens=8192)
     for tokens, sequence in ((500, 500), (1024, 512), (2048, 512), (4096, 1024), (8192, 2048)):
         yield _check(f"stage_{tokens}", "training_speed:check_stage", 8, tokens=tokens, sequence=sequence)
     yield _run("one_rank_bfloat16", "programs:check_one_rank", 25, dtype="bfloat16")
