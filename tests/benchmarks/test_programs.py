@@ -13,7 +13,7 @@ from testkit.programs import call_main
 
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
-INNER = ("end_to_end_trl", "planner_speed_search")  # started by others
+INNER = ("layer_host_side", "end_to_end_trl", "planner_speed_search")  # started by others
 MAINS = [file.stem for file in sorted(BENCHMARKS.glob("*.py")) if "def main(" in file.read_text()]
 TAIL = (2, 3, 2, 4, 2, 3, 40, 2, 5, 2, 3, 2) * 4  # output tokens of the trace's requests
 
