@@ -1,4 +1,4 @@
-"""What a decoder layer of 8B costs the host: CPU microseconds on a CUDA device that computes nothing, here and before.
+"""Host cost of a decoder layer of an 8B model: CPU microseconds on a null CUDA device, for this checkout and another.
 
     git worktree add ../before HEAD^; python benchmarks/layer_host.py --beside ../before
 

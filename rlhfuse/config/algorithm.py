@@ -54,7 +54,7 @@ class PolicyLossConfig(Settings):
 
     @property
     def by_token(self) -> bool:
-        """Whether a token's loss depends on its own log-probability alone."""
+        """True if the loss of a token depends only on the log-probability of that token."""
         return self.loss_mode != "gspo"
 
 

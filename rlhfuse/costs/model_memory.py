@@ -145,9 +145,9 @@ class ModelMemory(ABC):
         return max(0.0, kept - self.kept_layer_bytes(tokens)), 2 * self.gathering_bytes(tokens)
 
     def layer_activation_bytes(self, tokens: float) -> float:
-        """What the backward of one layer needs: of both norms input and output; query, key, value and attention's
-        output, before the norms of heads once more; gate, up and their product. Also a float32
-        number for a row and norm, and for a row and head. All but the norms' are cut by tp."""
+        """Activations that the backward of one layer needs: input and output of both norms; query, key, value and
+        attention output; inputs of head norms; gate, up and their product; a float32 number for each row and norm, and
+        for each row and head. All but those of the norms are cut by tp."""
         spec = self.spec
         keys = spec.kv_heads * spec.head_dim
         divided = 2 * (spec.heads * spec.head_dim + keys) + 3 * spec.mlp + (self.normed_heads if spec.qk_norm else 0)
@@ -282,7 +282,7 @@ class GpuMemory(ModelMemory):
         return int(max(layer, 2 * self.logits_bytes(outputs)))
 
     def scoring_bytes(self, tokens: float) -> int:
-        """What a stage takes, the residual stream and its norm; with gate, up, their product and the sum's part, or
+        """The input of the stage, the residual stream and its norm; with gate, up, their product and the MLP output, or
         with query, key and value joined and apart. Then the loss beside the rows that it is of."""
         spec, hidden = self.spec, self.spec.hidden
         attention = 2 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim

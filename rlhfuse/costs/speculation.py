@@ -34,7 +34,7 @@ DRAFT_ITERATIONS = 6  # before the running one, that are guessed from
 
 
 def guess_bytes(tokens: int) -> int:
-    """Memory of a rank for guesses, where an iteration writes so many tokens (gen/speculation/guesser.py)."""
+    """Bytes of a rank's n-gram tables, where an iteration generates `tokens` tokens (gen/speculation/guesser.py)."""
     return min(DRAFT_BYTES, DRAFT_BYTES_A_TOKEN * (1 + DRAFT_ITERATIONS) * tokens)
 
 

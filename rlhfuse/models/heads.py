@@ -105,8 +105,8 @@ class LanguageOutput:
         entropy_graph: bool = False,
         by_token: bool = True,
     ) -> Tensor:
-        """What `loss` makes of `logprobs`; where logits are no whole tensor, of some tokens at a time if it is a sum
-        `by_token`, and with all gradients: its own must be 1."""
+        """`loss` of the outputs of `logprobs`. On GPUs also computes all gradients, so the incoming gradient must be 1;
+        with `by_token`, a sum over tokens, `loss` is called for one chunk of tokens at a time."""
         weight: Any = self.weight_VH
         if not (by_tiles(weight.device) and torch.is_grad_enabled()):
             logprobs = self.logprobs(rows, targets_R, vocab, temperature, entropy_graph)
@@ -121,7 +121,7 @@ class LanguageOutput:
         return LinearLoss(loss, softmax, entropy_graph, by_token).of(x_RH, total)
 
     def _inputs(self, rows: Tensor | slice, vocab: int) -> tuple[Tensor, VocabularyShard]:
-        """What is multiplied [R, H], and by which of the weight's rows."""
+        """The selected hidden states [R, H], and the rows of the weight that this tensor rank holds."""
         x_RH = self.hidden_TH[rows] if isinstance(rows, slice) else self.hidden_TH.index_select(0, rows)
         group = self.head.tp_group
         if not self.head.gathers:  # whose backward sums over tensor ranks
@@ -130,7 +130,7 @@ class LanguageOutput:
 
 
 def by_tiles(device: torch.device) -> bool:
-    """Whether logits exist only in part at a time; on CPU whole, by products whose bits are the engine's."""
+    """True if logits are computed in chunks; on CPU they are one tensor, with the same bits as in generation."""
     return device.type != "cpu"
 
 

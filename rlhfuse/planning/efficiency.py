@@ -109,7 +109,7 @@ def optimizer_step_seconds(analytic: Mapping[str, AnalyticCost]) -> float:
 
 
 def efficiency(draft: PlanDraft, training_seconds: float) -> Efficiency | None:
-    """What a plan reaches that trains for `training_seconds` an iteration; None where there is no data sheet."""
+    """Efficiency of a plan that trains for `training_seconds` an iteration; None without a data sheet."""
     sheet, hardware = data_sheets().get(draft.inputs.hardware.name), draft.inputs.hardware
     if sheet is None:
         return None

@@ -148,7 +148,7 @@ def _reached_once(problem: FusionProblem, most_tries: int) -> Schedule:
 
 
 def minibatch_seconds(draft: PlanDraft, schedule_seconds: Callable[[int], float]) -> float:
-    """Mean over the mini-batches, with schedules of so many seconds by M1, and no less than cores and hosts need."""
+    """Mean seconds of a mini-batch, given the schedule seconds of each M1; at least what cores and hosts need."""
     given, total = (draft.ranks.shape, draft.host_seconds, TICK_SECONDS), 0.0
     for rung, share in draft.training.shares.items():
         least = float(draft.inputs.cores.least_time(draft.training.problems[rung], *given)) * TICK_SECONDS

@@ -267,9 +267,9 @@ def host_limits(draft: PlanDraft) -> tuple[str, ...]:
         if task.name != "generation" and (least := bisect_left(range(1 << 20), True, key=hidden)):
             pack = rollout.max_batched_tokens * cost.layout.tp / draft.analytic["generation"].layout.tp
             has = micro_of(draft.ranks.shape.share(task.role)).tokens if task.training else pack
-            told[f"{least:,} (has {has:,.0f}{': the limit' if has < least else ''})"].append(task.name)
+            told[f"{least:,} (has {has:,.0f}{': launch-bound' if has < least else ''})"].append(task.name)
     every = "; ".join(f"{', '.join(names)} {tokens}" for tokens, names in told.items())
-    return (f"host: its launches are the limit below so many tokens of a forward: {every}",) if told else ()
+    return (f"host: kernel launches are the bottleneck of forwards with fewer tokens than: {every}",) if told else ()
 
 
 def of_keeping(memory: MemoryBudget, activations: Sequence[float]) -> tuple[str, ...]:

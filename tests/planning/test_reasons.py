@@ -68,8 +68,8 @@ def test_a_plan_says_where_the_host_of_a_gpu_is_the_limit_and_from_how_many_toke
     wide = dict.fromkeys(SPECS, ModelSpec("llama", 8, 1024, 8, 8, 128, 4096, 512, 512))
     draft = drafted(run(trainer__device="cuda", trainer__hardware="h100", **layouts), wide, 4)
     (line,) = host_limits(draft)
-    assert line in make_plan(draft).report.reasons and "the limit below so many tokens of a forward: ref" in line
-    ((tokens, has),) = re.findall(r"actor_train, critic_train ([\d,]+) \(has ([\d,]+): the limit\)", line)
+    assert line in make_plan(draft).report.reasons and "bottleneck of forwards with fewer tokens than: ref" in line
+    ((tokens, has),) = re.findall(r"actor_train, critic_train ([\d,]+) \(has ([\d,]+): launch-bound\)", line)
     share = draft.ranks.shape.shares[0]
     micro = equal_microbatch(draft.inputs.drawn, draft.batch, draft.training.likeliest, share)
     assert has == f"{micro.tokens:,.0f}"

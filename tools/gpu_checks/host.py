@@ -1,4 +1,4 @@
-"""What the host takes for single calls, and what kernels of a layer reach of the memory's rate: the first figures."""
+"""Host time of single calls, and memory bandwidth of the kernels of a layer: the first figures of a check."""
 
 from __future__ import annotations
 

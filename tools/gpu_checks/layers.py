@@ -26,7 +26,7 @@ EPS = 1e-5
 
 
 def check_training_kernels(bench: Bench, kind: str) -> dict:
-    """What a layer of training consists of, forward and backward, against torch's operations in float64."""
+    """All operations of a training layer, forward and backward, against torch in float64."""
     dtype, lengths = DTYPES[kind], (5, 1, 64, 130)
     shape, hidden, mlp = (HeadShape(32, 8, 128), 4096, 14336) if bench.on_gpu else (HeadShape(4, 2, 16), 64, 80)
     angles = torch.outer(torch.arange(max(lengths)).double(), 0.1 ** (torch.arange(shape.dim // 2) / shape.dim))

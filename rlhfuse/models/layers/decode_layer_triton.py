@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products, in Triton kernels: residual with norm, heads' places, SwiGLU.
+"""Triton kernels of a decoder layer between its matrix products: residual and norm, placement of heads, SwiGLU.
 
 A layer is then nine launches: add_norm, qkv, place_heads, attention, proj, add_norm, fc1, swiglu, fc2. Sums and
 products are float32. Engine and training launch the same kernels, so that both round alike. Letters: T tokens, C
@@ -106,7 +106,7 @@ def swiglu_kernel(x, out, width: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 def norm_tile(size: int, columns: int = 512, most: int = 8) -> dict[str, Any]:
-    """Constants of kernels whose program takes a row of so many columns; warps: one for `columns`, or `most`."""
+    """Constants of kernels whose program takes a row of `size` columns, with a warp per `columns`, at most `most`."""
     block = power_of_two(size)
     return dict(size=size, BLOCK=block, num_warps=min(most, max(1, block // columns)))
 

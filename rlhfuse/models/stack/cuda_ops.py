@@ -154,5 +154,4 @@ class CudaOps(TorchOps):
     def add_product(self, weight: Any, gradient: Tensor, x: Tensor) -> None:
         if x.dtype is torch.float32:
             return super().add_product(weight, gradient, x)
-        total: Any = weight.main_grad  # pyright: ignore[reportAttributeAccessIssue]  as main_grad(), a call less
-        torch.addmm(total, gradient.t(), x, out_dtype=torch.float32, out=total)
+        torch.addmm(weight.main_grad, gradient.t(), x, out_dtype=torch.float32, out=weight.main_grad)

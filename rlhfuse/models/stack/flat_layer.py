@@ -19,7 +19,7 @@ class Linear(NamedTuple):
 
 
 class Mlp(NamedTuple):
-    """What a layer does between the norm of the MLP and the sum over tensor ranks; another kind has these methods."""
+    """The MLP of a layer, without its norm and the sum over tensor ranks; other MLPs implement these methods."""
 
     fc1: Linear
     fc2: Linear

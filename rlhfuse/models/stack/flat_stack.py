@@ -20,7 +20,7 @@ from rlhfuse.models.stack.torch_ops import TorchOps
 
 
 class KeptAttention(NamedTuple):
-    """What the attention half of a layer keeps of a micro-batch; under selective recomputation `normed` is None."""
+    """Activations that the attention half of a layer keeps; `normed` is None under selective recomputation."""
 
     x: Tensor  # [T, C] the residual stream that comes in
     normed: Tensor | None
@@ -34,7 +34,7 @@ class KeptAttention(NamedTuple):
 
 
 class KeptMlp(NamedTuple):
-    """What the other half keeps."""
+    """Activations that the MLP half keeps."""
 
     x: Tensor
     normed: Tensor | None

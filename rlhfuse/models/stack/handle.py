@@ -41,7 +41,7 @@ class Handle:
             self._run = compiled.run
 
     def _serves(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether what is compiled for these arguments may be launched with all others."""
+        """True if the kernel compiled for these arguments is valid for all later ones."""
         aligned = True
         for param, value in zip(self._kernel.params, arguments):
             if isinstance(value, int) and not param.do_not_specialize:

@@ -1,5 +1,6 @@
-"""What a decoder layer is made of, forward and backward, as plain calls without a graph: the one place where devices
-differ. Here in torch, whose backwards differentiate the forward once more; `cpu_ops` and `cuda_ops` have kernels.
+"""Operations of a decoder layer, forward and backward, without autograd: the only place where devices differ.
+
+These are in torch; their backwards differentiate the forward again. `cpu_ops` and `cuda_ops` override them by kernels.
 
 Letters: T tokens, C hidden, H query heads and G key/value heads of this tensor rank, D head_dim, F the MLP's columns.
 """
@@ -43,7 +44,7 @@ class TorchOps:
         self.rotary, self.shape, self.eps, self.operations = rotary, shape, eps, operations_for(device)
 
     def batch(self, sequences: SequenceBorders) -> Any:
-        """What the calls for one micro-batch share; the layers pass it on to `split`, `attend` and their backwards."""
+        """Values shared by all calls for one micro-batch, to be passed to `split`, `attend` and their backwards."""
         return sequences, self.rotary.up_to(sequences.longest)
 
     def norm(self, x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor, Any]:

@@ -46,7 +46,7 @@ def exactly(function, *inputs):
 
 
 def near(found, exact, roundings=1):
-    """In float32 5e-7 of the whole; in 16 bits so many roundings of each number, and float32's of the largest."""
+    """In float32 5e-7 of the whole; in 16 bits `roundings` of each number, and float32's of the largest."""
     assert found.shape == exact.shape and exact.abs().max() > 0
     gap = found.double() - exact
     if found.dtype == torch.float32:
