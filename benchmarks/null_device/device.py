@@ -5,6 +5,7 @@ Torch's dispatcher, autograd with its thread of the device, and Triton's launche
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
@@ -47,15 +48,15 @@ def _compiled(torch_folder: Path) -> Path:
     if folder.exists():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as made:
+    with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as made:
         headers = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
         words = ["g++", "-std=c++20", "-O2", *headers, sources[0], "-o", f"{made}/libnull.so"]
         driver = ["gcc", "-O2", "-Wl,-soname,libcuda.so.1", sources[1], "-o", f"{made}/libcuda.so.1"]
         for command in (words, driver):
             subprocess.run([*command, "-shared", "-fPIC"], check=True)
         os.symlink("libcuda.so.1", f"{made}/libcuda.so")
-        os.renames(made, folder)
-        os.mkdir(made)  # for what removes it
+        with contextlib.suppress(OSError):  # another process may have compiled them meanwhile
+            os.rename(made, folder)
     return folder
 
 
