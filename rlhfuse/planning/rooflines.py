@@ -75,3 +75,8 @@ class Rooflines:
 
 def _work_of(task: Task) -> Work:
     return "training" if task.training else "generation" if task.name == "generation" else "inference"
+
+
+def optimizer_step_seconds(analytic: Mapping[str, AnalyticCost]) -> float:
+    """Seconds of a mini-batch's optimizer steps: all models that train, one after the other."""
+    return sum(analytic[task].optimizer_step_seconds() for task in TRAINED if task in analytic)

@@ -20,7 +20,6 @@ from rlhfuse.monitor.pace import Pace
 from rlhfuse.monitor.samples import SampleText, TurnText
 from rlhfuse.monitor.trace import Span
 from rlhfuse.parallel.collectives import all_gather_objects
-from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch, given
 from rlhfuse.run.iteration_metrics import (
     IterationStats,
@@ -73,12 +72,11 @@ class IterationRecorder:
     def __init__(
         self,
         inputs: RunInputs,
-        plan: PlanReport,
         rank: int,
         threshold: ThresholdController,
         peak_flops: float | None,
     ) -> None:
-        self._inputs, self._config, self._plan = inputs, inputs.config, plan
+        self._inputs, self._config, self._plan = inputs, inputs.config, inputs.plan
         self._rank, self._threshold, self._peak_flops = rank, threshold, peak_flops
         self._closed: float | None = None  # when the last iteration was, its log not included
         self._logging = 0.0  # seconds of that log
@@ -109,7 +107,7 @@ class IterationRecorder:
         ended = wall_seconds()
         metrics |= speed_metrics(done.batch, ended - done.timer.begin)
         if pace:
-            paces, cores = [stats.pace for stats in ranks if stats.pace], self._inputs.draft.run.host.cores
+            paces, cores = [stats.pace for stats in ranks if stats.pace], self._plan.cores
             metrics |= pace.metrics(paces, metrics["timing_s/step"], cores)
         metrics |= mfu_metrics(self._flops(done), metrics, self._inputs.world_size, self._peak_flops)
         message = self._threshold.observe(number, done.report, done.batch)
@@ -139,7 +137,7 @@ class IterationRecorder:
         metrics["perf/microbatch_tokens"] = max(max(result.parts_tokens) for result in done.minibatches)
         rungs = [self._plan.batch.cut.rung_of(result.parts_tokens) for result in done.minibatches]
         metrics["fusion/microbatches"] = fmean(rungs)
-        metrics["fusion/makespan_predicted_seconds"] = sum(map(self._plan.schedule.seconds_of, rungs))
+        metrics["fusion/makespan_predicted_seconds"] = sum(map(self._plan.makespan_seconds, rungs))
         metrics["fusion/makespan_measured_seconds"] = max(stats.program_seconds for stats in ranks)
         return metrics | memory_metrics(ranks) | dict(done.filtered)
 

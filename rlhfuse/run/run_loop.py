@@ -153,8 +153,7 @@ class RunLoop:
                 self.directory.check()
                 before = log.position() if due and evaluates else {}
                 log.write(record)
-                draft = self.inputs.draft
-                made = made_for(draft.config.trainer, draft.tasks, draft.specs)
+                made = made_for(self.config.trainer, self.inputs.plan.tasks, self.inputs.models.specs)
                 self.trainer.threshold.save_costs(self.run_dir / "costs.json", made)
                 position = log.position() if due else {}
                 if evaluates and due:
@@ -193,9 +192,9 @@ class RunLoop:
         if self.inputs.resume and is_own(self.inputs.resume, self.run_dir):
             samples = self.inputs.resume.manifest.state.position.get("samples_bytes")
         trainer = self.trainer
-        log = RunLog(self.run_dir, self.config, trainer.plan.report, first - has_row, kept, samples)
+        log = RunLog(self.run_dir, self.config, trainer.plan, first - has_row, kept, samples)
         lines = peak_line(trainer.peak_flops, trainer.device), *trainer.engine.lines
-        lines = *lines, process_line(trainer.device, trainer.plan.report.memory.process_bytes)
+        lines = *lines, process_line(trainer.device, trainer.plan.process_bytes)
         print("\n".join(line for line in lines if line), flush=True)
         return log
 

@@ -34,7 +34,6 @@ from rlhfuse.parallel.learning_rate import learning_rate
 from rlhfuse.parallel.memory import PhaseMeter
 from rlhfuse.parallel.reshard import Resharder
 from rlhfuse.planning.paced_cost import PacedCost
-from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.adaptive import KLController, RunningMoments
 from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.rollout import RolloutBatch, given
@@ -56,7 +55,6 @@ class Trainer:
     def __init__(
         self,
         inputs: RunInputs,
-        plan: RunPlan,
         rank: int,
         device: Device,
         store: Store,
@@ -64,7 +62,7 @@ class Trainer:
         folder: Path,
     ) -> None:
         """`progress` is told of every piece of work; `folder`: the run's, for journals of tools."""
-        config = inputs.config
+        config, plan = inputs.config, inputs.plan
         self.config, self.inputs, self.plan = config, inputs, plan
         self.rank, self.device, self.progress = rank, device, progress
         self.memory = PhaseMeter(device, config.trainer.return_memory)
@@ -73,7 +71,7 @@ class Trainer:
         self.pace = None
         if isinstance(plan.costs, PacedCost):
             prices = plan.costs.prices(max(1, len(config.scorers())))
-            self.pace = Pace(prices, config.trainer.pace_stretch, inputs.draft.paced)
+            self.pace = Pace(prices, config.trainer.pace_stretch, plan.paced)
         self._hold = self.pace.hold if self.pace else unpaced
         self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
         self.engine = self._build_engine()
@@ -88,7 +86,7 @@ class Trainer:
         self.training = TrainingStep(
             rank,
             plan.ranks,
-            plan.report.batch.cut,
+            plan.batch.cut,
             plan.schedules,
             plan.programs,
             self.models.trained,
@@ -105,7 +103,7 @@ class Trainer:
         self.rewarder = self._start_rewarder()
         self.kl = KLController(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
         self.scores = RunningMoments()
-        self.recorder = IterationRecorder(inputs, plan.report, rank, self.threshold, self.peak_flops)
+        self.recorder = IterationRecorder(inputs, rank, self.threshold, self.peak_flops)
         self.inter_stage = InterStage(
             place=self.models.place,
             engine=self.engine,
@@ -116,7 +114,7 @@ class Trainer:
             timeout_seconds=config.trainer.hang_seconds,
             progress=progress,
             bucket_bytes=config.fusion.bucket_mib << 20,
-            early_models=plan.report.generation.limits.early_models,
+            early_models=plan.limits.early_models,
             generation_done=self._release_generation,
         )
         self.sampler = GroupSampler(
@@ -129,7 +127,7 @@ class Trainer:
         return Engine(
             self.inputs.models.in_use(Role.ACTOR),
             None,  # they come with the first move
-            engine_options(self.config, self.plan.report.batch.instances, self.plan.report.memory.keeps_generation),
+            engine_options(self.config, self.plan.batch.instances, self.plan.keeps_generation),
             device=self.device.torch_device,
             dtype=DTYPES[self.config.trainer.dtype],
             tp_group=place.instance_group if place.decoders.size > 1 else None,
@@ -138,7 +136,7 @@ class Trainer:
 
     def _release_generation(self) -> None:
         """This rank decodes no more in this iteration: the actor's copy goes before others come in, unless it stays."""
-        if not self.plan.report.memory.keeps_generation:
+        if not self.plan.keeps_generation:
             self.engine.release_weights()
             self.models.generation.release()
         self.memory.switch("inference")
@@ -237,7 +235,7 @@ class Trainer:
     def _prepare_round(self) -> None:
         """The engine again ready in an iteration."""
         self.progress("a further round of groups: moving weights")
-        if self.plan.report.memory.keeps_generation:
+        if self.plan.keeps_generation:
             self.memory.switch("generation")
             self.engine.resume()
         else:
@@ -248,8 +246,8 @@ class Trainer:
         for model in self.models.trained.values():
             model.optimizer.release_gradients()
         self.memory.switch("moves")
-        if offload := self.plan.report.memory.offload:
-            self.models.offload_optimizers(free=offload.first_phase == "moves")
+        if offload := self.plan.offload_phase:
+            self.models.offload_optimizers(free=offload == "moves")
         generation = self.models.generation
         generation.allocate()
         self._move(Role.ACTOR, generation.module)
@@ -282,7 +280,7 @@ class Trainer:
             for indices in split_minibatches(len(batch), count, seed, iteration, epoch):
                 self.progress(f"iteration {iteration}: training mini-batch {len(results)}")
                 results.append(self.training.run(batch.select(indices), lr, algorithm))
-        if self.plan.report.memory.offload:
+        if self.plan.offload_phase:
             self.models.offload_optimizers(free=False)
         return results
 

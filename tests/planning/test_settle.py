@@ -14,8 +14,9 @@ from rlhfuse.config.auto_layouts import layout_rows, searched_keys
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.layouts import TASK_ROLES
 from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.job import Job, StoredLayouts
 from rlhfuse.planning.search.search import Ranking
-from rlhfuse.planning.settle import Facts, StoredLayouts, settle
+from rlhfuse.planning.settle import settle
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.rules.builders import greedy
 
@@ -44,7 +45,7 @@ def changes(asked, made) -> dict:
 
 
 def settled(made, specs=SPECS, **found):
-    return settle(made, Facts(specs, 4, **found))
+    return settle(Job(made, specs, 4, **found))
 
 
 def is_settled(made) -> bool:

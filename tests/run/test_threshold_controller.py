@@ -17,6 +17,7 @@ from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.fusion.inter.report import OBSERVED, GenInferReport
 from rlhfuse.parallel.device import choose_device
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.run.threshold_controller import (
     LOOK_SHARE,
@@ -73,7 +74,7 @@ def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
 def test_instances_are_the_plans_whatever_the_costs(alone):
     """On a GPU models come early to score; what the costs change is BS_max."""
     config = run(trainer__hardware="h100")
-    controller, planned_limits = control(config), planned(resolve_device(config)).report.generation.limits
+    controller, planned_limits = control(config), PlanReport.of(planned(resolve_device(config))).generation.limits
     assert planned_limits.early_models > 0 and controller._instance_limits() == planned_limits
     observe(controller, 0)
     fitted = controller._instance_limits()

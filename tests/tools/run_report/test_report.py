@@ -21,7 +21,7 @@ from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.phase_times import phase_times, render_phase_times, samples_per_second
 from rlhfuse.monitor.samples import SampleText, SampleWriter, TurnText
 from rlhfuse.monitor.trace import Span, save_trace
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import serial_1f1b

@@ -70,7 +70,7 @@ class RehearsedTrainer(Trainer):
         return tuple(min(share if i == self.others.instance else other, size - 1) for i, size in enumerate(sizes))
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
-        full = self.samples.training_batch(MINIBATCHES, self.plan.report.batch)
+        full = self.samples.training_batch(MINIBATCHES, self.plan.batch)
         algorithm = algorithm.model_copy(update={"minibatches": MINIBATCHES, "epochs": 1})
         return super()._train(self.config.held_iterations + iteration, full, algorithm)
 

@@ -42,7 +42,7 @@ class Reasons:
 
     def choices(self, batch: BatchArithmetic, cache: InstanceCache) -> Iterator[str]:
         """A line for every value of the configuration that was left to be chosen: what it is, and from what."""
-        asked, config, specs = self.run.asked, self.run.config, self.run.specs
+        asked, config, specs = self.run.job.config, self.run.config, self.run.specs
         if asked.data.max_prompt_tokens == AUTO:
             role, context = min(((role, spec.context) for role, spec in specs.items()), key=itemgetter(1))
             response = config.rollout.max_response_tokens
