@@ -14,7 +14,7 @@ from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.machine import SharedCores
 from rlhfuse.costs.measured import Work
-from rlhfuse.decisions.layouts import Task
+from rlhfuse.decisions.layouts import TRAINED, Task
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.simulator.lengths import SampleLengths
 
