@@ -38,6 +38,7 @@ def fits(setting: Setting, ranks: int) -> bool:
     given, longest = setting.given, sum(setting.config.longest_sample)
     lean = replace(given, cut=given.cut or CutSetting(TOKENS, longest), recompute=given.recompute or "full")
     try:
-        return Ranking(replace(setting, run=replace(setting.run, world_size=ranks), given=lean)).has_room()
+        run = replace(setting.run, job=replace(setting.run.job, world_size=ranks))
+        return Ranking(replace(setting, run=run, given=lean)).has_room()
     except InputError:
         return False

@@ -337,7 +337,8 @@ def test_weights_are_fetched_in_about_what_their_moves_take(ranks):
     them takes 0.7 to 1.1 of it, none more than 2.5 times as long."""
     draft = alone()
     work = work_of(draft)
-    work = replace(work, run=replace(work.run, specs={role: LLAMA3_8B for role in ACTOR_SPECS}))
+    job = replace(work.run.job, specs={role: LLAMA3_8B for role in ACTOR_SPECS})
+    work = replace(work, run=replace(work.run, job=job))
     sources = [one for one in work.layouts("actor_train", ranks, 8) if one.dp <= 64]
     for layout in work.layouts("generation", ranks, 8):
         some = generation_options(work, ranks, H100, ranks, 1e15)
