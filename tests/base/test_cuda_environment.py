@@ -21,12 +21,6 @@ def test_what_is_missing_is_set_and_what_is_there_stays():
     assert set_cuda_environment(environ) == []
 
 
-def test_an_allocator_chosen_by_its_old_name_stays():
-    environ = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
-    set_cuda_environment(environ)
-    assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64" and "PYTORCH_ALLOC_CONF" not in environ
-
-
 @pytest.mark.parametrize(
     "environ, refused",
     [

@@ -3,9 +3,8 @@
 import os
 
 import pytest
-from pydantic import TypeAdapter
 
-from rlhfuse.base import files, json_values
+from rlhfuse.base import files
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import read_lines, read_text
 from rlhfuse.base.json_values import DEEPEST, json_value, read_json
@@ -116,13 +115,6 @@ def test_a_file_and_a_line_have_an_end(tmp_path, monkeypatch):
         read_text(file)
     with pytest.raises(InputError, match="a.jsonl:2 is longer than 10 bytes"):
         list(read_lines(file))
-
-
-def test_all_lines_of_a_file_are_read_by_one_adapter(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(json_values, "TypeAdapter", lambda kind: made.append(kind) or TypeAdapter(kind))
-    (tmp_path / "a.jsonl").write_text("[1, 2]\n" * 50)
-    assert json_values.read_json_lines(list[int], tmp_path / "a.jsonl") == [[1, 2]] * 50 and len(made) == 1
 
 
 def test_an_unfinished_last_line_is_left_out_where_lines_are_finished(tmp_path):

@@ -4,8 +4,6 @@ import gc
 import weakref
 from dataclasses import dataclass, field
 
-import pytest
-
 from rlhfuse.base.remembered import remembered
 
 
@@ -26,14 +24,6 @@ def test_equal_arguments_compute_once_for_each_object():
     squares = Squares()
     assert [squares.of(3), squares.of(3), squares.of(4)] == [9, 9, 16] and squares.asked == [3, 4]
     assert Squares().of(3) == 9 and squares == Squares() and Squares.of.__doc__ == "Its square."
-
-
-def test_what_raises_is_asked_again():
-    squares = Squares()
-    for _ in range(2):
-        with pytest.raises(ValueError):
-            squares.of(-1)
-    assert squares.asked == [-1, -1]
 
 
 def test_the_object_is_not_kept():

@@ -2,12 +2,9 @@
 
 import json
 import math
-from itertools import combinations
 from pathlib import Path
-from random import Random
 from tempfile import TemporaryDirectory
 
-import pytest
 import torch
 import transformers
 from hypothesis import given
@@ -131,10 +128,3 @@ def test_each_key_alone(tmp_path):
 def test_several_keys_at_once(kind, places):
     with TemporaryDirectory() as folder:
         check(Path(folder), kind, {key: VALUES[key][place % len(VALUES[key])] for key, place in places.items()})
-
-
-@pytest.mark.slow
-def test_each_pair_of_keys_with_three_pairs_of_values(tmp_path):
-    random, pairs = Random(0), [pair for pair in combinations(VALUES, 2) for _ in range(3)]
-    drawn = [(kind, {key: random.choice(VALUES[key]) for key in pair}) for kind in ARCHITECTURES for pair in pairs]
-    assert len(drawn) == 6525 and sum(check(tmp_path, *change) for change in drawn) > 2000

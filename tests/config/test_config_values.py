@@ -188,15 +188,6 @@ def test_a_number_may_be_left_to_be_chosen(tmp_path):
         assert load(tmp_path, dumped, f"{key}=auto") == load(tmp_path, dumped).with_(**nested(key, AUTO))
 
 
-def test_limits_hold_in_a_file_and_in_an_argument(tmp_path):
-    text = MINIMAL + "trainer: {seed: 9223372036854775807}\ncritic: {optim: {lr: 1e-6}}\n"
-    config = load(tmp_path, text, "rollout.temperature=1e3 trainer.export=no")
-    assert config.trainer.seed == 2**63 - 1 and config.rollout.temperature == 1000 and not config.trainer.export
-    assert load(tmp_path, dump_config(config)) == config
-    with pytest.raises(InputError, match="trainer.seed=-1 must be in"):
-        load(tmp_path, text, "trainer.seed=-1")
-
-
 @pytest.mark.parametrize("key", sorted(LEAVES))
 def test_a_misspelt_key_is_told_its_name(key):
     assert refused(f"{key}_", 1) == f"a file: unknown key {key}_; did you mean {key}?"

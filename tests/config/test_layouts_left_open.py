@@ -40,11 +40,6 @@ def test_the_word_for_the_group_or_for_rows_says_what_is_searched(tmp_path, text
         assert (config.parallel.lengths, config.parallel.headroom) == ("past.csv", 0.2)
 
 
-def test_recomputation_is_searched_too(tmp_path):
-    found = searched_keys(load(tmp_path, MINIMAL, "trainer.recompute=auto fusion.actor_microbatches=2"))
-    assert found == ("trainer.recompute",)
-
-
 def test_tokens_or_a_number_of_microbatches_not_both(tmp_path):
     with pytest.raises(InputError, match="tokens=512 and fusion.actor_microbatches=4: .* one of them to auto"):
         load(tmp_path, MINIMAL, "fusion.microbatch_tokens=512 fusion.actor_microbatches=4")

@@ -49,18 +49,6 @@ def test_any_order_of_ends_takes_the_same_groups(wanted, table, inflight, prior,
     assert (list(selection.taken(fill=True)), selection.end) == (taken, end)
 
 
-@given(st.integers(1, 6), TABLES)
-def test_rounds_take_the_same_groups(wanted, table):
-    wanted = min(wanted, len(table))
-    selection, begun = GroupSelection(wanted, len(table)), 0
-    while not selection.done:
-        more = selection.missing(begun, len(table))
-        assert more > 0
-        selection = selection.with_scores({place: scores(table[place]) for place in range(begun, begun + more)})
-        begun += more
-    assert (list(selection.taken(fill=True)), selection.end) == chosen_by_hand(wanted, table)
-
-
 def test_few_are_begun_where_most_differ_and_many_where_few_do():
     assert GroupSelection(8, 80).missing(0, 80) == 8
     assert GroupSelection(8, 80, prior=0.5).missing(0, 80) == 16

@@ -99,12 +99,6 @@ def test_a_ladder_of_many():
     assert MicrobatchCut.by_tokens(8192, 2, 96, 2048, multiple=3, least=4).rungs == (6, 9, 12)
 
 
-def test_a_number_of_microbatches_is_kept_whatever_it_holds():
-    cut = MicrobatchCut.by_samples(2, 2, 8, 10)
-    assert (cut.rungs, cut.tokens) == ((2,), 20.0)
-    assert cut.split([40, 1, 1, 1, 1, 1, 1, 1]) == split_microbatches([40, 1, 1, 1, 1, 1, 1, 1], 4)
-
-
 @pytest.mark.parametrize(
     "sizes, told",
     [

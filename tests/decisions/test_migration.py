@@ -45,12 +45,6 @@ def test_destination_count(threshold, bs_max, sample, capacity, instances, expec
         destination_count(threshold, bs_max, sample, capacity, 1)  # has no one to free
 
 
-def test_samples_that_pause_share_an_instance():
-    """Half of their time: half as many instances, and no fewer than one."""
-    for share, expected in ((1.0, 8), (0.5, 4), (0.01, 1)):
-        assert destination_count(64, 8, 1.0, 100.0, 16, share) == expected
-
-
 def test_the_fullest_stay_and_the_others_are_dealt_by_blocks():
     states = [
         *(UnfinishedSample(i, 0, 32, 32) for i in range(3)),  # 6 blocks
@@ -132,17 +126,6 @@ def test_invariants(problem, shuffler: random.Random):
     shuffler.shuffle(shuffled)
     assert plan_migration(shuffled, count, free, BLOCK, FAST_LINK) == plan  # order of arrival is nothing
     assert MigrationPlan.parse(str(plan)) == plan
-
-
-def test_balance_is_within_one_sample():
-    """Greedy by size: the fullest destination exceeds the emptiest by no more than its last sample."""
-    generator = random.Random(3)
-    tokens = generator.choices(range(16, 400), k=60)
-    states = [UnfinishedSample(i, 2 + i % 6, count, count) for i, count in enumerate(tokens)]
-    states += [UnfinishedSample(100 + i, i % 2, 16, 16) for i in range(40)]
-    plan = plan_migration(states, 2, [10_000] * 8, BLOCK, FAST_LINK)
-    loads = [sum(blocks(tokens[m.sample_id]) for m in plan.moves if m.destination == i) for i in plan.destinations]
-    assert abs(loads[0] - loads[1]) <= blocks(400)
 
 
 @pytest.mark.parametrize("text", ["", "17:3>0 kv", "17:3>0 page 4", "a:3>0 kv 4"])

@@ -29,11 +29,3 @@ def test_a_generation_has_as_many_as_are_counted(sequences, prompt, longest):
         assert len(decoded(outputs, prompt, 256)) <= wanted
     ends = [1 + number * (longest - 1) // sequences for number in range(sequences)] + [longest]
     assert len(decoded(ends[1:], prompt, 256)) == wanted, "all end at different steps"
-
-
-def test_by_hand():
-    """Rows 1, 2, 4, 8, 16, 32, 48, 64; widths of 256, 512, 1024, 2048 tokens."""
-    assert shapes_of_generation(64, range(101, 2000), CONTEXT, BLOCK, 256) == 8 + 4 - 1
-    assert shapes_of_generation(64, range(101, 2000), CONTEXT, BLOCK, 40) == 7 + 4 - 1  # 1, 2, 4, 8, 16, 32, 40
-    assert shapes_of_generation(64, range(101, 1500), 1500, BLOCK, 1) == 1 + 4 - 1
-    assert shapes_of_generation(1, range(2, 3), CONTEXT, 256, 256) == 1

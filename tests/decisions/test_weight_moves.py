@@ -12,7 +12,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.layout_moves import MoveLoad
 from rlhfuse.decisions.shards import Shard, model_shards, tensor_segments
 from rlhfuse.decisions.weight_holders import WeightHolders
-from rlhfuse.decisions.weight_moves import Transfer, WeightMoves, in_buckets, plan_moves
+from rlhfuse.decisions.weight_moves import WeightMoves, in_buckets, plan_moves
 
 
 def planned(sources, targets, node: int) -> WeightMoves:
@@ -114,10 +114,6 @@ def test_any_shards(sides, node, bucket_bytes):
 def test_what_nobody_has_is_named():
     with pytest.raises(ValueError, match=r"no rank has w\[4:8\], which ranks \[1\] need"):
         planned([Shard("w", 0, ((0, 4),), 1)], [Shard("w", 1, ((0, 8),), 1)], 8)
-
-
-def test_transfers_print():
-    assert str(Transfer("w", 0, 4, 1, 2, 8, forwarded=True)) == "w[0:4] 1->2 8 B forwarded"
 
 
 def test_shards_count_every_parameter():

@@ -126,11 +126,6 @@ def test_equal_scores_have_advantages_of_exactly_zero_and_are_spared(name, divid
         assert spared_samples(batch, algorithm.with_(**changed)) == frozenset()
 
 
-def test_a_sample_with_an_advantage_at_one_token_is_not_spared():
-    batch = batch_of([0.0] * 3, [[0.0] * 2] * 3).with_fields(advantages=torch.tensor([0, 0, 0, 1e-30, math.nan, 0]))
-    assert batch.without_advantage.tolist() == [True, False, False]
-
-
 def test_a_prompt_with_one_sample_is_refused():
     for function in (group_normalised, leave_one_out):
         with pytest.raises(InputError, match="prompt 5 has one sample"):

@@ -3,7 +3,6 @@
 import dataclasses
 import pickle
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -51,14 +50,6 @@ def test_sent_bit_for_bit(sample_id, logprobs, reason, parts):
             a, b = getattr(scored, field.name), getattr(back, field.name)
             same = a is b or (a.numpy().tobytes() == b.numpy().tobytes() if isinstance(a, torch.Tensor) else a == b)
             assert same, field.name
-
-
-def test_a_failed_sample_is_not_one_that_was_cut():
-    ends = [("length", False), ("length", True), ("stop", False)]
-    rollouts = [
-        Rollout(n, (5,), (6,), torch.zeros(1), reason, failed=failed) for n, (reason, failed) in enumerate(ends)
-    ]
-    assert RolloutBatch.from_rollouts(rollouts).truncated.tolist() == [True, False, False]
 
 
 def test_rollout_refuses_what_does_not_fit():
@@ -123,10 +114,6 @@ def test_digest_sees_every_bit_of_what_was_generated():
     assert batch.digest() != batch.with_fields(old_logprobs=flipped).digest()
     assert batch.digest() != batch.with_fields(tokens=batch.tokens + 1).digest()
     assert batch.digest() != make_batch([(2, 3), (1, 3)]).digest()  # same tokens, other border
-
-
-def test_lists_and_numpy_are_accepted():
-    assert Rollout(1, [1], [2], np.array([-0.5]), "length").truncated
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,12 @@
-"""Samples that pause between turns: closed forms, and each time line beside the one that takes every step."""
+"""Samples that pause between turns: closed forms, and that whoever pauses moves too."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from run_report.timeline import simulate_gen_infer
-from testkit.profiles import examples, share
-from testkit.sim_helpers import lengths_strategy, limits, linear_cost, long_tail, tight, with_turns
-from testkit.step_by_step import both, exact_costs
+from testkit.profiles import share
+from testkit.sim_helpers import exact_costs, limits, linear_cost, long_tail, tight, with_turns
 
 from rlhfuse.simulator.lengths import SampleLengths, Turn
 from rlhfuse.simulator.simulation import Simulation
@@ -66,24 +63,7 @@ def test_one_turn_is_none_to_the_last_bit():
     assert sweep_threshold(single, *setting) == sweep_threshold(lengths, *setting)
 
 
-@examples(150)
-@given(
-    lengths_strategy(20),
-    st.integers(0, 1 << 20),
-    st.sampled_from([0.01, 0.3, 3.0]),
-    st.integers(1, 5),
-    st.integers(0, 20),
-    st.integers(140, 900),
-    st.sampled_from([0, 1 << 14, 1 << 20]),
-    st.sampled_from([1, 2, 6, 8]),
-    st.sampled_from([1.0, 0.5]),
-)
-def test_jumping_equals_stepping(lengths, seed, pause, instances, threshold, capacity, swap_in, most, active):
-    lim = tight(capacity, bs_max=4, scoring_models=2, early_models=1, max_sequences=most, active_share=active)
-    both(with_turns(lengths, seed, seconds=pause), instances, exact_costs(swap_in, 1024), lim, threshold)
-
-
-def test_jumping_equals_stepping_on_larger_cases():
+def test_samples_that_pause_are_moved():
     """Samples that pause stay and leave, with their cache and without."""
     draw = np.random.default_rng(0)
     pausing = moved = sent = lost = 0
@@ -93,7 +73,6 @@ def test_jumping_equals_stepping_on_larger_cases():
         lengths = with_turns(SampleLengths(prompt, output), int(draw.integers(1 << 20)), seconds=0.3)
         lim = tight(int(draw.integers(140, 500)), bs_max=int(draw.integers(1, 9)), max_sequences=6)
         threshold = int(draw.integers(1, samples + 1))
-        both(lengths, instances, exact_costs(1 << 16, 1024, release=0), lim, threshold)
         _, state, _ = Simulation([lengths], instances, exact_costs(1 << 16, 1024, release=0), lim).trace(threshold)
         tail = state.samples[state.samples["tail"]]
         moved += int((tail["home"] != tail["at"]).sum())
