@@ -69,7 +69,6 @@ WAYS = {
     r"tensorboard |torchrun --numa-binding=node$": "not the project's program",
     r"torchrun .*profile_costs ": "measures for minutes: tests/tools/cost_profiles",
     r"rehearse ": "compiles C++ and runs whole iterations: tests/tools/rehearsal",
-    r"train_reward ": "fits a model: tests/tools/test_train_reward.py",
     r"GLOO_SOCKET_IFNAME=\S+ torchrun --nnodes ": "on several machines: tests/run/test_two_machines.py",
     r"mpirun ": "on several ranks: tests/tools/test_plan.py",
     r"calibrate_threshold .*--trial": "generates for a while: tests/tools/test_calibrate_threshold.py",

@@ -12,21 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))  # where train_reward lies
-
 import numpy as np
 import stories
 import torch
+from preferences import encode_pairs, score_pairs, score_texts, train_reward
 from pretraining import Pretraining, pack, say
-from reward_training import RewardSettings, encode_pairs, score_pairs, score_texts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from train_reward import RewardJob, run_job
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -143,12 +139,20 @@ def train_actor(recipe: Recipe, folder: Path) -> float:
     return pretraining.run(actor_config(), pack(tokens, CONTEXT), folder)
 
 
-def train_reward_model(recipe: Recipe, actor: Path, out: Path, pairs_file: Path) -> None:
-    """Draw preference pairs, write them to `pairs_file` and run tools/train_reward.py's job on them."""
+def train_reward_model(recipe: Recipe, actor: Path, folder: Path) -> None:
+    """Draw preference pairs, train the actor's trunk with a new scalar head on them and save it in `folder`."""
     rng = stories.generator(recipe.seed, "pairs")
-    pairs = [stories.draw_pair(rng, noise=recipe.label_noise) for _ in range(recipe.pairs)]
-    pairs_file.write_text("".join(json.dumps(asdict(pair)) + "\n" for pair in pairs))
-    say(str(run_job(RewardJob(actor, pairs_file, out, RewardSettings(seed=recipe.seed)))))
+    pairs = [asdict(stories.draw_pair(rng, noise=recipe.label_noise)) for _ in range(recipe.pairs)]
+    torch.manual_seed(recipe.seed)
+    tokenizer = AutoTokenizer.from_pretrained(actor, trust_remote_code=False)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        actor, num_labels=1, dtype=torch.float32, trust_remote_code=False
+    )
+    tokens = encode_pairs(pairs, lambda text: tokenizer(text)["input_ids"], EOS)
+    say(f"reward: {len(tokens)} pairs, {count_parameters(model)} parameters")
+    say(str(train_reward(model, tokens, PAD, recipe.seed)))
+    model.bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def sample(
@@ -192,9 +196,8 @@ def measure(recipe: Recipe, actor: Path, reward: Path, actor_loss: float, starte
         scores = torch.cat([score_texts(model, [prompt + response], PAD) for prompt, response in samples]).numpy()
     rng = stories.generator(recipe.seed, "held-out pairs")
     pairs = [asdict(stories.draw_pair(rng, held_out=True)) for _ in range(500)]
-    chosen, rejected = score_pairs(
-        model, encode_pairs(pairs, lambda text: tokenizer(text)["input_ids"], EOS, CONTEXT), PAD
-    )
+    tokens = encode_pairs(pairs, lambda text: tokenizer(text)["input_ids"], EOS)
+    chosen, rejected = score_pairs(model, tokens, PAD)
     p50, p90, p99 = np.percentile(lengths, [50, 90, 99])
     facts = Measured(
         actor_parameters=count_parameters(AutoModelForCausalLM.from_pretrained(actor, trust_remote_code=False)),
@@ -280,12 +283,11 @@ def build(recipe: Recipe, out: Path, force: bool) -> Measured:
     """Make everything in a folder beside `out`, measure, write the card, put it in place."""
     started = time.perf_counter()
     with output_folder(out, force) as folder:
-        actor, reward, pairs = folder / "actor", folder / "reward", folder / "pairs.jsonl"
+        actor, reward = folder / "actor", folder / "reward"
         actor.mkdir()
         loss = train_actor(recipe, actor)
         say(f"actor done after {time.perf_counter() - started:.0f} s")
-        train_reward_model(recipe, actor, reward, pairs)
-        pairs.unlink()
+        train_reward_model(recipe, actor, reward)
         say(f"reward done after {time.perf_counter() - started:.0f} s")
         facts, shown = measure(recipe, actor, reward, loss, started)
         card = model_card(recipe, facts, shown)

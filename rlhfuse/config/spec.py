@@ -229,7 +229,7 @@ def _check_role(form: _ConfigJson, kind: str, role: Role, where: str) -> None:
     usable = [ARCHITECTURES[kind] + head for head in (*heads, *["ForCausalLM"] * role.fresh_head)]
     given = form.architectures or []
     if given and not set(given) & set(usable):
-        trained = ", as tools/train_reward.py trains" if role is Role.REWARD else ""
+        trained = ", as TRL's RewardTrainer saves" if role is Role.REWARD else ""
         told = f"architectures {shorten(', '.join(given), 100)} cannot be {role}.path"
         raise InputError(f"{where}: {told}; use a {' or '.join(usable)}{trained}")
 

@@ -151,7 +151,7 @@ def check_checkpoint(path: Path, spec: ModelSpec, scalar_head: bool, fresh_head:
         if name == SCALAR_HEAD and name not in index and fresh_head:
             continue
         if name not in index:
-            fix = "train one with tools/train_reward.py" if name == SCALAR_HEAD else "fetch the checkpoint again"
+            fix = "train one with TRL's RewardTrainer" if name == SCALAR_HEAD else "fetch the checkpoint again"
             raise InputError(f"{path} has no tensor {name}; {fix}")
         if index[name].shape != shape:
             wanted = f"config.json, with the defaults of {spec.architecture}, makes it {list(shape)}"

@@ -12,7 +12,7 @@ import stories
 import sums
 import torch
 from make_sums import MAX_RESPONSE_TOKENS, Recipe, draw_files, rows, taught
-from reward_training import encode_pairs, score_pairs
+from preferences import encode_pairs, score_pairs
 from safetensors import safe_open
 from stories import generator
 from testkit.paths import ROOT
@@ -108,7 +108,7 @@ def test_reward_model_orders_fresh_pairs():
     model = AutoModelForSequenceClassification.from_pretrained(TINY / "reward", dtype=torch.float32).eval()
     rng = stories.generator(4242, "fresh pairs")
     pairs = [asdict(stories.draw_pair(rng, held_out=True)) for _ in range(200)]
-    tokens = encode_pairs(pairs, lambda text: tokenizer(text)["input_ids"], tokenizer.eos_token_id, 512)
+    tokens = encode_pairs(pairs, lambda text: tokenizer(text)["input_ids"], tokenizer.eos_token_id)
     chosen, rejected = score_pairs(model, tokens, tokenizer.pad_token_id)
     assert (chosen > rejected).float().mean() >= 0.85
     scores = torch.cat([chosen, rejected])

@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from testkit.paths import ROOT
 from testkit.tiny import write_checkpoint
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf import check_checkpoint, has_scalar_head, hf_tensors, load_weights
 from rlhfuse.models.hf_folder import export_checkpoint
+from rlhfuse.models.tokenizer import read_tokenizer
 
 HEAD = "output_layer.weight"
 FRESH = dict(scalar_head=True, fresh_head=True)
@@ -70,7 +72,7 @@ def actor(request, tmp_path_factory):
 def test_a_missing_head_is_refused_unless_it_may_be_fresh(actor):
     spec = ModelSpec.from_config(actor)
     assert not has_scalar_head(actor)
-    with pytest.raises(InputError, match="no tensor score.weight; train one with tools/train_reward.py"):
+    with pytest.raises(InputError, match="no tensor score.weight; train one with .*RewardTrainer"):
         check_checkpoint(actor, spec, scalar_head=True)
     check_checkpoint(actor, spec, **FRESH)
     broken = ModelSpec(**{**vars(spec), "layers": spec.layers + 1})
@@ -103,3 +105,17 @@ def test_its_export_is_a_model_that_scores(actor, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(critic, dtype=torch.float32)
     assert model.num_labels == 1 and torch.equal(model.score.weight, weights[HEAD])
     assert same(load_weights(critic, ModelSpec.from_config(critic), scalar_head=True), weights)
+
+
+def test_the_folder_of_trls_reward_trainer_is_a_reward_model(tmp_path):
+    """RewardTrainer.save_model writes what transformers does: a model with one label in float32, and a tokenizer."""
+    actor = ROOT / "examples" / "tiny" / "actor"
+    model = AutoModelForSequenceClassification.from_pretrained(actor, num_labels=1, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(actor).save_pretrained(tmp_path)
+    spec = ModelSpec.from_config(tmp_path)
+    assert spec == ModelSpec.from_config(actor)
+    check_checkpoint(tmp_path, spec, scalar_head=True)
+    loaded = load_weights(tmp_path, spec, scalar_head=True)
+    assert torch.equal(loaded[HEAD], model.get_parameter("score.weight"))
+    assert read_tokenizer(tmp_path).eos_token_id in spec.eos_token_ids

@@ -94,7 +94,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         lambda to: change_json(to / CONFIG, model_type="mistral", architectures=None, sliding_window=30),
         ("= 40 > sliding_window(30) of actor; lower one of them",),
     ),
-    "no scalar head": (lambda to: write_checkpoint(to / "reward", seed=2), ("cannot be reward.path", "train_reward")),
+    "no scalar head": (lambda to: write_checkpoint(to / "reward", seed=2), ("cannot be reward.path", "RewardTrainer")),
     "a tokenizer that does not fit": (lambda to: write_tokenizer(to / "actor", words=300), ("302", "200")),
     "no tokenizer": (lambda to: (to / "actor/tokenizer.json").unlink(), ("actor.tokenizer",)),
     "a malformed prompt": (lambda to: replace_line(to / "prompts.jsonl", 3, "{not json"), ("prompts.jsonl:4",)),
