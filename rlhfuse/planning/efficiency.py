@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.costs.hardware import data_sheets
-from rlhfuse.decisions.layouts import TRAINED
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, training_problem
 from rlhfuse.schedule.rules.builders import pipeline_work
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.task import TRAINED
 
 
 @dataclass(frozen=True)

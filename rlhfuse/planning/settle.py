@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.auto_layouts import completed, decided, searched_keys, with_one_inference
 from rlhfuse.config.device_defaults import resolve_device, without_shared_graphs
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO, known
@@ -24,6 +23,7 @@ from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.schedule.io import load_schedule
+from rlhfuse.tasks.role import Role
 
 RECOMPUTE = "trainer.recompute"
 
