@@ -33,6 +33,7 @@ from rlhfuse.parallel.groups import plain_grid
 from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.role import role_named
 
 FIRST_TOKEN = 3  # those below may mean something to a model
 
@@ -54,7 +55,7 @@ class FusionRank(ModelRank):
         self.engine = Engine(spec, weights, options)
         self.engine.pause()
         scorer = Scorer(
-            *(self._frozen(role, modules[role]) for role in ROLES[1:]),
+            {role_named(role): self._frozen(role, modules[role]) for role in ROLES[1:]},
             vocab=self.sizes.vocab,
             temperature=1.0,
             device=self.device.torch_device,

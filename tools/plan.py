@@ -48,7 +48,6 @@ from rlhfuse.base.cuda_environment import has_gpu
 from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
 from rlhfuse.base.files import write_bytes, write_json, write_text
 from rlhfuse.config.load import dump_config, load_config, model_folder, read_specs
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.hardware import machines_by_name
@@ -64,6 +63,7 @@ from rlhfuse.planning.search.search import TOP, FastestTables, Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.settle import settle, settle_but_layouts, with_table
 from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.tasks.role import POLICY
 
 SEARCH_OPTIONS = ("top", "best", "draw", "thorough", "anneal", "world_sizes")
 SEARCHED = (
@@ -195,7 +195,7 @@ def found_here(config: RunConfig, world_size: int) -> tuple[Job, tuple[str, ...]
         host, device = preflight.this_host(config.trainer), preflight.device_of(config.trainer, planned=True)
     paths = {role: model_folder(getattr(config, role).path, f"{role}.path") for role in config.roles()}
     specs, folder = read_specs(config), model_folder(config.actor.tokenizer, "actor.tokenizer")
-    tokenizer = load_tokenizer(folder, specs[Role.ACTOR]) if has_tokenizer(folder) else None
+    tokenizer = load_tokenizer(folder, specs[POLICY]) if has_tokenizer(folder) else None
     specs, notes = resolve_tokens(config.rollout, paths, specs, tokenizer, required=False)
     longest = None
     if config.data.max_prompt_tokens == AUTO:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
@@ -40,6 +39,7 @@ from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.instance_limits import InstanceLimits, priced_limits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, load_threshold
+from rlhfuse.tasks.role import POLICY, Role
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class DraftInputs:
             hardware = replace(hardware, cross_link_bandwidth=link)
         cores = SharedCores.of(config.trainer.threads_per_rank, hardware, world_size, run.host)
         if config.trainer.pace:
-            token_bytes = run.specs[Role.ACTOR].kv_bytes_per_token(config.trainer.element_bytes)
+            token_bytes = run.specs[POLICY].kv_bytes_per_token(config.trainer.element_bytes)
             measured = load_paced_cost(config.trainer.pace).of_run(config.trainer.pace_stretch, token_bytes)
             cores = SharedCores()  # what sleeps takes none
         return DraftInputs(hardware, cores, planned, drawn, measured)
@@ -286,7 +286,7 @@ def _sizes(
 def instance_limits(run: SettledRun, cache: InstanceCache, costs: CostModel, lengths: SampleLengths) -> InstanceLimits:
     """Sizes of a generation instance, for samples of these lengths."""
     config, rollout = run.config, run.config.rollout
-    token_bytes = run.specs[Role.ACTOR].kv_bytes_per_token(config.trainer.element_bytes)
+    token_bytes = run.specs[POLICY].kv_bytes_per_token(config.trainer.element_bytes)
     most = rollout.max_sequences_per_instance
     limits = InstanceLimits(
         max_sequences=most,

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.machine import Host
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.role import Role
 
 
 @dataclass(frozen=True)

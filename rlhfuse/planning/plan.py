@@ -13,7 +13,6 @@ from typing import Any
 
 from rlhfuse.base.json_values import from_json
 from rlhfuse.config.load import validate
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import Task, training_layouts
@@ -25,6 +24,7 @@ from rlhfuse.schedule.program.program import Programs
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
+from rlhfuse.tasks.role import Role, role_named
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Plan:
         changed = {
             "config": validate(values["config"], "plan"),
             "schedules": schedules,
-            "tied": frozenset(map(Role, values["tied"])),
+            "tied": frozenset(map(role_named, values["tied"])),
             "notes": tuple(values["notes"]),
         }
         return Plan(**{**values, **changed})

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhfuse.config.auto_layouts import SCORERS
-from rlhfuse.config.role import Role
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.config.values import Recompute, known
 from rlhfuse.costs.analytic import AnalyticCost
@@ -17,6 +15,8 @@ from rlhfuse.costs.measured import Work
 from rlhfuse.decisions.layouts import TRAINED, Task
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.role import Role
+from rlhfuse.tasks.task import SCORERS
 
 
 @dataclass(frozen=True)

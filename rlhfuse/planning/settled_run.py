@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rlhfuse.config.role import Role
 from rlhfuse.config.rules import idle_settings
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.layout_rules import LayoutRules
 from rlhfuse.planning.job import Job
+from rlhfuse.tasks.role import Role
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,12 @@ from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.monitor.pace import PaceStats
 from rlhfuse.monitor.trace import Span
 from rlhfuse.ppo.advantage import spared_samples
-from rlhfuse.ppo.losses import actor_metrics, critic_metrics
+from rlhfuse.ppo.losses import loss_metrics
 from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
 from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.run.sampling.tool_caller import ToolStats
 from rlhfuse.simulator.lengths import SPARED, TURNS, SampleLengths, read_turns
+from rlhfuse.tasks.role import POLICY
 
 
 @dataclass
@@ -137,16 +138,16 @@ def training_metrics(results: Sequence[MinibatchResult], ranks: Sequence[Iterati
         for role, values in losses.items():
             for name, value in values.items():
                 sums[role][name] += value
-    metrics = actor_metrics(sums["actor"], tokens)
-    if "critic" in sums:
-        metrics |= critic_metrics(sums["critic"], tokens)
+    metrics: dict[str, float] = {}
+    for role in sums:
+        metrics |= loss_metrics(role, sums[role], tokens)
     for role in sums:
         metrics[f"{role}/grad_norm"] = sum(r.steps[role].grad_norm for r in results) / len(results)
         metrics[f"{role}/lr"] = results[-1].steps[role].lr
     balances = [balance_metrics([*map(sum, result.lengths)], result.parts_tokens) for result in results]
     for name in balances[0]:
         metrics[name] = sum(balance[name] for balance in balances) / len(balances)
-    first = sum(stats.losses[0].get("actor", {}).get("logprob_abs_diff", 0.0) for stats in ranks)
+    first = sum(of.get("logprob_abs_diff", 0.0) for stats in ranks for of in stats.losses[0].values())
     metrics["rollout/train_logprob_abs_diff"] = first / max(results[0].tokens, 1)
     return metrics
 
@@ -223,7 +224,7 @@ def mfu_metrics(
     shares["gen_infer"] = flops.generation + flops.inference, metrics["fusion/gen_infer_seconds"]
     shares["step"] = flops.total, metrics["timing_s/step"]
     used = {name: count / (seconds * ranks * peak_flops) for name, (count, seconds) in shares.items()}
-    return {f"perf/mfu/{name}": share for name, share in used.items()} | {"actor/mfu": used["actor"]}
+    return {f"perf/mfu/{name}": share for name, share in used.items()} | {f"{POLICY}/mfu": used[POLICY]}
 
 
 def spared_metrics(

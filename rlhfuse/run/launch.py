@@ -21,7 +21,6 @@ from rlhfuse.base.kernel_cache import compile_apart
 from rlhfuse.base.launcher import local_rank
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.load import dump_config
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import seconds_of
 from rlhfuse.gen.compile_kernels import compile_kernels, kernel_groups
@@ -165,15 +164,15 @@ def start_line(inputs: RunInputs) -> str:
         notes = note, *ended_schedules(inputs.config, str(resume.folder))
         return f"resuming from {resume.folder}: {resume.iteration} iterations are done{'; '.join(notes)}"
     why = "no checkpoint to resume from" if inputs.config.trainer.resume == "auto" else "trainer.resume=never"
-    critic = inputs.models.paths.get(Role.CRITIC)
-    headless = critic and not has_scalar_head(critic)
-    return f"fresh start: {why}" + (f"; {critic} has no value head: the critic's begins at 0" if headless else "")
+    fresh = {role: path for role, path in inputs.models.paths.items() if role.fresh_head and not has_scalar_head(path)}
+    heads = (f"; {path} has no value head: the {role}'s begins at 0" for role, path in fresh.items())
+    return f"fresh start: {why}{''.join(heads)}"
 
 
 def ended_schedules(config: RunConfig, where: str) -> Iterator[str]:
     """Models that the run ends without teaching them: it was made longer than their schedules, which go down to 0."""
     for role in config.trained():
-        optim, held = getattr(config, role).optim, config.held_iterations if role is Role.ACTOR else 0
+        optim, held = getattr(config, role).optim, config.held_iterations(role)
         since, last = optim.lr_decay_iterations + held, config.trainer.iterations - 1
         if since <= last and learning_rate(optim, last - held) == 0:
             since = f"the learning rate of the {role} is 0 from iteration {since} on"

@@ -23,7 +23,6 @@ from rlhfuse.base.json_values import LARGEST
 from rlhfuse.config.auto_layouts import inference_layout, searched_keys
 from rlhfuse.config.device_defaults import is_for_gpus
 from rlhfuse.config.load import model_folder
-from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import RunConfig, TrainerConfig
 from rlhfuse.config.spec import ModelSpec
@@ -44,6 +43,7 @@ from rlhfuse.run.checkpoint.contents import contents_of
 from rlhfuse.run.rank_models import ModelFolders
 from rlhfuse.run.run_tools import RunTools, find_tools, tool_schemas
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
+from rlhfuse.tasks.role import POLICY, Role
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def check_inputs(
     if config.trainer.wandb != "off" and find_spec("wandb") is None:
         raise InputError("trainer.wandb needs the wandb package: pip install 'rlhfuse[wandb]', or trainer.wandb=off")
     models = find_models(config)
-    tokenizer = run_tokenizer(config, models.specs[Role.ACTOR])
+    tokenizer = run_tokenizer(config, models.specs[POLICY])
     specs, notes = resolve_tokens(config.rollout, models.paths, models.specs, tokenizer, required=not dry)
     models = replace(models, specs=specs)
     inference_layout(config)
@@ -116,9 +116,9 @@ def check_inputs(
     prompts, val_prompts = all_prompts(config, specs, tokenizer)
     job = replace(job, longest_prompt=longest_tokens((prompts, val_prompts)))
     data, every = config.data, (*prompts.prompts, *val_prompts.prompts)
-    ends = {*specs[Role.ACTOR].eos_token_ids, *config.rollout.stop_token_ids, tokenizer.eos_token_id}
+    ends = {*specs[POLICY].eos_token_ids, *config.rollout.stop_token_ids, tokenizer.eos_token_id}
     notes += prompt_notes(tokenizer, every, ends, data.apply_chat_template, data.add_bos, data.chat_template_kwargs)
-    tools = find_tools(config, specs[Role.ACTOR], tokenizer, every)
+    tools = find_tools(config, specs[POLICY], tokenizer, every)
     if config.reward.function:
         job = replace(job, signature=check_reward_functions(config, every))
     if resume:
@@ -210,7 +210,7 @@ def longest_prompt(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> int | 
     if config.data.max_prompt_tokens != AUTO:
         return None
     try:
-        return longest_tokens(all_prompts(config, specs, run_tokenizer(config, specs[Role.ACTOR])))
+        return longest_tokens(all_prompts(config, specs, run_tokenizer(config, specs[POLICY])))
     except InputError as error:
         raise InputError(f"data.max_prompt_tokens=auto is read off the prompts: {error}; or give a number") from None
 
@@ -256,7 +256,7 @@ def check_reward_functions(config: RunConfig, prompts: Iterable[Prompt]) -> str:
 
 def find_models(config: RunConfig) -> ModelFolders:
     """Local folder and shape of each role of the run; the critic's defaults to the reward model's."""
-    order = sorted(config.roles(), key=lambda role: len(role.path_defaults))  # what others default to first
+    order = sorted(config.roles(), key=lambda role: len(role.starts_from))  # what others default to first
     resolved = {role: model_folder(getattr(config, role).path, f"{role}.path", weights=True) for role in order}
     paths = {role: resolved[role] for role in config.roles()}
     return ModelFolders(paths, {role: ModelSpec.from_config(path, role) for role, path in paths.items()})

@@ -296,7 +296,7 @@ class RunLoop:
         for role in self.config.trained():
             path, spec = self.inputs.models.paths[role], self.inputs.models.specs[role]
             trained = self.models.trained[role]
-            weights, head = WholeWeights(trained.optimizer.modules.values()), trained.scalar_head
+            weights, head = WholeWeights(trained.optimizer.modules.values()), trained.role.scalar_head
             tensors = hf_tensors(weights, spec, head)  # all ranks make them, rank 0 alone with values
             with self.checkpoints.joint_failure():
                 if self.trainer.rank == 0:

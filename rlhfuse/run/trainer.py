@@ -20,7 +20,6 @@ from torch.nn import Module
 from rlhfuse.base.clock import unpaced, wall_seconds
 from rlhfuse.base.sample_ids import prompt_groups
 from rlhfuse.config.algorithm import AlgorithmConfig
-from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.decisions.balance import split_minibatches
 from rlhfuse.fusion.inter.inference import Scorer
@@ -47,6 +46,7 @@ from rlhfuse.run.sampling.function_reward import AS_DRAWN, FunctionRewarder
 from rlhfuse.run.sampling.group_sampler import GroupSampler
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 from rlhfuse.run.threshold_controller import ThresholdController
+from rlhfuse.tasks.role import POLICY
 
 
 class Trainer:
@@ -76,8 +76,8 @@ class Trainer:
         self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
         self.engine = self._build_engine()
         self.scorer = Scorer(
-            *(self.models.frozen.get(role) for role in SCORING_ORDER),
-            vocab=inputs.models.in_use(Role.ACTOR).vocab,
+            self.models.frozen,
+            vocab=inputs.models.in_use(POLICY).vocab,
             temperature=config.rollout.temperature,
             device=device.torch_device,
             hold=self._hold,
@@ -125,7 +125,7 @@ class Trainer:
     def _build_engine(self) -> Engine:
         place = self.models.place
         return Engine(
-            self.inputs.models.in_use(Role.ACTOR),
+            self.inputs.models.in_use(POLICY),
             None,  # they come with the first move
             engine_options(self.config, self.plan.batch.instances, self.plan.keeps_generation),
             device=self.device.torch_device,
@@ -216,7 +216,7 @@ class Trainer:
 
     def _steer(self, iteration: int, batch: RolloutBatch) -> None:
         """The KL's weight towards its target, by the iteration's samples."""
-        if batch.ref_logprobs is not None and iteration >= self.config.held_iterations:
+        if batch.ref_logprobs is not None and iteration >= self.config.held_iterations(POLICY):
             kl = sample_kl(batch.intact)
             self.kl = self.kl.after(float(kl.mean()), len(kl))
 
@@ -242,7 +242,7 @@ class Trainer:
             self._reshard(for_training=False)
 
     def _reshard(self, for_training: bool = True) -> None:
-        """Actor into the generation layout; for training a critic into the inference layout and on to host memory."""
+        """The policy to generation; for training also what scores to the inference layout and on to the host."""
         for model in self.models.trained.values():
             model.optimizer.release_gradients()
         self.memory.switch("moves")
@@ -250,11 +250,11 @@ class Trainer:
             self.models.offload_optimizers(free=offload == "moves")
         generation = self.models.generation
         generation.allocate()
-        self._move(Role.ACTOR, generation.module)
-        if for_training and Role.CRITIC in self.models.trained:
-            offloaded = self.models.frozen[Role.CRITIC].offloaded
+        self._move(POLICY, generation.module)
+        for role in (role for role in self.models.frozen if for_training and role.trains):
+            offloaded = self.models.frozen[role].offloaded
             offloaded.allocate()
-            self._move(Role.CRITIC, offloaded.module)
+            self._move(role, offloaded.module)
             offloaded.offload()
         if offload:
             self.models.offload_optimizers(free=True)
@@ -264,7 +264,7 @@ class Trainer:
         self.memory.note_base(held)
         self.engine.resume()
 
-    def _move(self, role: Role, destination: Module) -> None:
+    def _move(self, role: str, destination: Module) -> None:
         start = time.perf_counter()
         self.resharder.reshard(self.models.trained[role].optimizer.modules.values(), destination)
         self._hold("move", start, role)
@@ -286,5 +286,5 @@ class Trainer:
 
     def learning_rate(self, role: str, iteration: int) -> float | None:
         """The learning rate of a model, None while it is held still."""
-        held = self.config.held_iterations if role == Role.ACTOR else 0
+        held = self.config.held_iterations(role)
         return learning_rate(getattr(self.config, role).optim, iteration - held) if iteration >= held else None

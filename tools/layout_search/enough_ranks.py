@@ -9,9 +9,10 @@ from rlhfuse.planning.search.search import MORE, Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import TOKENS, CutSetting
 from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.tasks.task import TRAINED
 
 DOUBLINGS = 6  # of the number of ranks
-ROWS = ("generation", "inference", "actor_train", "critic_train")
+ROWS = ("generation", "inference", *TRAINED)
 
 
 def with_enough_ranks(refusal: str, run: SettledRun) -> str:

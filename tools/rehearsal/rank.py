@@ -41,6 +41,7 @@ from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.rank_models import ModelFolders
 from rlhfuse.run.run_directory import RunDirectory
 from rlhfuse.run.run_loop import RunLoop
+from rlhfuse.tasks.role import POLICY
 
 ITERATIONS = 2  # the first has no moments, and keeps nothing of one before it
 
@@ -151,7 +152,7 @@ class Rehearsal:
     def _train(self, trainer: RehearsedTrainer) -> None:
         batch = self._samples.training_batch(MINIBATCHES, self._plan.batch)
         algorithm = self._config.algorithm.model_copy(update={"minibatches": MINIBATCHES, "epochs": 1})
-        trainer._train(self._config.held_iterations, batch, algorithm)
+        trainer._train(self._config.held_iterations(POLICY), batch, algorithm)
 
     def _save(self, loop: RunLoop, done: int) -> None:
         """A checkpoint that is all written when this returns."""

@@ -49,18 +49,18 @@ from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.program import Programs
+from rlhfuse.tasks.role import Role
 
 AddLoss = Callable[[dict[str, Tensor], Stats, slice], Tensor]  # (losses by term, statistics, which tokens) -> their sum
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """One model that trains on this rank: with a scalar head on values, else on log-probabilities."""
+    """One model that trains on this rank, by the loss of its role."""
 
-    role: str  # its name in programs: actor, critic, ...
+    role: Role  # its name in programs
     spec: ModelSpec  # of its vocabulary the ids that take part
     grid: ModelGrid
-    scalar_head: bool
     stages: Mapping[int, TrainingStage]  # by real pipeline stage
     optimizer: ModelOptimizer
     tp_group: dist.ProcessGroup
@@ -197,7 +197,7 @@ class Losses:
         """The loss of a model's last stage, by micro-batch; `counts`: this tensor rank's statistics are kept."""
 
         def loss(output: Any, microbatch: int) -> Tensor:
-            compute = self._value_loss if model.scalar_head else self._policy_loss
+            compute = {"policy": self._policy_loss, "value": self._value_loss}[model.role.loss]
             lengths, tokens = cuts[microbatch].lengths, len(cuts[microbatch].targets)
             sizes = per_token(lengths.float(), lengths, tokens)
 

@@ -130,7 +130,7 @@ class GenerationPlan:
 class PlanReport(Versioned):
     """A run's decisions and its predicted cost. `files` are what the run will write: names, and what each is."""
 
-    version = 4
+    version = 5
 
     ranks: PlannedRanks
     tasks: tuple[Task, ...]

@@ -22,6 +22,7 @@ from rlhfuse.run.iteration_recorder import IterationRecord, IterationResult
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 from rlhfuse.run.trainer import Trainer
+from rlhfuse.tasks.role import POLICY
 
 MINIBATCHES = 2
 TAIL_SHARE = 5  # of all samples one in so many is unfinished at the trigger, where the plan has no R_t yet
@@ -72,7 +73,7 @@ class RehearsedTrainer(Trainer):
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         full = self.samples.training_batch(MINIBATCHES, self.plan.batch)
         algorithm = algorithm.model_copy(update={"minibatches": MINIBATCHES, "epochs": 1})
-        return super()._train(self.config.held_iterations + iteration, full, algorithm)
+        return super()._train(self.config.held_iterations(POLICY) + iteration, full, algorithm)
 
 
 def _read_results(done: IterationResult, pace: None) -> IterationRecord:
