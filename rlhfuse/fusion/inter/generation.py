@@ -7,7 +7,7 @@ barrier. In the tail every sample is published as it ends, and an instance witho
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -19,7 +19,7 @@ from rlhfuse.fusion.inter.inference import Rewarder
 from rlhfuse.fusion.inter.iteration_store import IterationStore, StoreReporter
 from rlhfuse.fusion.inter.report import RankEvents
 from rlhfuse.fusion.inter.request import Request
-from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, TensorParallelGroup
+from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, StepDecision, TensorParallelGroup
 from rlhfuse.fusion.inter.tools import Pauses, Tools
 from rlhfuse.gen.core.sequence import GenerationResult
 from rlhfuse.gen.engine import Engine
@@ -27,8 +27,6 @@ from rlhfuse.monitor.heartbeat import WaitingForWork
 from rlhfuse.ppo.rollout import Rollout
 
 IDLE_SECONDS = 0.002  # sleep of an instance that has nothing left to decode before the trigger
-GO_ON, STOP = 0, 1
-NO_PLACE = -1
 
 
 @dataclass(eq=False)
@@ -67,7 +65,7 @@ class Generation:
 
     def decode_until(self, threshold: int) -> list[Rollout]:
         """Decode until at most `threshold` samples of the whole batch remain; returns those that ended here."""
-        decision, samples, steps = DelayedBroadcast(self.group, GO_ON, NO_PLACE, self._end, 0), [], 0
+        decision, samples, steps = DelayedBroadcast(self.group, StepDecision(end=self._end)), [], 0
         start = busy_until = self._begin = self._clock.now()
         while True:
             step_start, decoded = self._clock.now(), self.engine.has_unfinished()
@@ -102,11 +100,11 @@ class Generation:
         """Decode what is left here, publishing each sample as it ends."""
         start = self._clock.now()
         self.load_scorers()
-        announced = DelayedBroadcast(self.group, 0)
+        announced = DelayedBroadcast(self.group, StepDecision())
         while self.engine.samples or self.engine.has_unfinished():
             step_start = self._clock.now()
             if self._pauses:
-                self._pauses.deliver(*announced.pass_on(self._pauses.announce()))
+                self._pauses.deliver(announced.pass_on(StepDecision(answers=self._pauses.announce())).answers)
                 if not self.engine.has_unfinished():
                     self.progress(self._pauses.waiting("generation of the long tail"))
                     self._clock.sleep(IDLE_SECONDS)
@@ -158,7 +156,7 @@ class Generation:
         """Whether this step boundary is the one to stop at; groups begin here and are dropped, and paused samples go
         on; alike on all tensor ranks."""
         start = self._clock.now()
-        decided, known = (GO_ON, NO_PLACE, self._end), ""
+        decided, known = StepDecision(end=self._end), ""
         if self.reporter:
             finished = self.reporter.finished
             known = f", {finished} of {self.total} samples finished"
@@ -169,19 +167,21 @@ class Generation:
         elif not decoded:
             doing = WaitingForWork(f"generation: nothing left to decode here{known}")
         self.progress(doing)
-        stop, place, end, answers = decision.pass_on(*decided, self._pauses.announce() if self._pauses else 0)
+        if self._pauses:
+            decided = replace(decided, answers=self._pauses.announce())
+        now = decision.pass_on(decided)
         if self.stream:
-            self._follow(self.stream, place, end)
-        if self._pauses and stop != STOP:
-            self._pauses.deliver(answers)
+            self._follow(self.stream, now.place, now.end)
+        if self._pauses and not now.stop:
+            self._pauses.deliver(now.answers)
         if self.engine.has_unfinished():  # who has nothing to decode loses nothing by waiting
             self.events.agreement_seconds += self._clock.now() - start
-        return stop == STOP
+        return now.stop
 
-    def _decide(self, threshold: int, finished: int) -> tuple[int, int, int]:
-        """The leader's decision: to go on or not, which group to begin, the first place that is not needed."""
+    def _decide(self, threshold: int, finished: int) -> StepDecision:
+        """The leader's decision, but for answers."""
         if not self._live:
-            return (STOP if self.total - finished <= threshold else GO_ON), NO_PLACE, self._end
+            return StepDecision(self.total - finished <= threshold, end=self._end)
         live = self._live
         live.update(self._failed)
         stops = live.remaining(self.total) <= threshold and (threshold > 0 or live.selection.done)
@@ -190,11 +190,11 @@ class Generation:
         place, free = None, self.engine.options.max_sequences - self.engine.samples
         if not self._stopping and (free >= self.stream.copies or not self.engine.samples):
             place = live.next_place(self.store.begin_places)
-        return STOP if stops else GO_ON, NO_PLACE if place is None else place, live.selection.end
+        return StepDecision(stops, place, live.selection.end)
 
-    def _follow(self, stream: GroupStream, place: int, end: int) -> None:
+    def _follow(self, stream: GroupStream, place: int | None, end: int) -> None:
         """Begin the group of a place, and drop all from `end` on."""
-        if place != NO_PLACE:
+        if place is not None:
             self.progress(f"generation: beginning the group at place {place}")
             self.add(stream.requests(place))
         if end < self._end:
