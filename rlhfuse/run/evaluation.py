@@ -65,8 +65,8 @@ class Evaluator:
         """`stage`: training's, with its engine, `rewarder` and `caller`; of `models` only the reward model scores."""
         self._inputs, self._rewarder, self._caller, config = inputs, rewarder, caller, inputs.config
         reward, device = models.frozen.get(Role.REWARD), stage.scorer.device
-        vocab, hold = stage.scorer.vocab, stage.scorer.hold
-        scorer = Scorer(None, None, reward, vocab=vocab, temperature=1.0, device=device, hold=hold)
+        vocab = stage.scorer.vocab
+        scorer = Scorer(None, None, reward, vocab=vocab, temperature=1.0, device=device, clock=stage.clock)
         self._stage = replace(stage, scorer=scorer)
         sampling = config.eval
         params = replace(
