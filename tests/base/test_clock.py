@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from testkit.manual_clock import ManualClock
 
 from rlhfuse.base.clock import Clock
 
@@ -16,20 +17,8 @@ def test_a_clock_that_is_set_does_not_jump(monkeypatch):
         assert before < clock.now() < before + 3600
 
 
-class StoodClock(Clock):
-    """Moves when it is slept by."""
-
-    seconds = 100.0
-
-    def now(self) -> float:
-        return self.seconds
-
-    def sleep(self, seconds: float) -> None:
-        self.seconds += seconds
-
-
 def test_a_piece_of_work_is_timed_and_recorded_by_one_statement():
-    clock = StoodClock(rank=3)
+    clock = ManualClock(rank=3)
     with clock.work("score", tokens=7) as piece:
         clock.sleep(2.0)
         with clock.work() as waiting:
@@ -51,7 +40,7 @@ def test_a_piece_of_work_is_timed_and_recorded_by_one_statement():
 
 
 def test_work_may_be_over_before_its_block():
-    clock = StoodClock()
+    clock = ManualClock()
     with clock.work("generate") as busy:
         for _ in range(2):
             clock.sleep(1.0)
@@ -65,7 +54,7 @@ def test_work_may_be_over_before_its_block():
 
 
 def test_rows_are_taken_once_and_a_record_is_begun_anew():
-    clock = StoodClock()
+    clock = ManualClock()
     clock.observe("load", 1.5)
     assert clock.take_observed() == {"load": [[1.5]]} and not clock.take_observed()
     with clock.work("adv"):

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from testkit.manual_clock import ManualClock
 from testkit.paced import paced
 
 from rlhfuse.monitor import pace as module
@@ -11,16 +12,10 @@ from rlhfuse.run.run_log import paced_line
 from rlhfuse.schedule.ir.action import Action
 
 
-class StoodClock(PacedClock):
-    """Moves when it is slept by; every sleep ends a millisecond late."""
+class Late(ManualClock, PacedClock):
+    """Every sleep ends a millisecond late."""
 
-    seconds = 0.0
-
-    def now(self):
-        return self.seconds
-
-    def sleep(self, seconds):
-        self.seconds += seconds + 0.001
+    seconds, late = 0.0, 0.001
 
 
 @pytest.fixture
@@ -33,7 +28,7 @@ def cpu(monkeypatch):
 
 
 def test_work_lasts_as_long_as_it_is_priced_from_its_beginning_on(cpu):
-    clock, action = StoodClock(0, paced({"actor": 1}, unit=1.0).prices(2)), Action.parse("actor:0B0")
+    clock, action = Late(0, paced({"actor": 1}, unit=1.0).prices(2)), Action.parse("actor:0B0")
     for kind, counts, seconds in (
         ("action", ("actor", action, 5), 2.0),
         ("step", (4, 100, 0), 1.0),
@@ -50,7 +45,7 @@ def test_work_lasts_as_long_as_it_is_priced_from_its_beginning_on(cpu):
 
 
 def test_what_took_longer_is_late_and_what_has_no_price_is_not_counted(cpu):
-    clock = StoodClock(0, paced({"actor": 1}, unit=1.0).prices(1))
+    clock = Late(0, paced({"actor": 1}, unit=1.0).prices(1))
     clock.seconds = cpu.seconds = 1.5
     clock.hold(0.0, "step", 1, 1, 0)
     clock.hold(0.0, "action", "actor", Action.parse("actor:0RG"), 0)
