@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhfuse.base.clock import Span
 from rlhfuse.base.time_budget import TimeBudget
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.monitor.loggers import Logger, ProgressPrinter, TensorBoardLogger, WandbLogger
@@ -16,7 +17,7 @@ from rlhfuse.monitor.memory_table import MemoryTable
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.phase_times import render_phase_times
 from rlhfuse.monitor.samples import SampleWriter
-from rlhfuse.monitor.trace import Span, save_trace
+from rlhfuse.monitor.trace import save_trace
 from rlhfuse.planning.plan import Plan
 from rlhfuse.run.checkpoint.checkpoint import METRICS
 from rlhfuse.run.evaluation import Evaluation

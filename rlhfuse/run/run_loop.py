@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -95,7 +94,7 @@ class RunLoop:
             record, here = IterationRecord(dict(row), [], []), is_own(self.inputs.resume, self.run_dir)
             stopped = self._conclude(first, record, saved=here)
         self._finish_first("what has begun is finished and saved first")
-        done, guard, begin = first, self.watchdog.guard, time.monotonic()
+        done, guard, work = first, self.watchdog.guard, self.trainer.clock.begin()
         while done < total and not stopped:
             took = f", those before took {self._mean_seconds:.0f} s each" if self._mean_seconds else ""
             guard.finishing = f"iteration {done} of {total} is finished and saved first{took}"
@@ -104,7 +103,7 @@ class RunLoop:
             except FloatingPointError as error:
                 raise type(error)(f"iteration {done}: {error}") from error
             done += 1
-            self._mean_seconds = (time.monotonic() - begin) / (done - first)
+            self._mean_seconds = work.seconds / (done - first)
             stopped = self._conclude(done, record)
         self._finish_first("the checkpoint is written first" if stopped else "the export is written first")
         broken = None if stopped else self._export()

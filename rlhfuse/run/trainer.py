@@ -7,7 +7,6 @@ section 4) -> rewards and advantages over the whole batch -> mini-batches throug
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 from torch.nn import Module
 
-from rlhfuse.base.clock import unpaced, wall_seconds
+from rlhfuse.base.clock import Clock
 from rlhfuse.base.sample_ids import prompt_groups
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
@@ -27,7 +26,7 @@ from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.intra.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine
-from rlhfuse.monitor.pace import Pace
+from rlhfuse.monitor.pace import PacedClock
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.learning_rate import learning_rate
 from rlhfuse.parallel.memory import PhaseMeter
@@ -68,11 +67,10 @@ class Trainer:
         self.memory = PhaseMeter(device, config.trainer.return_memory)
         self.models = build_models(config, inputs.models, plan.ranks, rank, device, progress)
         progress("building the engine: kernels that are not cached are compiled")
-        self.pace = None
+        self.clock = Clock(rank)
         if isinstance(plan.costs, PacedCost):
             prices = plan.costs.prices(max(1, len(config.scorers())))
-            self.pace = Pace(prices, config.trainer.pace_stretch, plan.paced)
-        self._hold = self.pace.hold if self.pace else unpaced
+            self.clock = PacedClock(rank, prices, config.trainer.pace_stretch, plan.paced)
         self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
         self.engine = self._build_engine()
         self.scorer = Scorer(
@@ -80,9 +78,8 @@ class Trainer:
             vocab=inputs.models.in_use(POLICY).vocab,
             temperature=config.rollout.temperature,
             device=device.torch_device,
-            hold=self._hold,
+            clock=self.clock,
         )
-        self.engine.loop.hold = self._hold
         self.training = TrainingStep(
             rank,
             plan.ranks,
@@ -93,17 +90,17 @@ class Trainer:
             self.models.channels,
             config.rollout.temperature,
             progress,
-            self._hold,
+            self.clock,
         )
         self.threshold = ThresholdController(config, plan, device)
         self.peak_flops = None  # of sleep
-        if not self.pace:
+        if not isinstance(self.clock, PacedClock):
             self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
         self.caller = self._start_caller(folder)
         self.rewarder = self._start_rewarder()
         self.kl = KLController(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
         self.scores = RunningMoments()
-        self.recorder = IterationRecorder(inputs, rank, self.threshold, self.peak_flops)
+        self.recorder = IterationRecorder(inputs, rank, self.threshold, self.peak_flops, self.clock)
         self.inter_stage = InterStage(
             place=self.models.place,
             engine=self.engine,
@@ -116,6 +113,7 @@ class Trainer:
             bucket_bytes=config.fusion.bucket_mib << 20,
             early_models=plan.limits.early_models,
             generation_done=self._release_generation,
+            clock=self.clock,
         )
         self.sampler = GroupSampler(
             inputs, self.inter_stage, self.rewarder, self.caller, self._requests, self._prepare_round
@@ -132,6 +130,7 @@ class Trainer:
             dtype=DTYPES[self.config.trainer.dtype],
             tp_group=place.instance_group if place.decoders.size > 1 else None,
             detokenize=partial(self.inputs.tokenizer.decode, skip_special_tokens=False, **AS_DRAWN),
+            clock=self.clock,
         )
 
     def _release_generation(self) -> None:
@@ -160,17 +159,16 @@ class Trainer:
 
     def iterate(self, iteration: int) -> IterationRecord:
         """One PPO iteration; a collective."""
-        timer = self.recorder.begin(iteration)
+        work = self.recorder.begin()
         self.progress(f"iteration {iteration}: moving weights")
-        with timer.phase("reshard"):
+        with self.clock.work("reshard", iteration=iteration):
             self._reshard()
         threshold = self.threshold.threshold
         report, filtered = self.sampler.run(iteration, threshold, self.threshold.limits)
-        timer.spans += report.spans
         self.engine.learn(piece for rollout in report.rollouts for piece in rollout.pieces())
         if news := self.engine.news():
             print(f"rank {self.rank}: {news}", flush=True)
-        with timer.phase("adv"):
+        with self.clock.work("adv", iteration=iteration):
             batch = RolloutBatch.from_rollouts(report.rollouts)
             batch = combine_rewards(batch, report.function_scores, self.config.reward)
             batch.check_finite()
@@ -179,27 +177,25 @@ class Trainer:
                 batch = batch.counting(~batch.truncated)
             batch = add_token_rewards(batch, algorithm, self.config.rollout.max_response_tokens)
             batch = add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
-        with timer.phase("train", span=False):  # its actions have their own spans
+        with self.clock.work("train", span=False):  # its actions have their own spans
             minibatches = self._train(iteration, batch, algorithm)
-        timer.add_actions(minibatches)
         self.progress(f"iteration {iteration}: recording metrics")
         self._steer(iteration, batch)
         peaks = {"base": self.memory.base_bytes, **self.memory.take()}
         called = self.caller.take_stats() if self.caller else None
-        done = IterationResult(timer, threshold, report, batch, algorithm, minibatches, peaks, filtered, called)
-        return self.recorder.finish(done, self.pace)
+        parts = report, batch, algorithm, minibatches, peaks, filtered
+        return self.recorder.finish(IterationResult(iteration, work, threshold, *parts, called))
 
     def evaluate(self, iteration: int) -> Evaluation:
         """Held-out prompts, by the actor as it is after `iteration`; -1: before the first. A collective."""
-        begin = wall_seconds()
+        work = self.clock.begin()
         when = f"after iteration {iteration}" if iteration >= 0 else "before training"
         self.progress(f"evaluation {when}: moving weights")
         self._reshard(for_training=False)
         evaluation = self.evaluator.run(iteration, self.threshold.threshold, self.threshold.limits)
         self.memory.take()  # the peaks that are shown are training's
-        seconds = wall_seconds() - begin
-        self.recorder.skip(seconds)
-        return replace(evaluation, metrics=evaluation.metrics | {"timing_s/eval": seconds})
+        self.recorder.skip(work.seconds)
+        return replace(evaluation, metrics=evaluation.metrics | {"timing_s/eval": work.seconds})
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt], first: int) -> list[Request]:
         """Samples of prompts at the places from `first` on, the same on every rank."""
@@ -265,9 +261,8 @@ class Trainer:
         self.engine.resume()
 
     def _move(self, role: str, destination: Module) -> None:
-        start = time.perf_counter()
-        self.resharder.reshard(self.models.trained[role].optimizer.modules.values(), destination)
-        self._hold("move", start, role)
+        with self.clock.work(price=("move", role)):
+            self.resharder.reshard(self.models.trained[role].optimizer.modules.values(), destination)
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         self.memory.switch("training")

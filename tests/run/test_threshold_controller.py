@@ -2,12 +2,12 @@
 
 import statistics
 from dataclasses import astuple, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from testkit.flat_profile import facts_of
 from testkit.four_ranks import SPECS, planned, run
+from testkit.manual_clock import ManualClock
 from testkit.sim_helpers import limits, linear_cost, long_tail, with_turns
 
 from rlhfuse.base.files import write_json
@@ -129,8 +129,8 @@ def test_pauses_of_its_samples_are_simulated_and_kept(alone):
 def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypatch):
     """The first two iterations, and then when a hundred times what a look took has passed; costs follow each time."""
     followed = control(run())
-    clock = SimpleNamespace(seconds=0.0)
-    followed._looks = TimeBudget(LOOK_SHARE, lambda: clock.seconds)
+    clock = ManualClock()
+    followed._looks = TimeBudget(LOOK_SHARE, clock)
     choose, looked = followed._choose, []
 
     def choose_slowly(limits):

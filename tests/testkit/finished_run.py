@@ -8,12 +8,13 @@ from pathlib import Path
 from run_report.program_times import makespan, program_times
 from run_report.timeline import simulate_gen_infer
 
+from rlhfuse.base.clock import Span
 from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.monitor.metrics import MetricsWriter
-from rlhfuse.monitor.trace import Span, save_trace
+from rlhfuse.monitor.trace import save_trace
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.io import save_schedule

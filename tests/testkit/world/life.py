@@ -224,7 +224,7 @@ class Life:
         self.simulation.note(rank, doing)
 
     def _sampler(self, rank: int) -> GroupSampler:
-        setting, simulation, clock = self.setting, self.simulation, self._clock
+        setting, simulation, clock = self.setting, self.simulation, self._clock(rank)
         place = SimulatedPlace(simulation, rank, setting.placement, self._gathered)
         group, say = place.decoders, partial(self._say, rank)
         engine = StandInEngine(simulation, setting.script, group, setting.rows, setting.step_seconds)

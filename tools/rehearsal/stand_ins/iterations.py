@@ -10,6 +10,7 @@ from rehearsal.stand_ins.others import Batch, OtherRanks
 from rehearsal.stand_ins.paused import DrawnPauses
 from rehearsal.stand_ins.samples import Samples
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
@@ -76,7 +77,7 @@ class RehearsedTrainer(Trainer):
         return super()._train(self.config.held_iterations(POLICY) + iteration, full, algorithm)
 
 
-def _read_results(done: IterationResult, pace: None) -> IterationRecord:
+def _read_results(done: IterationResult) -> IterationRecord:
     """In the place of IterationRecorder.finish: what it reads, of which metrics of all ranks would be made."""
-    IterationStats.of(done.minibatches, done.timer, done.peak_bytes)
+    IterationStats.of(done.minibatches, Clock(), done.peak_bytes)
     return IterationRecord({}, [], [])
