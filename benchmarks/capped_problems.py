@@ -19,7 +19,8 @@ from schedule_search import halved
 
 from rlhfuse.config.load import load_config
 from rlhfuse.planning.draft import draft_plan
-from rlhfuse.planning.settle import Facts, settle
+from rlhfuse.planning.job import Job
+from rlhfuse.planning.settle import settle
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, Pipeline
 from rlhfuse.schedule.rules.builders import min_memory, serial_1f1b
@@ -115,7 +116,7 @@ def planned(name: str, of: ProblemSet) -> FusionProblem:
     config = load_config(str(ROOT / "examples" / f"{file}.yaml"), of.planned[name].split())
     shapes = {"actor": "70B", "critic": "70B", "reference": "70B", "reward": "Llama 3 8B"}
     specs = {role: llama(shapes[role] if large else "Llama 3 8B", vocab=128256) for role in config.roles()}
-    run = settle(config, Facts(specs, ranks))
+    run = settle(Job(config, specs, ranks))
     return draft_plan(run, SampleLengths((TOKENS,), (TOKENS,))).training.problem
 
 

@@ -17,6 +17,7 @@ from inter_stage import BLOCK_TOKENS, ROLES, Sizes
 from processes import TIMEOUT_SECONDS
 from random_models import ModelRank, together
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.decisions.placement import Placement
@@ -33,6 +34,7 @@ from rlhfuse.parallel.groups import plain_grid
 from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.role import role_named
 
 FIRST_TOKEN = 3  # those below may mean something to a model
 
@@ -40,8 +42,8 @@ FIRST_TOKEN = 3  # those below may mean something to a model
 class FusionRank(ModelRank):
     """The models of one size on this rank."""
 
-    def __init__(self, rank: int, sizes: dict[str, Any], seed: int) -> None:
-        self.sizes, self.seed = Sizes(**sizes), seed
+    def __init__(self, rank: int, sizes: dict[str, Any], seed: int, clock: Clock | None = None) -> None:
+        clock, self.sizes, self.seed = clock or Clock(rank), Sizes(**sizes), seed
         super().__init__(rank, self.sizes.instances)
         self.grid = plain_grid(ParallelLayout(self.sizes.instances, 1, 1))
         modules = {role: self._model(role) for role in ROLES if role != "actor" or not self.sizes.policy}
@@ -51,13 +53,14 @@ class FusionRank(ModelRank):
             weights = load_weights(Path(self.sizes.policy), spec, dtype=torch.float32)
         else:
             weights = dict(modules["actor"].named_parameters())
-        self.engine = Engine(spec, weights, options)
+        self.engine = Engine(spec, weights, options, clock=clock)
         self.engine.pause()
         scorer = Scorer(
-            *(self._frozen(role, modules[role]) for role in ROLES[1:]),
+            {role_named(role): self._frozen(role, modules[role]) for role in ROLES[1:]},
             vocab=self.sizes.vocab,
             temperature=1.0,
             device=self.device.torch_device,
+            clock=clock,
         )
         alone = self.groups("generation", self.grid).tp
         sides = tuple((number,) for number in range(self.sizes.instances))
@@ -69,6 +72,7 @@ class FusionRank(ModelRank):
             timeout_seconds=TIMEOUT_SECONDS,
             progress=lambda _: None,
             bucket_bytes=BUCKET_BYTES,
+            clock=clock,
         )
         self.iteration, self.history = 0, []
 
@@ -115,11 +119,12 @@ class FusionRank(ModelRank):
             self.engine.learn(self.history)
         self.iteration += 1
         with together():
+            self.inter_stage.clock.forget()
             report = self.inter_stage.run(self.iteration, self.requests, threshold, limits)
         return {
             "total_seconds": report.total_seconds,
             "generation_seconds": report.generation_seconds,
-            "spans": [(span.kind, span.start_seconds, span.end_seconds) for span in report.spans],
+            "spans": [(span.kind, span.start_seconds, span.end_seconds) for span in self.inter_stage.clock.spans],
             "plan": str(report.plan) if report.plan else "",
             "migrated_bytes": report.migrated_bytes,
             "needed_bytes": report.bytes_needed,

@@ -128,12 +128,11 @@ class TrainingRank(ModelRank):
                 if report := phase():
                     reports.append(report)
             end = time.perf_counter()
-        times = [one for report in reports for one in report.times.values()]
         return {
             "start": start,
             "end": end,
-            "overhead": sum(one.overhead_seconds for one in times),  # of the executor itself
-            "instructions": sum(one.count for one in times),
+            "overhead": sum(report.overhead_seconds for report in reports),  # of the executor itself
+            "instructions": sum(report.instructions for report in reports),
             "peak_live": max((report.peak_live for report in reports), default=0),
         }
 

@@ -23,7 +23,7 @@ from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
-from rlhfuse.monitor.pace import Pace
+from rlhfuse.monitor.pace import PacedClock
 from rlhfuse.parallel.groups import trained_grid
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.planning.paced_cost import PacedCost
@@ -83,21 +83,24 @@ class PacedStages(ModelRank):
         """`sides[name][phase][rank]`: the text of a program; phases are parted by a barrier. `prices`: by side."""
         names = {self.stages.ranks.pipeline_of(model, self.rank): model for model in self.parts}
         self.prices, self.side = prices, ""
-        self.pace = Pace({"action": lambda model, action, _: self.prices[self.side][model, str(action.kind)]})
+        self.clock = PacedClock(
+            self.rank, {"action": lambda model, action, _: self.prices[self.side][model, str(action.kind)]}
+        )
         parts = {
             name: PipelineParts(
                 model,
                 {self.parts[model].number: self.parts[model].stage},
                 self.parts[model].optimizer,
                 torch.float32,
-                self.pace.hold,
             )
             for name, model in names.items()
         }
         self.sides = {}
         for side, phases in sides.items():
             programs = [Program.parse(texts[self.rank]) for texts in phases]
-            self.sides[side] = [ProgramExecutor(one, parts, self.channels, lambda _: None) for one in programs]
+            self.sides[side] = [
+                ProgramExecutor(one, parts, self.channels, lambda _: None, self.clock) for one in programs
+            ]
         self.work = {name: self._work(name, model) for name, model in names.items()}
 
     def _work(self, name: str, model: str) -> PipelineWork:
@@ -114,7 +117,7 @@ class PacedStages(ModelRank):
         for part in self.parts.values():
             part.optimizer.zero_grad()
         with together():
-            self.pace.take()
+            self.clock.take_pace()
             start = time.perf_counter()
             for number, executor in enumerate(self.sides[side]):
                 if number:
@@ -122,7 +125,7 @@ class PacedStages(ModelRank):
                 executor.run(self.work)
             end = time.perf_counter()
         barrier()  # nobody counts the machine's seconds before all are done
-        return {"start": start, "end": end, "stats": tuple(self.pace.take())}
+        return {"start": start, "end": end, "stats": tuple(self.clock.take_pace())}
 
     def digest(self) -> str:
         return gradient_digest(self.parts.values())
@@ -132,13 +135,12 @@ class PacedInstance(FusionRank):
     """A generation instance and an inference worker."""
 
     def __init__(self, rank: int, sizes: dict[str, Any], seed: int, cost: dict[str, Any]) -> None:
-        super().__init__(rank, sizes, seed)
-        self.pace = Pace(PacedCost.from_dict(cost, "costs").prices(len(ROLES) - 1))
-        self.engine.loop.hold = self.inter_stage.scorer.hold = self.pace.hold
+        self.clock = PacedClock(rank, PacedCost.from_dict(cost, "costs").prices(len(ROLES) - 1))
+        super().__init__(rank, sizes, seed, self.clock)
 
     def run(self, threshold: int, limits: FusionLimits) -> dict[str, Any]:
-        self.pace.take()
+        self.clock.take_pace()
         start = time.perf_counter()
         told = super().run(threshold, limits)
         barrier()
-        return {**told, "start": start, "end": time.perf_counter(), "stats": tuple(self.pace.take())}
+        return {**told, "start": start, "end": time.perf_counter(), "stats": tuple(self.clock.take_pace())}

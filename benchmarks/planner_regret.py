@@ -35,11 +35,12 @@ from rlhfuse.base.json_values import read_json
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.tokenizer import load_tokenizer
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.price import Price
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
-from rlhfuse.planning.settle import Facts, settle_but_layouts
+from rlhfuse.planning.settle import settle_but_layouts
 from rlhfuse.planning.training.drawn_batches import DRAWS
 from rlhfuse.simulator.lengths import load_lengths
 
@@ -266,7 +267,7 @@ class Comparison:
     def _priced(self, overrides: Sequence[str]) -> dict[Table, Phased]:
         """Every table's price by phase, the fastest first."""
         config = load_config(str(self._file), overrides)
-        ranking = Ranking(Setting.of(settle_but_layouts(config, Facts(read_specs(config), RANKS)), self._lengths))
+        ranking = Ranking(Setting.of(settle_but_layouts(Job(config, read_specs(config), RANKS)), self._lengths))
         found = {}
         for row, _ in ranking.ranked(
             lambda training, _: (

@@ -26,8 +26,7 @@ from rlhfuse.data.prompts import Prompt
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.monitor.guard import Guard
 from rlhfuse.parallel.device import allow_many_files, choose_device
-from rlhfuse.run.launch import run_job
-from rlhfuse.run.preflight import check_inputs
+from rlhfuse.run.launch import joint_inputs, run_job
 from rlhfuse.run.trainer import Trainer
 
 RANKS = 2
@@ -58,10 +57,10 @@ class JobRank:
         return public(*address, RANKS, serve, timeout)
 
     def _job(self, config: Path, overrides: Sequence[str], batches: Sequence[Sequence[int]]) -> None:
-        inputs = check_inputs(load_config(str(config), list(overrides)), RANKS)
         device, plain = choose_device("cpu", self._rank, 1), Trainer._requests
-        torch.manual_seed(inputs.config.trainer.seed)
         store = PrefixStore(f"job{self._jobs}", self._connect(serve=False))
+        inputs = joint_inputs(load_config(str(config), list(overrides)), store, self._rank, RANKS)
+        torch.manual_seed(inputs.config.trainer.seed)
         dist.init_process_group("gloo", store=store, rank=self._rank, world_size=RANKS)
 
         def requests(trainer: Trainer, iteration: int, prompts: Sequence[Prompt], first: int) -> list[Request]:

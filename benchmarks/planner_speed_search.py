@@ -10,14 +10,15 @@ import sys
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.config.load import load_config, read_specs
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
-from rlhfuse.planning.settle import Facts, settle_but_layouts
+from rlhfuse.planning.settle import settle_but_layouts
 
 
 def main() -> None:
     config = load_config(sys.argv[1])
-    run = settle_but_layouts(config, Facts(read_specs(config), int(sys.argv[2])))
+    run = settle_but_layouts(Job(config, read_specs(config), int(sys.argv[2])))
     found = Ranking(Setting.of(run)).fastest(1)
     rows = [[row.table.text, row.seconds, dict(row.price.parts)] for row in found.rows]
     texts = str(found).splitlines()

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from inter_stage_rank import FIRST_TOKEN, FusionRank
 
-from rlhfuse.base.clock import wall_seconds
+from rlhfuse.base.clock import Clock
 from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.fusion.inter.iteration_store import IterationStore
 from rlhfuse.fusion.inter.tools import Answer
 from rlhfuse.gen.engine import Engine
 from rlhfuse.simulator.lengths import SampleLengths
 
+CLOCK = Clock()
 TURN_TOKENS = 24  # of a turn, mean: as many tokens end one as that takes
 ANSWER_TOKENS = 4, 16
 PAUSE_SECONDS = 0.05, 0.35
@@ -24,7 +25,7 @@ PAUSE_SECONDS = 0.05, 0.35
 
 class Call(NamedTuple):
     number: int
-    until: float  # wall_seconds
+    until: float  # by the clock
     room: int
 
 
@@ -47,14 +48,14 @@ class ScriptedTool:
         return True
 
     def submit(self, sample_id: int, number: int, turn: Sequence[int], room: int) -> None:
-        self._calls[sample_id] = Call(number, wall_seconds() + self._seconds(sample_id, number), room)
+        self._calls[sample_id] = Call(number, CLOCK.now() + self._seconds(sample_id, number), room)
 
     def answers(self) -> list[Answer]:
         if self._store:
             for sample_id in self._engine.parked.keys() - self._calls.keys():
                 if found := self._store.find(f"call {sample_id}"):
                     self._calls[sample_id] = Call(*json.loads(found))
-        now = wall_seconds()
+        now = CLOCK.now()
         if self.in_rounds and (self._engine.has_unfinished() or any(call.until > now for call in self._calls.values())):
             return []
         return [self._answer(sample_id, call) for sample_id, call in self._calls.items() if call.until <= now]

@@ -147,6 +147,7 @@ def test_the_page_on_how_to_add_names_the_files_of_each_part():
     assert [section.partition("\n")[0] for section in sections] == [
         "A reward",
         "A loss",
+        "An algorithm",
         "An attention backend",
         "A schedule rule",
         "A role",

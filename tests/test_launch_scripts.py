@@ -17,7 +17,7 @@ from testkit.programs import TIMEOUT_SECONDS, eventually
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.load import load_config
 from rlhfuse.config.values import AUTO
-from rlhfuse.decisions.layouts import TASK_ROLES
+from rlhfuse.tasks.task import TASKS
 
 SBATCH = "scripts/slurm/train.sbatch"
 RANKS = re.compile(r"(?:--nproc-per-node|--ranks|--world-size|train_torchrun\.sh)[ =](\d+)\b")
@@ -149,6 +149,6 @@ def test_launch_commands_start_as_many_ranks_as_their_configurations_have():
     for line, path, ranks in commands:
         overrides = [word for word in shlex.split(line, comments=True) if re.match(r"[a-z_]+(\.[a-z_]+)+=", word)]
         config = load_config(ROOT / path, overrides)
-        for task, role in TASK_ROLES:
+        for task, (role, _) in TASKS.items():
             if role in config.roles() and (text := getattr(config.parallel, task)) != AUTO:
                 assert ParallelLayout.parse(text).size == ranks, f"{line}: parallel.{task}={text} of {path}"

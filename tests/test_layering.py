@@ -9,7 +9,7 @@ from testkit.paths import ROOT
 
 # Room -> floor. A room imports from lower floors, never from its own or from higher ones.
 LAYERS = {
-    "base": 0,
+    **dict.fromkeys(("base", "tasks"), 0),
     **dict.fromkeys(("config", "data", "monitor", "schedule"), 1),
     **dict.fromkeys(("decisions", "ppo"), 2),
     **dict.fromkeys(("costs", "parallel"), 3),
@@ -73,8 +73,8 @@ RESTRICTED = {
 }
 MOST_FILES = 15
 MOST_CONFIGS = 12  # parameters and fields outside of config/ and run/ that are the whole configuration
-MOST_ROOMS, MOST_ARROWS, MOST_FLOORS = 18, 90, 10  # of the house: packages, tools and benchmarks; who imports whom
-TORCH_FREE = set("base config schedule decisions costs simulator planning".split())
+MOST_ROOMS, MOST_ARROWS, MOST_FLOORS = 19, 99, 10  # of the house: packages, tools and benchmarks; who imports whom
+TORCH_FREE = set("base tasks config schedule decisions costs simulator planning".split())
 
 
 def violations(root):

@@ -150,17 +150,21 @@ def train(rank: int, folder: Path, overrides: tuple[str, ...]) -> None:
     """A rank of the tutorial's training."""
     import multiprocessing
 
+    import torch.distributed as dist
+
     from rlhfuse.config.load import load_config
     from rlhfuse.monitor.guard import Guard
     from rlhfuse.parallel.device import choose_device
-    from rlhfuse.run.launch import run_job
-    from rlhfuse.run.preflight import check_inputs
+    from rlhfuse.run.launch import joint_inputs, run_job
 
     multiprocessing.current_process()._config["daemon"] = False  # a daemon may not start the reward's processes
     os.chdir(folder)
     config = load_config("my_run.yaml", overrides)
     with Guard(rank, 540) as guard:
-        run_job(check_inputs(config, 2), config.trainer.output_dir, rank, choose_device("cpu", 0, 1), guard)
+        store = dist.PrefixStore(config.trainer.output_dir, dist.distributed_c10d._get_default_store())
+        run_job(
+            joint_inputs(config, store, rank, 2), config.trainer.output_dir, rank, choose_device("cpu", 0, 1), guard
+        )
 
 
 def here(command: str) -> str:

@@ -36,8 +36,10 @@ from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.layouts import planned_world_size
-from rlhfuse.planning.draft import PlanDraft, draft_plan, priced_limits
-from rlhfuse.planning.settle import Facts, settle
+from rlhfuse.planning.draft import PlanDraft, draft_plan
+from rlhfuse.planning.job import Job
+from rlhfuse.planning.settle import settle
+from rlhfuse.simulator.instance_limits import priced_limits
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
@@ -52,7 +54,7 @@ def main() -> int:
     config = load_config(args.config, args.overrides)
     config = config.with_(trainer={"hardware": args.hardware or config.trainer.hardware})
     _check(args)
-    run, trial = settle(_calibrated(config, args), _facts(config, args)), None
+    run, trial = settle(_job(config, args)), None
     if args.trial is None:
         seen, source = _read_lengths(run.config, args)
     else:
@@ -129,7 +131,7 @@ def _calibrated(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     return config.with_(fusion=costs, parallel={"lengths": lengths})
 
 
-def _facts(config: RunConfig, args: argparse.Namespace) -> Facts:
+def _job(config: RunConfig, args: argparse.Namespace) -> Job:
     specs, host, device, longest = read_specs(config), Host.here(), AUTO, None
     if args.trial is not None or config.data.max_prompt_tokens == AUTO:
         from rlhfuse.run import preflight  # torch loads for a trial, and to read prompts
@@ -137,7 +139,7 @@ def _facts(config: RunConfig, args: argparse.Namespace) -> Facts:
         longest = preflight.longest_prompt(config, specs)
         if args.trial is not None:
             host, device = preflight.this_host(config.trainer), preflight.device_of(config.trainer)
-    return Facts(specs, planned_world_size(config, args.world_size), host, device, longest)
+    return Job(_calibrated(config, args), specs, planned_world_size(config, args.world_size), host, device, longest)
 
 
 def _read_lengths(config: RunConfig, args: argparse.Namespace) -> tuple[SampleLengths, list[str]]:

@@ -13,13 +13,13 @@ from torch import Tensor
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import output_folder
 from rlhfuse.config.load import model_folder
-from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf import hf_tensors
 from rlhfuse.models.hf_folder import write_folder
 from rlhfuse.run.checkpoint.checkpoint import Checkpoint, checkpoints_in
 from rlhfuse.run.checkpoint.compatibility import shape_of
 from rlhfuse.run.checkpoint.shard_files import ShardReader
+from rlhfuse.tasks.role import role_named
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,6 @@ def convert(
     if json.loads(json.dumps(asdict(spec))) != shape_of(facts.models[role]):
         raise InputError(f"{like} is of another shape than the {role} of {checkpoint.folder}; give --like its folder")
     weights = StoredWeights(reader, role, getattr(torch, facts.settings["trainer.dtype"]))
-    head = Role(role).scalar_head
+    head = role_named(role).scalar_head
     with output_folder(out, force) as fresh:
         write_folder(fresh, hf_tensors(weights, spec, head), like, shard_bytes, scalar_head=head, tokenizer=tokenizer)

@@ -12,13 +12,14 @@ import argparse
 from pathlib import Path
 
 from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.tasks.role import LEARNERS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Export actor and critic of a checkpoint in Hugging Face layout.")
     parser.add_argument("checkpoint", help="a run directory (its newest checkpoint) or its checkpoints/iteration-N")
     parser.add_argument("--out", required=True, help="folder to write; with --role the model itself, else one each")
-    parser.add_argument("--role", choices=("actor", "critic"), help="one model alone; default: all that were trained")
+    parser.add_argument("--role", choices=LEARNERS, help="one model alone; default: all that were trained")
     parser.add_argument("--like", help="folder with config and tokenizer; default: the path the run had for the role")
     parser.add_argument("--shard-gb", type=float, help="largest file in GB (1e9 bytes); default: one file")
     parser.add_argument("--force", action="store_true", help="replace folders that exist")

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.load import model_folder
@@ -94,8 +95,8 @@ def _drawn(
     positions = {sample_id(0, position, 0): position for position in range(prompts)}
     for sample, (prompt, params) in zip(positions, requests):
         engine.add(sample, prompt.tokens, params)
-    events, rollouts, steps = RankEvents(0, is_leader=True), {}, []
-    pauses = Pauses(tools, engine, TensorParallelGroup((0,), 0, None), events) if tools else None
+    events, rollouts, steps = RankEvents(), {}, []
+    pauses = Pauses(tools, engine, TensorParallelGroup((0,), 0, None), events, Clock()) if tools else None
     while len(rollouts) < prompts:
         if pauses:
             pauses.deliver(pauses.announce())

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
-from rlhfuse.config.role import Role
 from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.planning.draft import PlanDraft
@@ -31,7 +30,8 @@ def paced_cost_of(draft: PlanDraft) -> PacedCost:
         cost = draft.costs.training_cost(task.role, analytic)
         training[str(task.role)] = training_price(cost, cut, micro, step, moves[task.role])
     shapes = {str(role): f"{spec.layers}x{spec.hidden}" for role, spec in draft.specs.items()}
-    models = f"{shapes[Role.ACTOR]}/{shapes.get(Role.CRITIC, '-')} on {draft.world_size} {draft.inputs.hardware.name}"
+    learners = "/".join([*(shapes[role] for role in training), "-"][:2])
+    models = f"{learners} on {draft.world_size} {draft.inputs.hardware.name}"
     usual = sum(lengths.prompt) / len(lengths), lengths.median_context
     generation = generation_lines(draft.costs, sequences, *usual, draft.generation.limits.score_tokens, token_bytes)
     return PacedCost(models=models, token_bytes=token_bytes, training=training, **generation)

@@ -48,7 +48,6 @@ from rlhfuse.base.cuda_environment import has_gpu
 from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
 from rlhfuse.base.files import write_bytes, write_json, write_text
 from rlhfuse.config.load import dump_config, load_config, model_folder, read_specs
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.hardware import machines_by_name
@@ -56,13 +55,15 @@ from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
 from rlhfuse.planning.draft import DraftInputs, draft_plan
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.memory_budget import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.search.search import TOP, FastestTables, Ranking
 from rlhfuse.planning.search.setting import Setting
-from rlhfuse.planning.settle import Facts, settle, settle_but_layouts, with_table
+from rlhfuse.planning.settle import settle, settle_but_layouts, with_table
 from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.tasks.role import POLICY
 
 SEARCH_OPTIONS = ("top", "best", "draw", "thorough", "anneal", "world_sizes")
 SEARCHED = (
@@ -77,8 +78,7 @@ class Asked(NamedTuple):
     """What is to be done: the same on every rank."""
 
     arguments: argparse.Namespace
-    config: RunConfig
-    facts: Facts
+    job: Job
     notes: tuple[str, ...]
 
 
@@ -98,30 +98,32 @@ def read(args: argparse.Namespace) -> Asked:
     loaded = load_config(args.config, [*(SEARCHED if args.search else ()), *args.overrides])
     own = load_config(args.config, args.overrides) if args.search and args.world_size is None else loaded
     world_size = planned_world_size(own, args.world_sizes[0] if args.world_sizes else args.world_size)
-    facts, notes = found_here(loaded, world_size)
+    loaded = loaded.with_(parallel={"lengths": args.lengths}) if args.lengths else loaded
+    job, notes = found_here(loaded, world_size)
     if args.anneal and (loaded.fusion.by_rule or loaded.fusion.schedule):
         key = "schedule" if loaded.fusion.schedule else "intra_stage"
         value = getattr(loaded.fusion, key)
         raise InputError(f"--anneal: fusion.{key}={value} gives the schedules; leave one of them out")
-    return Asked(args, loaded.with_(parallel={"lengths": args.lengths}) if args.lengths else loaded, facts, notes)
+    return Asked(args, job, notes)
 
 
 def show_plan(asked: Asked) -> int:
-    args, config, facts, notes = asked
+    args, job, notes = asked
     try:
-        run = settle(config, facts)
+        run = settle(job)
         draft = draft_plan(run)
         plan = make_plan(draft)
     except MemoryRefusal as refusal:
-        raise without_a_plan(args, settle_but_layouts(config, facts), refusal) from None
+        raise without_a_plan(args, settle_but_layouts(job), refusal) from None
     if args.problem:
         write_json(args.problem, plan.likeliest.problem.to_dict())
     if args.pace:
         write_json(args.pace, paced_cost_of(draft).to_dict())
-    for note in filter(None, (*run.lines, *notes, run.without_effect)):
+    for note in (*plan.notes, *notes):
         print(note, file=sys.stderr)
-    found = what_if(settle_but_layouts(config, facts)) if args.what_if else ()
-    show(args, plan.report, found, plan.report.seconds.fused - plan.report.seconds.capture)
+    found = what_if(settle_but_layouts(job)) if args.what_if else ()
+    report = PlanReport.of(plan)
+    show(args, report, found, report.seconds.fused - report.seconds.capture)
     return 0
 
 
@@ -184,8 +186,8 @@ def refuse_together(args: argparse.Namespace) -> None:
         raise InputError(f"--anneal {args.anneal:g} is no time; give seconds above 0")
 
 
-def found_here(config: RunConfig, world_size: int) -> tuple[Facts, tuple[str, ...]]:
-    """What settles the run beside its configuration, and notes on its models."""
+def found_here(config: RunConfig, world_size: int) -> tuple[Job, tuple[str, ...]]:
+    """The job of a configuration on this machine, and notes on its models."""
     host, device = Host.here(), AUTO
     if has_gpu(os.environ):
         from rlhfuse.run import preflight  # torch, which takes seconds, is asked only where there may be a GPU
@@ -193,20 +195,20 @@ def found_here(config: RunConfig, world_size: int) -> tuple[Facts, tuple[str, ..
         host, device = preflight.this_host(config.trainer), preflight.device_of(config.trainer, planned=True)
     paths = {role: model_folder(getattr(config, role).path, f"{role}.path") for role in config.roles()}
     specs, folder = read_specs(config), model_folder(config.actor.tokenizer, "actor.tokenizer")
-    tokenizer = load_tokenizer(folder, specs[Role.ACTOR]) if has_tokenizer(folder) else None
+    tokenizer = load_tokenizer(folder, specs[POLICY]) if has_tokenizer(folder) else None
     specs, notes = resolve_tokens(config.rollout, paths, specs, tokenizer, required=False)
     longest = None
     if config.data.max_prompt_tokens == AUTO:
         from rlhfuse.run.preflight import longest_prompt  # torch, once more
 
         longest = longest_prompt(config, specs)
-    return Facts(specs, world_size, host, device, longest), notes
+    return Job(config, specs, world_size, host, device, longest), notes
 
 
 def search(asked: Asked, ranks: MpiRanks) -> int:
     """Print what is found; the plan of the best table is another command's."""
-    args, config, facts, _ = asked
-    run = settle_but_layouts(config, facts)
+    args, job, _ = asked
+    run = settle_but_layouts(job)
     setting, made = Setting.of(run), []  # the first rank's ranking, which would take long to send
 
     def find() -> FastestTables:
@@ -224,7 +226,7 @@ def search(asked: Asked, ranks: MpiRanks) -> int:
     answer = answer_of(made[0], fastest, bool(args.thorough))
     best = answer.fastest.best
     if args.best:
-        whole = with_table(config, best.table)
+        whole = with_table(job.config, best.table)
         write_text(args.best, f"# {str(answer.fastest).splitlines()[0]}\n{dump_config(whole)}")
     if args.draw:
         write_bytes(args.draw, draw_memory_curve(answer.priced, answer.curve))
@@ -233,7 +235,7 @@ def search(asked: Asked, ranks: MpiRanks) -> int:
     if args.json:
         return 0
     where = ["--config", args.best] if args.best else ["--config", args.config, *args.overrides, *overrides(best)]
-    words = [*where, *(["--lengths", args.lengths] if args.lengths else []), "--world-size", str(facts.world_size)]
+    words = [*where, *(["--lengths", args.lengths] if args.lengths else []), "--world-size", str(job.world_size)]
     print(f"plan of the best: {shlex.join(['python', 'tools/plan.py', *words])}")
     print(f"CPU time: {time.process_time():.1f} s")
     return 0
@@ -278,8 +280,8 @@ def without_a_plan(args: argparse.Namespace, run: SettledRun, refusal: MemoryRef
 
 def compare_sizes(asked: Asked, ranks: MpiRanks) -> int:
     """Print a line for each number of ranks; exit code 2 where nothing fits any."""
-    args, config, facts, _ = asked
-    sizes = sizes_of(config, facts, args.world_sizes, ranks)
+    args, job, _ = asked
+    sizes = sizes_of(job, args.world_sizes, ranks)
     if ranks.rank > 0:
         return 0
     if args.json:

@@ -37,7 +37,8 @@ from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.parallel.first_error import prints_error
-from rlhfuse.planning.settle import Facts, settle_but_layouts
+from rlhfuse.planning.job import Job
+from rlhfuse.planning.settle import settle_but_layouts
 
 
 def main() -> int:
@@ -83,7 +84,7 @@ def measure(config: RunConfig, out: Path, limit_seconds: float, degrees: tuple[i
     refuse_auto(open_, "costs are measured at tensor degrees that are known; name them, such as --tensor 1,2,4")
     size = ParallelLayout.parse(config.parallel.actor_train).size
     found = preflight.this_host(config.trainer), preflight.device_of(config.trainer)
-    run = settle_but_layouts(config, Facts(specs, size, *found, preflight.longest_prompt(config, specs)))
+    run = settle_but_layouts(Job(config, specs, size, *found, preflight.longest_prompt(config, specs)))
     if not searched:
         run.rules.given_rows()
     config = completed(run.config)
@@ -97,12 +98,13 @@ def measure(config: RunConfig, out: Path, limit_seconds: float, degrees: tuple[i
     from rlhfuse.base.launcher import local_rank
     from rlhfuse.parallel.connect import GroupUse, connect
     from rlhfuse.parallel.device import allow_many_files, choose_device
-    from rlhfuse.run.launch import place_of_process
+    from rlhfuse.run.launch import job_store
 
     device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
     allow_many_files()
     timeout = datetime.timedelta(seconds=config.trainer.hang_seconds)
-    dist.init_process_group(device.process_group, timeout=timeout, **place_of_process())
+    store, world_size = job_store()
+    dist.init_process_group(device.process_group, timeout=timeout, store=store, rank=rank, world_size=world_size)
     assert dist.group.WORLD is not None
     connect([GroupUse(dist.group.WORLD, "all_reduce")], device.torch_device)
     began = time.monotonic()

@@ -24,6 +24,7 @@ from rlhfuse.base.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError, run_pro
 from rlhfuse.config.load import load_config
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.report.report import PlanReport
 
 GIB = 2**30
 ROWS = 12  # of what held memory
@@ -47,7 +48,7 @@ def main() -> int:
     if args.rank is not None and not 0 <= args.rank < draft.world_size:
         raise InputError(f"--rank {args.rank} is none of {draft.world_size} ranks; give 0 to {draft.world_size - 1}")
     plan = make_plan(draft)
-    memory = plan.report.memory
+    memory = PlanReport.of(plan).memory
     limit = memory.limit - memory.process_bytes  # contexts and communicators are not counted here
     ranks = distinct_ranks(draft) if args.rank is None else (args.rank,)
     print(f"rehearsing rank {', '.join(map(str, ranks))} of {draft.world_size}, one after the other", flush=True)

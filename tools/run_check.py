@@ -9,7 +9,6 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
 from rlhfuse.decisions.layouts import planned_world_size
-from rlhfuse.planning.planner import make_plan
 from rlhfuse.run.checkpoint.checkpoint import is_finished
 from rlhfuse.run.launch import finished_line, prompts_line, sharing_line, start_line
 from rlhfuse.run.preflight import RunInputs, check_inputs, device_of
@@ -22,12 +21,10 @@ def dry_run(config: RunConfig, world_size: int | None, tries_reward: bool = True
         return 0
     inputs = check_inputs(config, planned_world_size(config, world_size), dry=True)
     print("\n".join((start_line(inputs), prompts_line(inputs), *inputs.notes)))
-    if idle := inputs.draft.run.without_effect:
-        print(idle)
     print(sharing_line(inputs.config), end="")
     if tries_reward and config.reward.function:
         print(try_reward(inputs), flush=True)
-    print(make_plan(inputs.draft).report.render())
+    print(inputs.plan.summary)
     return 0
 
 

@@ -17,10 +17,11 @@ from safetensors import SafetensorError, safe_open
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.metrics import read_metrics
+from rlhfuse.tasks.role import LEARNERS
 
 TIMES = ("timing_s/", "forecast_s/", "forecast_blind_s/", "perf/", "actor/mfu", "agent_loop/", "lengths/turns", "paced")
 IGNORED = (*TIMES, "fusion/", "speculation/", "global_seqlen/", "training/filter_groups/")
-EXPORTS = ("actor", "critic", "best/actor", "best/critic")
+EXPORTS = tuple(f"{folder}{role}" for folder in ("", "best/") for role in LEARNERS)
 
 
 @dataclass(frozen=True)

@@ -5,26 +5,26 @@ Simulating R_t or writing trace.json costs the same for a short iteration as for
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+
+from rlhfuse.base.clock import Clock
 
 
 class TimeBudget:
     """`share`: the part of the time that the work may take, in (0, 1]. Due at first."""
 
-    def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._share, self._clock = share, clock
-        self._next = clock()
+    def __init__(self, share: float, clock: Clock = Clock()) -> None:
+        self._share, self._clock, self._next = share, clock, clock.now()
 
     def due(self) -> bool:
-        return self._clock() >= self._next
+        return self._clock.now() >= self._next
 
     @contextmanager
     def spend(self) -> Iterator[None]:
         """Around the work, which may be done before it is due: that puts it off, too."""
-        begin = self._clock()
+        work = self._clock.begin()
         try:
             yield
         finally:
-            self._next = begin + (self._clock() - begin) / self._share
+            self._next = work.start + work.seconds / self._share

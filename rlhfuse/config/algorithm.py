@@ -17,6 +17,7 @@ from rlhfuse.config.values import (
     Share,
     Truth,
 )
+from rlhfuse.tasks.algorithm import ALGORITHMS, Algorithm, Name
 
 
 class FilterGroupsConfig(Settings):
@@ -59,9 +60,7 @@ class PolicyLossConfig(Settings):
 
 
 class AlgorithmConfig(Settings):
-    name: Literal["ppo", "grpo", "rloo", "reinforce++", "reinforce_plus_plus_baseline"] = key(
-        "ppo", "ppo (with a critic), grpo, rloo, reinforce++ or reinforce_plus_plus_baseline (without)"
-    )
+    name: Name = key("ppo", "ppo (with a critic), grpo, rloo, reinforce++ or reinforce_plus_plus_baseline (without)")
     gamma: Share = key(1.0, "discount; 1 where samples of a prompt are compared")
     lam: Share = key(0.95, "lambda of GAE; ppo")
     group_std: Truth = key(True, "divide by the standard deviation of the prompt's samples; grpo")
@@ -131,19 +130,22 @@ class AlgorithmConfig(Settings):
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
 
     @property
+    def row(self) -> Algorithm:
+        return ALGORITHMS[self.name]
+
+    @property
     def has_critic(self) -> bool:
-        return self.name == "ppo"
+        return "critic" in self.row.roles
 
     @property
     def groups(self) -> bool:
         """Whether a sample is compared with the others of its prompt."""
-        return self.name in ("grpo", "rloo", "reinforce_plus_plus_baseline")
+        return self.row.compares
 
     @property
     def kl_place(self) -> str:
-        """`kl_in`, auto resolved: in a group's rewards a KL would decide where all scores of a prompt are equal."""
-        by_group = self.name in ("grpo", "reinforce_plus_plus_baseline")
-        return ("loss" if by_group else "reward") if self.kl_in == "auto" else self.kl_in
+        """`kl_in`, auto resolved."""
+        return self.row.kl_in if self.kl_in == "auto" else self.kl_in
 
     @property
     def estimator(self) -> str:
@@ -152,8 +154,7 @@ class AlgorithmConfig(Settings):
 
     @property
     def whitens(self) -> bool:
-        by_default = self.name not in ("grpo", "rloo")
-        return self.whiten_advantages == "true" or (self.whiten_advantages == "auto" and by_default)
+        return self.row.whitens if self.whiten_advantages == "auto" else self.whiten_advantages == "true"
 
     @property
     def has_zero_gradients(self) -> bool:

@@ -12,9 +12,9 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import ParallelConfig, RunConfig
 from rlhfuse.config.values import AUTO
+from rlhfuse.tasks.task import SCORERS
 
 MICROBATCH_TOKENS = "fusion.microbatch_tokens"
-SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 
 
 def layout_rows(config: RunConfig) -> tuple[str, ...]:

@@ -24,13 +24,13 @@ from yaml import CollectionEndEvent, CollectionStartEvent, SafeLoader, ScalarEve
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import is_listed, read_text
 from rlhfuse.base.json_values import DEEPEST, LARGEST
-from rlhfuse.config.auto_layouts import SCORERS
-from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.settings_group import Settings
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO, LARGEST_REAL, OrAuto
+from rlhfuse.tasks.role import Role
+from rlhfuse.tasks.task import SCORERS
 
 PACKAGE = Path(__file__).resolve().parents[1]
 EXAMPLES = (PACKAGE, PACKAGE.parent)  # where examples/ lies when installed, and in a checkout
@@ -109,11 +109,11 @@ def _decay_iterations(config: RunConfig, role: Role) -> int:
     optim = getattr(config, role).optim
     if optim.lr_decay_iterations or (optim.lr_scheduler_type == "constant" and not optim.lr_warmup_ratio):
         return optim.lr_decay_iterations
-    return max(1, config.trainer.iterations - (config.held_iterations if role is Role.ACTOR else 0))
+    return max(1, config.trainer.iterations - config.held_iterations(role))
 
 
 def _path_of(config: RunConfig, role: Role) -> str:
-    paths = [getattr(config, source).path for source in (role, *role.path_defaults)]
+    paths = [getattr(config, source).path for source in (role, *role.starts_from)]
     return next(filter(None, paths), "")
 
 

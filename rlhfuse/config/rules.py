@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.sample_ids import PROMPT_BITS
-from rlhfuse.config.auto_layouts import SCORERS, searched_keys
-from rlhfuse.config.role import Role
+from rlhfuse.config.auto_layouts import searched_keys
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
+from rlhfuse.tasks.role import LEARNERS
+from rlhfuse.tasks.task import SCORERS
 
 
 def check_config(config: RunConfig) -> None:
@@ -55,9 +56,9 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
     if algorithm.groups and algorithm.gamma != 1:
         why = f"algorithm.name={algorithm.name} gives every token of a sample the same advantage"
         yield f"{why}: algorithm.gamma={algorithm.gamma} must be 1"
-    if not algorithm.group_std and algorithm.name != "grpo":
+    if not algorithm.group_std and algorithm.row.advantage != "group_normalised":
         yield f"algorithm.group_std=false belongs to grpo; algorithm.name={algorithm.name} divides by none"
-    if Role.REFERENCE not in config.roles() and algorithm.kl_coef:
+    if "reference" not in config.roles() and algorithm.kl_coef:
         yield f"reference.path=none leaves no KL to measure: algorithm.kl_coef={algorithm.kl_coef} must be 0"
     if algorithm.kl_target and not algorithm.kl_coef:
         yield f"algorithm.kl_target={algorithm.kl_target} steers algorithm.kl_coef by factors, so it cannot start at 0"
@@ -229,7 +230,7 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
         yield f"{copies}: eval.temperature=0 gives equal responses; raise it, or use 1 sample per prompt"
 
 
-def _has_no(role: Role) -> Callable[[RunConfig], bool]:
+def _has_no(role: str) -> Callable[[RunConfig], bool]:
     return lambda config: role not in config.roles()
 
 
@@ -237,7 +238,7 @@ def _never_evaluates(config: RunConfig) -> bool:
     return not config.trainer.eval_every and not config.evaluates_first
 
 
-def _optim(role: Role, key: str, value: str) -> Callable[[RunConfig], bool]:
+def _optim(role: str, key: str, value: str) -> Callable[[RunConfig], bool]:
     return lambda config: getattr(getattr(config, role).optim, key) == value
 
 
@@ -264,8 +265,8 @@ FOR_GPUS = ("rollout.attention", "rollout.all_reduce", "rollout.cuda_graphs")
 SEARCHED = ("fusion.schedule", "fusion.search_seconds", "fusion.library")
 TRIGGERS = ("fusion.threshold", "fusion.least_threshold", "fusion.bs_max")
 IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
-    (CRITICS, _has_no(Role.CRITIC), "there is no critic"),
-    (("algorithm.lam",), _has_no(Role.CRITIC), "belongs to ppo"),
+    (CRITICS, _has_no("critic"), "there is no critic"),
+    (("algorithm.lam",), _has_no("critic"), "belongs to ppo"),
     (CLIPS, _loss_mode("sapo"), "sapo does not clip"),
     (CLIPS[1:], _loss_mode("cispo"), "cispo clips both sides"),
     (GATES, _loss_mode("vanilla", "gspo", "cispo"), "belongs to sapo"),
@@ -275,13 +276,13 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
         "only grpo and rloo without whitening, and without KL and entropy in the loss, have zero gradients",
     ),
     (("algorithm.kl_horizon",), lambda config: not config.algorithm.kl_target, "algorithm.kl_target=0"),
-    (("algorithm.kl_in", "algorithm.kl_estimator"), _has_no(Role.REFERENCE), "reference.path=none"),
+    (("algorithm.kl_in", "algorithm.kl_estimator"), _has_no("reference"), "reference.path=none"),
     (("algorithm.kl_in",), _kl_weighs_nothing, "algorithm.kl_coef=0"),
-    (("parallel.reference_inference",), _has_no(Role.REFERENCE), "reference.path=none"),
+    (("parallel.reference_inference",), _has_no("reference"), "reference.path=none"),
     (("rollout.min_tokens",), _nothing_ends, "nothing ends a response but rollout.max_response_tokens"),
     (("rollout.multi_turn.",), lambda config: not config.rollout.multi_turn.enable, "rollout.multi_turn.enable=false"),
     (FOR_GPUS, lambda config: config.trainer.device == "cpu", "trainer.device=cpu"),
-    (("parallel.reward_inference",), _has_no(Role.REWARD), "there is no reward model"),
+    (("parallel.reward_inference",), _has_no("reward"), "there is no reward model"),
     (FUNCTIONS, lambda config: not config.reward.function, "reward.function is not set"),
     (FUNCTIONS[:1], lambda config: config.reward.function == ("get_reward",), "get_reward is called for one sample"),
     (SEARCHED, lambda config: config.fusion.intra_stage != "search", "fusion.intra_stage is not search"),
@@ -293,10 +294,8 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (("eval.",), lambda config: not config.data.val_files, "data.val_files is empty"),
     (("data.val_files", "eval."), _never_evaluates, "trainer.eval_every=0"),
     (("trainer.wandb_project",), lambda config: config.trainer.wandb == "off", "trainer.wandb=off"),
-    (("actor.optim.beta", "actor.optim.eps"), _optim(Role.ACTOR, "name", "sgd"), "sgd has none"),
-    (("critic.optim.beta", "critic.optim.eps"), _optim(Role.CRITIC, "name", "sgd"), "sgd has none"),
-    (("actor.optim.min_lr",), _optim(Role.ACTOR, "lr_scheduler_type", "constant"), "the rate is constant"),
-    (("critic.optim.min_lr",), _optim(Role.CRITIC, "lr_scheduler_type", "constant"), "the rate is constant"),
+    *(((f"{r}.optim.beta", f"{r}.optim.eps"), _optim(r, "name", "sgd"), "sgd has none") for r in LEARNERS),
+    *(((f"{r}.optim.min_lr",), _optim(r, "lr_scheduler_type", "constant"), "the rate is constant") for r in LEARNERS),
 )
 
 

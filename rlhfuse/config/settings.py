@@ -13,7 +13,6 @@ from pydantic import Field, JsonValue
 
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.multi_turn import MultiTurnConfig
-from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.settings_group import Settings, key
 from rlhfuse.config.values import (
     AUTO,
@@ -45,6 +44,7 @@ from rlhfuse.config.values import (
     Wait,
     Whole,
 )
+from rlhfuse.tasks.role import POLICY, ROLES, Role
 
 
 def _or_auto(schema: dict[str, Any]) -> None:
@@ -395,10 +395,9 @@ class RunConfig(Settings):
     parallel: Annotated[ParallelConfig, Field(json_schema_extra=_or_auto)] = ParallelConfig()  # load.py spells it out
     trainer: TrainerConfig = TrainerConfig()
 
-    @property
-    def held_iterations(self) -> int:
-        """Iterations at the beginning in which the actor does not learn."""
-        return self.critic.warmup_iterations if self.algorithm.has_critic else 0
+    def held_iterations(self, role: str) -> int:
+        """Iterations at the beginning in which the model of `role` does not learn."""
+        return self.critic.warmup_iterations if role == POLICY and self.algorithm.has_critic else 0
 
     @property
     def evaluates_first(self) -> bool:
@@ -437,19 +436,19 @@ class RunConfig(Settings):
     def roles(self) -> tuple[Role, ...]:
         """The models of this run; the actor always."""
         absent = {
-            Role.CRITIC: not self.algorithm.has_critic,
-            Role.REFERENCE: self.reference.path.lower() == "none",
-            Role.REWARD: not self.reward.path and bool(self.reward.function),
+            "critic": not self.algorithm.has_critic,
+            "reference": self.reference.path.lower() == "none",
+            "reward": not self.reward.path and bool(self.reward.function),
         }
-        return tuple(role for role in Role if not absent.get(role))
+        return tuple(role for role in ROLES if not absent.get(role))
 
     def trained(self) -> tuple[Role, ...]:
-        """Roles that learn: actor, and critic where there is one."""
+        """Roles that learn, the policy first."""
         return tuple(role for role in self.roles() if role.trains)
 
     def scorers(self) -> tuple[Role, ...]:
         """Roles whose models score finished samples, in the order in which they do; may be empty."""
-        return tuple(role for role in SCORING_ORDER if role in self.roles())
+        return self.roles()[1:]
 
     def threshold(self) -> int | None:
         """R_t as a number, or None for auto."""

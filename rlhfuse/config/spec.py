@@ -21,7 +21,7 @@ from rlhfuse.base.files import is_listed
 from rlhfuse.base.json_values import LARGEST, JsonModel, parse_json, read_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.config_json import ARCHITECTURES, DEFAULTS, IMPLEMENTED, NOT_NULL, WITHOUT_EFFECT
-from rlhfuse.config.role import Role
+from rlhfuse.tasks.role import Role
 
 MOST_LAYERS = 10_000  # of a model
 MOST_REAL = 1e30  # of the rotary embedding's numbers, which float32 holds
@@ -229,7 +229,7 @@ def _check_role(form: _ConfigJson, kind: str, role: Role, where: str) -> None:
     usable = [ARCHITECTURES[kind] + head for head in (*heads, *["ForCausalLM"] * role.fresh_head)]
     given = form.architectures or []
     if given and not set(given) & set(usable):
-        trained = ", as TRL's RewardTrainer saves" if role is Role.REWARD else ""
+        trained = ", as TRL's RewardTrainer saves" if role == "reward" else ""
         told = f"architectures {shorten(', '.join(given), 100)} cannot be {role}.path"
         raise InputError(f"{where}: {told}; use a {' or '.join(usable)}{trained}")
 

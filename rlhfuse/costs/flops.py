@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.tasks.role import POLICY, Role
 
 TRAINING_FORWARDS = 3  # forward, gradients of inputs, gradients of weights
 Lengths = tuple[int, int]  # tokens of a sample's prompt and response
@@ -62,7 +62,7 @@ class IterationFlops:
 
         read = [sum(lengths) - 1 for lengths in samples]
         return IterationFlops(
-            forward_flops(specs[Role.ACTOR], read, sum(output for _, output in samples)),
+            forward_flops(specs[POLICY], read, sum(output for _, output in samples)),
             sum(forward(role, samples) for role in scorers),
             {role: TRAINING_FORWARDS * forward(role, passes) for role in trained},
         )

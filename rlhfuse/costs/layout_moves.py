@@ -14,13 +14,14 @@ from numba import njit
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.base.readable_bytes import readable_bytes
-from rlhfuse.config.role import Role
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.decisions.layouts import Task
 from rlhfuse.decisions.shards import Cells
 from rlhfuse.decisions.weight_holders import WeightHolders
-from rlhfuse.decisions.weight_moves import DESTINATIONS, WeightMoves, plan_moves
+from rlhfuse.decisions.weight_moves import WeightMoves, plan_moves
 from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells
+from rlhfuse.tasks.role import Role
+from rlhfuse.tasks.task import DESTINATIONS, TASKS
 
 STAYS, WITHIN, ACROSS = range(3)
 SENT, RECEIVED = range(2)
@@ -96,7 +97,7 @@ def layout_moves(
         target, cells = rows[DESTINATIONS[model]], ranks.pipelines(model)
         load = model_load(specs[model], layout, cells, target.layout, element_bytes, node, model.scalar_head)
         seconds = load.seconds(hardware)
-        if target.name != "generation":
+        if TASKS[target.name].kind == "score":
             seconds += load.host_copy_seconds(hardware)
         source = f"{model}_train {replace(layout, cut=None)}"
         moves.append(LayoutMove(model, source, f"{target.name} {target.layout}", load.traffic, seconds))

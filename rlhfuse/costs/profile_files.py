@@ -12,13 +12,13 @@ from pathlib import Path
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import Versioned, read_json
-from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.cost_model import CostModel, TrainingCost
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profiled import ProfiledCost, check_made_for, made_for
 from rlhfuse.decisions.layouts import Task
+from rlhfuse.tasks.role import ROLES, Role
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class TensorProfiles(Versioned):
         Raises InputError naming `where` and a degree that was not measured.
         """
         profiles = {task.name: self._at(task, where) for task in tasks}
-        scored = {role: f"{role}_inference" for role in SCORING_ORDER}
-        scorers = {role: profiles[name] for role, name in scored.items() if name in profiles}
+        scorers = {role: profiles[name] for role in ROLES if (name := f"{role}_inference") in profiles}
         trained = {task.role: profiles[task.name].training for task in tasks if task.training}
         decoding = profiles["generation"]
         degrees = {f"{role}_inference_tp": profile.made_for["generation_tp"] for role, profile in scorers.items()}
@@ -104,6 +103,6 @@ def run_costs(
     if where and isinstance(costs, (ProfiledCost, MeasuredCost)):  # else they are those of trainer.pace
         known, asked = costs.made_for or {}, made_for(trainer, tasks, specs)
         if isinstance(costs, MeasuredCost):  # its scores are those of all models together
-            asked |= {role: asked.get(role) for role in Role if role in known}
+            asked |= {role: asked.get(role) for role in ROLES if role in known}
         check_made_for(known, asked, where)
     return costs

@@ -14,7 +14,6 @@ from typing import Any
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import Versioned
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, RewardCost, StageSeconds, TrainingCost
@@ -22,6 +21,7 @@ from rlhfuse.costs.fits import Grid, check_seconds
 from rlhfuse.costs.forms.form import Form
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.decisions.layouts import Task
+from rlhfuse.tasks.role import ROLES, Role
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def made_for(trainer: TrainerConfig, tasks: Sequence[Task], specs: Mapping[Role,
         "dtype": trainer.dtype,
         "threads_per_rank": trainer.threads_per_rank,
         **{f"{task.name}_tp": task.layout.tp for task in tasks if not task.training},
-        **{role: shape_text(specs[role]) for role in Role if role in roles},
+        **{role: shape_text(specs[role]) for role in ROLES if role in roles},
     }
 
 

@@ -7,14 +7,16 @@ Micro-batches change the order of sums alone: how a mini-batch is cut into them 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.settings import FusionConfig, RolloutConfig, RunConfig
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.microbatch_cut import MicrobatchCut
+from rlhfuse.tasks.role import POLICY
+from rlhfuse.tasks.task import TASKS, TRAINED
 
 MOST = 4  # mini-batches
 LEAST_SAMPLES = 4  # of a mini-batch: an optimizer step on fewer follows single samples
@@ -31,8 +33,7 @@ class BatchArithmetic:
     samples_per_instance: int  # of the fullest
     minibatches: int
     samples_per_minibatch: int
-    actor_pipelines: int
-    critic_pipelines: int  # 0 without a critic
+    pipelines: Mapping[str, int] = field(hash=False)  # of each model that trains, the policy first
     cut: MicrobatchCut
     by_tokens: bool
     epochs: int = 1  # passes over the samples
@@ -50,14 +51,15 @@ class BatchArithmetic:
         `longest`: tokens of a sample, at most. Raises InputError where no micro-batches of so many tokens are possible.
         """
         samples, instances = rollout.prompts_per_iteration * rollout.samples_per_prompt, layouts["generation"].dp
-        actor, critic = layouts["actor_train"], layouts.get("critic_train")
-        sizes = actor.dp, samples // algorithm.minibatches, longest
+        trained = {TASKS[name].role: layouts[name] for name in TRAINED if name in layouts}
+        first = trained[POLICY]
+        sizes = first.dp, samples // algorithm.minibatches, longest
         if fusion.actor_microbatches != AUTO:
             cut = MicrobatchCut.by_samples(fusion.actor_microbatches, *sizes)
         else:
             # as many as fill every model's pipelines once
-            least = max(-(-layout.dp * layout.pp // actor.dp) for layout in (actor, critic) if layout)
-            how = multiple_of(actor, critic, fusion.by_rule), least
+            least = max(-(-layout.dp * layout.pp // first.dp) for layout in trained.values())
+            how = multiple_of([*trained.values()], fusion.by_rule), least
             cut = MicrobatchCut.by_tokens(int(fusion.microbatch_tokens), *sizes, *how)
         return BatchArithmetic(
             prompts=rollout.prompts_per_iteration,
@@ -67,8 +69,7 @@ class BatchArithmetic:
             samples_per_instance=-(-samples // instances),
             minibatches=algorithm.minibatches,
             samples_per_minibatch=samples // algorithm.minibatches,
-            actor_pipelines=actor.dp,
-            critic_pipelines=critic.dp if critic else 0,
+            pipelines={role: layout.dp for role, layout in trained.items()},
             cut=cut,
             by_tokens=fusion.actor_microbatches == AUTO,
             epochs=algorithm.epochs,
@@ -77,7 +78,7 @@ class BatchArithmetic:
     @property
     def most_microbatches(self) -> int:
         """As many as a mini-batch may have over all pipelines; the same for all models."""
-        return self.actor_pipelines * self.cut.rungs[-1]
+        return self.pipelines[POLICY] * self.cut.rungs[-1]
 
     @property
     def optimizer_steps(self) -> int:
@@ -85,9 +86,8 @@ class BatchArithmetic:
         return self.minibatches * self.epochs
 
     def microbatches_of(self, rung: int) -> dict[str, int]:
-        """Micro-batches per pipeline of each model that trains, where the actor's have `rung`."""
-        critic = {"critic": self.actor_pipelines * rung // self.critic_pipelines} if self.critic_pipelines else {}
-        return {"actor": rung, **critic}
+        """Micro-batches per pipeline of each model that trains, where the policy's have `rung`."""
+        return {role: self.pipelines[POLICY] * rung // count for role, count in self.pipelines.items()}
 
     def lines(self) -> list[str]:
         """The equations as text for people."""
@@ -98,10 +98,9 @@ class BatchArithmetic:
             f"{self.samples} samples / {self.minibatches} mini-batches = {self.samples_per_minibatch} samples "
             "per optimizer step",
         ]
-        pipelines = {"actor": self.actor_pipelines, "critic": self.critic_pipelines}
-        for model in self.microbatches_of(1):
+        for model, pipelines in self.pipelines.items():
             counts = [str(self.microbatches_of(rung)[model]) for rung in self.cut.rungs]
-            parts = f"{self.samples_per_minibatch} samples / ({pipelines[model]} {model} pipelines x"
+            parts = f"{self.samples_per_minibatch} samples / ({pipelines} {model} pipelines x"
             if self.by_tokens:
                 most = f"at most {self.cut.tokens:,.0f} tokens"
                 lines.append(f"{parts} {' or '.join(counts)} micro-batches), the first with {most} each")
@@ -112,13 +111,12 @@ class BatchArithmetic:
         return [*lines, steps] if self.epochs > 1 else lines
 
 
-def multiple_of(actor: ParallelLayout, critic: ParallelLayout | None, by_rule: bool) -> int:
+def multiple_of(layouts: Sequence[ParallelLayout], by_rule: bool) -> int:
     """What M1 must be a multiple of, so that K1*M1 = K2*M2; `by_rule`: in an order that takes virtual stages in turn,
     for which the micro-batches of each pipeline divide over its stages."""
-    layouts = [actor, critic] if critic else [actor]
     turns = by_rule and all(layout.chunks > 1 for layout in layouts)
     parts = [layout.dp * (layout.pp if turns else 1) for layout in layouts]
-    return math.lcm(*(part // math.gcd(actor.dp, part) for part in parts))
+    return math.lcm(*(part // math.gcd(layouts[0].dp, part) for part in parts))
 
 
 def resolve_batch(config: RunConfig) -> RunConfig:
@@ -127,9 +125,9 @@ def resolve_batch(config: RunConfig) -> RunConfig:
     minibatches, microbatches = config.algorithm.minibatches, config.fusion.actor_microbatches
     if minibatches != AUTO:
         return config
-    layouts = config.parallel.actor_train, config.parallel.critic_train
-    actor, critic = (1 if layout == AUTO else ParallelLayout.parse(layout).dp for layout in layouts)
-    step = critic // math.gcd(actor, critic) if config.algorithm.has_critic else 1  # of M1, for K1*M1 = K2*M2
-    least = max(LEAST_SAMPLES, actor * step) if microbatches == AUTO else actor * microbatches
+    texts = (getattr(config.parallel, f"{role}_train") for role in config.trained())
+    layouts = [ParallelLayout.parse("d1t1p1" if text == AUTO else text) for text in texts]
+    first, step = layouts[0].dp, multiple_of(layouts, by_rule=False)
+    least = max(LEAST_SAMPLES, first * step) if microbatches == AUTO else first * microbatches
     counts = (count for count in range(MOST, 1, -1) if samples % count == 0 and samples // count >= least)
     return config.with_(algorithm={"minibatches": next(counts, 1)})

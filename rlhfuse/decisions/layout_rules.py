@@ -12,14 +12,15 @@ from itertools import product
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.auto_layouts import SCORERS, auto_layouts, refuse_auto, searched_keys
-from rlhfuse.config.role import Role
+from rlhfuse.config.auto_layouts import auto_layouts, refuse_auto, searched_keys
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import Task, given_tasks, training_layouts
 from rlhfuse.schedule.ir.ranks import fused_shape
+from rlhfuse.tasks.role import Role
+from rlhfuse.tasks.task import SCORERS
 
 
 @dataclass(frozen=True)

@@ -12,22 +12,14 @@ from pydantic import PlainSerializer, PlainValidator
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import layout_rows
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import ParallelConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
+from rlhfuse.tasks.role import Role, role_named
+from rlhfuse.tasks.task import TASKS, TRAINED
 
-# Config key of each task and the role of the model it runs, in the order of an iteration. A run has those of its roles.
-TASK_ROLES = (
-    ("generation", Role.ACTOR),
-    ("reference_inference", Role.REFERENCE),
-    ("reward_inference", Role.REWARD),
-    ("critic_inference", Role.CRITIC),
-    ("actor_train", Role.ACTOR),
-    ("critic_train", Role.CRITIC),
-)
-TRAINED = ("actor_train", "critic_train")
 LayoutText = Annotated[ParallelLayout, PlainValidator(ParallelLayout.parse), PlainSerializer(str)]  # in JSON
+RoleName = Annotated[Role, PlainValidator(role_named), PlainSerializer(str)]  # likewise
 
 
 @dataclass(frozen=True)
@@ -35,13 +27,13 @@ class Task:
     """One row: the task, the model's role, the layout, and its first and last rank."""
 
     name: str
-    role: Role
+    role: RoleName
     layout: LayoutText
     ranks: tuple[int, int]
 
     @property
     def training(self) -> bool:
-        return self.name.endswith("_train")
+        return self.name in TRAINED
 
     def __str__(self) -> str:
         return f"{self.name:20s} {self.role:10s} {str(self.layout):10s} ranks {self.ranks[0]}-{self.ranks[1]}"
@@ -50,16 +42,14 @@ class Task:
 def given_tasks(parallel: ParallelConfig, roles: Collection[Role], world_size: int) -> tuple[Task, ...]:
     """The rows of models of these `roles` that are not auto, unchecked."""
     every = (0, world_size - 1)
-    texts = {name: getattr(parallel, name) for name, role in TASK_ROLES if role in roles}
+    texts = {name: getattr(parallel, name) for name, task in TASKS.items() if task.role in roles}
     return tuple(
-        Task(name, dict(TASK_ROLES)[name], ParallelLayout.parse(text), every)
-        for name, text in texts.items()
-        if text != AUTO
+        Task(name, TASKS[name].role, ParallelLayout.parse(text), every) for name, text in texts.items() if text != AUTO
     )
 
 
 def training_layouts(tasks: tuple[Task, ...]) -> dict[str, ParallelLayout]:
-    """Layout of each model that trains, the actor first: what a fused group is made of."""
+    """Layout of each model that trains, the policy first: what a fused group is made of."""
     return {task.role: task.layout for task in tasks if task.training}
 
 
@@ -74,7 +64,7 @@ def planned_world_size(config: RunConfig, given: int | None, job: Mapping[str, s
         return given
     text = job.get("WORLD_SIZE", "")
     if not text:
-        layouts = (getattr(config.parallel, row) for row in ("actor_train", *layout_rows(config)))
+        layouts = (getattr(config.parallel, row) for row in (TRAINED[0], *layout_rows(config)))
         if (layout := next((layout for layout in layouts if layout != AUTO), None)) is None:
             fix = "start under torchrun, which says how many, or give a layout or --world-size"
             raise InputError(f"parallel.actor_train=auto: the number of ranks is not known; {fix}")

@@ -15,14 +15,13 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.layouts import Task
 from rlhfuse.decisions.shards import Shard, model_shards
 from rlhfuse.decisions.weight_holders import Parts, WeightHolders
 from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells
-
-DESTINATIONS = {Role.ACTOR: "generation", Role.CRITIC: "critic_inference"}  # the critic's copy goes on to host memory
+from rlhfuse.tasks.role import Role
+from rlhfuse.tasks.task import DESTINATIONS
 
 
 class Transfer(NamedTuple):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.speculation import GuessRows
@@ -56,6 +57,7 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         tp_group: dist.ProcessGroup | None = None,
         detokenize: Callable[[list[int]], str] | None = None,
+        clock: Clock = Clock(),
     ) -> None:
         """`weights` under Megatron-core names, this rank's shares; they are read in place.
 
@@ -73,7 +75,9 @@ class Engine:
         self._block_shape = BlockShape(
             spec.layers, options.block_tokens, spec.kv_heads, spec.head_dim, str(dtype).removeprefix("torch.")
         )
-        self.loop = StepLoop(self.scheduler, self.forward, options, self.new_guesser(), self._leave_batch, detokenize)
+        self.loop = StepLoop(
+            self.scheduler, self.forward, options, self.new_guesser(), self._leave_batch, detokenize, clock
+        )
         self._has_tokenizer = detokenize is not None
         self._exporting: list[int] = []  # sample ids offered to another engine
         self._ended: list[GenerationResult] = []  # found finished outside of step()

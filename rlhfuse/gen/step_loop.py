@@ -1,15 +1,14 @@
 """An engine's steps: launched one after another, their draws taken in; one may be in flight while another is launched.
 
-Who calls it holds the cache and the samples; it owns the step in flight, the clock and the guesses.
+Who calls it holds the cache and the samples; it owns the step in flight, its seconds and the guesses.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rlhfuse.base.clock import Hold, unpaced
+from rlhfuse.base.clock import Clock
 from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.gen.core.draws import Draws, Launched
 from rlhfuse.gen.core.forward_batch import ForwardBatch, ScheduledSequence
@@ -58,6 +57,7 @@ class StepLoop:
         guesser: Guesser | None,
         leave: Callable[[Sequence], None],
         detokenize: Callable[[list[int]], str] | None,
+        clock: Clock,
     ) -> None:
         """`leave`: takes a sequence whose response or turn is over out of what runs."""
         self.scheduler, self.forward, self.guesser = scheduler, forward, guesser
@@ -66,15 +66,15 @@ class StepLoop:
         self._runs_ahead = options.run_ahead and forward.runs_ahead
         self._leave_batch, self._detokenize = leave, detokenize
         self.in_flight: LaunchedStep | None = None  # launched, its draws are not read
-        self.hold: Hold = unpaced  # of steps, with sequences, tokens of context and tokens of prompts
+        self.clock = clock
         self._certain_end = False  # one of its sequences ends with it, whatever is drawn
-        self._clock = self._seconds = 0.0  # when the running call began; spent in earlier ones since draws were read
+        self._began = self._seconds = 0.0  # when the running call began; spent in earlier ones since draws were read
         self.last_step = StepStats()
 
     def step(self, cache: KVCache) -> list[GenerationResult]:
         """Run one forward pass and draw; returns the samples that finished, or a turn. Nothing to do gives []."""
         self.last_step = StepStats()
-        self._clock = self._now()
+        self._began = self._now()
         finished, running = [], len(self.scheduler.running)
         try:
             if self.in_flight and (self._certain_end or self.scheduler.blocks.free_blocks < running):
@@ -89,12 +89,12 @@ class StepLoop:
             self._forget_step()
             self.scheduler.preempt_all()  # blocks may be half written: run their tokens again
             raise
-        self._seconds += self._now() - self._clock
+        self._seconds += self._now() - self._began
         return finished
 
     def settle(self) -> list[GenerationResult]:
         """Read the draws of a step that was launched ahead; returns the samples that finished."""
-        self._clock = self._now()
+        self._began = self._now()
         try:
             return self._read()
         except BaseException:
@@ -174,17 +174,18 @@ class StepLoop:
                     finished.append(seq.result())
             row += 1 + len(guesses)
         stats = step.stats
-        self.hold("step", self._clock - self._seconds, stats.batch, stats.context_tokens, stats.prefill_tokens)
+        begun, counts = self._began - self._seconds, (stats.batch, stats.context_tokens, stats.prefill_tokens)
+        self.clock.hold(begun, "step", *counts)
         now = self._now()
-        self.last_step = stats._replace(seconds=self._seconds + now - self._clock, accepted_tokens=accepted)
-        self._clock, self._seconds = now, 0.0
+        self.last_step = stats._replace(seconds=now - begun, accepted_tokens=accepted)
+        self._began, self._seconds = now, 0.0
         if self.guesser and self.guesser.measured and not stats.prefill_tokens:
             self.guesser.measured.observe(self.last_step.observation(), stats.searched)
         return finished
 
     def _now(self) -> float:
         """Seconds on a clock that stands still while a CUDA graph is captured."""
-        return time.perf_counter() - self.forward.recording_seconds
+        return self.clock.now() - self.forward.recording_seconds
 
     def _take_run(self, number: int, seq: Sequence, guesses: list[int], draws: Draws, row: int) -> int:
         """Take in the draws behind that of `row`, as far as the guesses foresaw them; returns how many did."""

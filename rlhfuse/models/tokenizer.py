@@ -23,10 +23,10 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import is_listed
 from rlhfuse.base.json_values import read_json
 from rlhfuse.config.load import shortened
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RolloutConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf_folder import carried_files
+from rlhfuse.tasks.role import POLICY, Role
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SPECIAL = ("bos_token", "eos_token", "unk_token")  # padding is never fed
@@ -159,11 +159,11 @@ def resolve_tokens(
 
     `tokenizer`: of the actor; None where it has no files. Raises InputError as the two functions below.
     """
-    notes, actor = check_tokenizers(tokenizer, paths, specs, required), specs[Role.ACTOR]
+    notes, actor = check_tokenizers(tokenizer, paths, specs, required), specs[POLICY]
     if tokenizer is not None:
         actor, warnings = with_end_tokens(actor, tokenizer, rollout)
         notes += warnings
-    return {**specs, Role.ACTOR: actor}, notes
+    return {**specs, POLICY: actor}, notes
 
 
 def check_tokenizers(
@@ -174,8 +174,8 @@ def check_tokenizers(
     Without tokenizer files the sizes of the vocabularies must be equal. Raises InputError for a model that does not
     fit, and with `required` for one without tokenizer files.
     """
-    checked, unread = {paths[Role.ACTOR]}, []
-    for role in sorted(paths, key=lambda role: len(role.path_defaults)):  # what others default to first
+    checked, unread = {paths[POLICY]}, []
+    for role in sorted(paths, key=lambda role: len(role.starts_from)):  # what others default to first
         path, spec = paths[role], specs[role]
         if path in checked:
             continue
@@ -186,7 +186,7 @@ def check_tokenizers(
             continue
         if required:
             raise InputError(f"{role}.path={path} has no tokenizer files to hold against the actor's; copy them there")
-        if spec.vocab != (vocab := specs[Role.ACTOR].vocab):
+        if spec.vocab != (vocab := specs[POLICY].vocab):
             why = "their tokenizers, which would say whether they fit, are not there"
             raise InputError(
                 f"{role}.path={path}: vocab({spec.vocab}) != vocab({vocab}) of the actor, and {why}; {_FIX}"
@@ -195,7 +195,7 @@ def check_tokenizers(
     if not unread:
         return ()
     told = f"without tokenizer files actor and {', '.join(unread)} are compared by the size of their vocabularies alone"
-    return (f"{told}, {specs[Role.ACTOR].vocab} each; a run needs the files",)
+    return (f"{told}, {specs[POLICY].vocab} each; a run needs the files",)
 
 
 def first_difference(actor: Any, other: Any) -> str:

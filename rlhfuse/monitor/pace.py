@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhfuse.base.clock import Clock
+
 MOST_CPU, MOST_LATE = 0.4, 0.01  # of the machine's cores, and of the pieces of work: with more a run is no evidence
 
 
@@ -34,29 +36,31 @@ def cpu_seconds() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-class Pace:
-    """The pace of one rank."""
+class PacedClock(Clock):
+    """The clock of one rank whose work lasts as long as it is priced."""
 
-    def __init__(self, prices: Mapping[str, Callable[..., float]], stretch: float = 1.0, name: str = "") -> None:
+    def __init__(
+        self, rank: int, prices: Mapping[str, Callable[..., float]], stretch: float = 1.0, name: str = ""
+    ) -> None:
         """`prices`: by the kind of work, stretched already; `name`: of all that, in words."""
+        super().__init__(rank)
         self._prices, self._stretch, self._name = prices, stretch, name
         self._counts = {kind: [0, 0, 0.0] for kind in self._prices}  # a kind is of one thread
         self._began = time.process_time(), cpu_seconds()
 
-    def hold(self, kind: str, start: float, *counts: Any) -> None:
-        """Return when the piece of work that began at `start`, by `time.perf_counter`, has lasted as priced."""
+    def hold(self, start: float, kind: str, *counts: Any) -> None:
         seconds = self._prices[kind](*counts)
         if not seconds:
             return
         end, count = start + seconds, self._counts[kind]
-        left = end - time.perf_counter()
+        left = end - self.now()
         if left > 0:
-            time.sleep(left)
+            self.sleep(left)
         count[0] += 1
         count[1] += left < 0
-        count[2] = max(count[2], time.perf_counter() - end)
+        count[2] = max(count[2], self.now() - end)
 
-    def take(self) -> PaceStats:
+    def take_pace(self) -> PaceStats:
         """What happened since the last time."""
         counts, before = list(self._counts.values()), self._began
         self._counts = {kind: [0, 0, 0.0] for kind in self._prices}
@@ -64,7 +68,7 @@ class Pace:
         pieces, late, lateness = sum(c[0] for c in counts), sum(c[1] for c in counts), max(c[2] for c in counts)
         return PaceStats(pieces, late, lateness, *(now - then for now, then in zip(self._began, before)))
 
-    def metrics(self, ranks: Sequence[PaceStats], seconds: float, cores: float) -> dict[str, Any]:
+    def pace_metrics(self, ranks: Sequence[PaceStats], seconds: float, cores: float) -> dict[str, Any]:
         """Metrics of an iteration that took so long on machines of so many cores, of which `paced` says in words what
         it is and is not.
 

@@ -1,42 +1,22 @@
 """What every rank did and when, as a Chrome trace.
 
-A `Span` is one piece of work of one rank. Spans are saved in Chrome's trace format, which Perfetto (ui.perfetto.dev)
-opens: one process for what was measured, one for what was predicted, a thread per rank.
+`Span`s are saved in Chrome's trace format, which Perfetto (ui.perfetto.dev) opens: one process for what was measured,
+one for what was predicted, a thread per rank.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhfuse.base.clock import GROUPS, Span
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_text
 from rlhfuse.base.json_values import from_json, read_json
 
-GROUPS = ("predicted", "measured")
 _MICROSECONDS = 1e6  # the unit of Chrome traces
-
-
-@dataclass(frozen=True)
-class Span:
-    """One piece of work; `args` are facts shown when it is clicked, of JSON types."""
-
-    name: str
-    kind: str  # generate, migrate, score, reshard, actor F, critic B ...
-    rank: int
-    start_seconds: float
-    end_seconds: float
-    group: str = "measured"
-    args: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.group not in GROUPS:
-            raise InputError(f"span {self.name}: group {self.group!r} is not one of {', '.join(GROUPS)}")
-        if self.end_seconds < self.start_seconds:
-            raise InputError(f"span {self.name}: ends at {self.end_seconds} s, before {self.start_seconds} s")
 
 
 def save_trace(spans: Sequence[Span], path: str | Path) -> None:

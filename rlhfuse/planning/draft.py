@@ -12,13 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.machine import SharedCores
 from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
@@ -38,9 +36,10 @@ from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import min_memory
-from rlhfuse.simulator.instance_limits import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits, priced_limits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, load_threshold
+from rlhfuse.tasks.role import POLICY, Role
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class DraftInputs:
             hardware = replace(hardware, cross_link_bandwidth=link)
         cores = SharedCores.of(config.trainer.threads_per_rank, hardware, world_size, run.host)
         if config.trainer.pace:
-            token_bytes = run.specs[Role.ACTOR].kv_bytes_per_token(config.trainer.element_bytes)
+            token_bytes = run.specs[POLICY].kv_bytes_per_token(config.trainer.element_bytes)
             measured = load_paced_cost(config.trainer.pace).of_run(config.trainer.pace_stretch, token_bytes)
             cores = SharedCores()  # what sleeps takes none
         return DraftInputs(hardware, cores, planned, drawn, measured)
@@ -287,7 +286,7 @@ def _sizes(
 def instance_limits(run: SettledRun, cache: InstanceCache, costs: CostModel, lengths: SampleLengths) -> InstanceLimits:
     """Sizes of a generation instance, for samples of these lengths."""
     config, rollout = run.config, run.config.rollout
-    token_bytes = run.specs[Role.ACTOR].kv_bytes_per_token(config.trainer.element_bytes)
+    token_bytes = run.specs[POLICY].kv_bytes_per_token(config.trainer.element_bytes)
     most = rollout.max_sequences_per_instance
     limits = InstanceLimits(
         max_sequences=most,
@@ -302,15 +301,6 @@ def instance_limits(run: SettledRun, cache: InstanceCache, costs: CostModel, len
         reward_workers=config.reward.workers if config.reward.function else 0,
     )
     return priced_limits(config.fusion.bs_max, limits, costs, lengths)
-
-
-def priced_limits(given: int, limits: InstanceLimits, costs: CostModel, lengths: SampleLengths) -> InstanceLimits:
-    """`limits` with the BS_max that these costs allow at the median context, unless one is `given` (fusion.bs_max), and
-    with the part of their time in which so many samples decode."""
-    context = lengths.median_context
-    bs_max = given or largest_flat_batch(costs, context, limits.max_sequences)
-    active = lengths.active_share(costs.decode_step_seconds(bs_max, bs_max * context))
-    return replace(limits, bs_max=bs_max, active_share=active)
 
 
 def _threshold_file(file: str, batch: BatchArithmetic) -> Threshold | None:

@@ -1,32 +1,35 @@
-"""Makes the plan of a run from its draft: training schedule, programs, R_t, predicted seconds, and why.
+"""Makes the plan of a run from its draft: training schedules, R_t, predicted seconds, and why.
 
-A search within a time limit gives no two ranks the same schedule, so one process makes the plan and sends it as text;
-all others parse it onto their own draft. The programs that run are lowered once, from the problem that was searched.
+A search within a time limit gives no two processes the same schedule, so one process makes the plan, and the ranks
+receive its text.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlhfuse.base.kernel_cache import compile_apart
 from rlhfuse.costs.machine import ranks_on_machine
-from rlhfuse.planning.draft import PlanDraft
-from rlhfuse.planning.efficiency import efficiency
+from rlhfuse.planning.draft import PlanDraft, draft_plan
+from rlhfuse.planning.draft_kernels import compile_for_drafts
 from rlhfuse.planning.graph_capture import graph_capture
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.memory_plan import MemoryPlan
+from rlhfuse.planning.plan import Plan
 from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
-from rlhfuse.planning.reasons import Reasons, host_limits, of_keeping
-from rlhfuse.planning.run_plan import (
+from rlhfuse.planning.report.efficiency import efficiency
+from rlhfuse.planning.report.reasons import Reasons, host_limits, of_keeping
+from rlhfuse.planning.report.report import (
     GenerationPlan,
     MinibatchSeconds,
     PlannedRanks,
     PlanReport,
-    RunPlan,
     ScheduleSummary,
     ThresholdPlan,
 )
-from rlhfuse.planning.traffic import traffic
+from rlhfuse.planning.report.traffic import traffic
+from rlhfuse.planning.settle import settle
 from rlhfuse.planning.training.schedule_family import schedule_family
 from rlhfuse.planning.training.stage_cuts import stage_balances
 from rlhfuse.planning.training.training_orders import other_promises
@@ -34,14 +37,27 @@ from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound, quick_bound
 from rlhfuse.schedule.ir.evaluate import Timeline, evaluate, idle_share
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.program.lowering import lower
-from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import min_memory, serial_makespan
+from rlhfuse.schedule.search.worker import kernel_group
+from rlhfuse.simulator import simulation
 from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 
 
-def make_plan(draft: PlanDraft, kept: Path | None = None) -> RunPlan:
+def plan_job(job: Job) -> Plan:
+    """The plan of a job, with the schedules of the run that is resumed where they still fit.
+
+    Kernels that are not in numba's cache are compiled in processes of their own, which give the compiler's memory back.
+    Raises InputError for a setting that cannot be, or as `make_plan`.
+    """
+    compile_for_drafts()
+    draft = draft_plan(settle(job), job.recent)
+    if not draft.training.given:
+        compile_apart([simulation.kernel_group(), kernel_group()])
+    return make_plan(draft, job.schedule_file)
+
+
+def make_plan(draft: PlanDraft, kept: Path | None = None) -> Plan:
     """Decide what is left to decide; `kept`: schedule.json of the run that is resumed.
 
     Raises ScheduleError where a schedule could hang or passes the memory cap, InputError where it does not fit.
@@ -50,23 +66,21 @@ def make_plan(draft: PlanDraft, kept: Path | None = None) -> RunPlan:
     family = config.fusion, config.trainer.seed, draft.problems, training.shares, draft.ranks.shape
     schedules, source = schedule_family(*family, kept, passing=draft.memory.passing)
     draft.memory.check(draft.memory.held_by(*schedules.values()), min_memory(training.problem), source)
-    return _run_plan(draft, schedules, _report(draft, schedules, source))
-
-
-def parse_plan(draft: PlanDraft, text: str) -> RunPlan:
-    """A plan that another rank made and sent with `RunPlan.to_text`; its schedules are verified here too."""
-    raw = json.loads(text)
-    texts = {int(rung): lines for rung, lines in raw["schedules"].items()}
-    schedules = {rung: Schedule.parse(problem, texts[rung]) for rung, problem in draft.problems.items()}
-    return _run_plan(draft, schedules, PlanReport.from_dict(raw["report"], "plan"))
-
-
-def _run_plan(draft: PlanDraft, schedules: Mapping[int, Schedule], report: PlanReport) -> RunPlan:
-    reduce, tied, programs = draft.inputs.hardware.device.reduction, draft.run.tied, {}
-    for rung, schedule in sorted(schedules.items()):
-        programs[rung] = lower(schedule, draft.ranks, tied=tied, reduce=reduce)
-        verify(programs[rung], schedule, draft.ranks, tied=tied, one_queue=reduce == "joint")
-    return RunPlan(report, schedules, draft.ranks, programs, draft.costs, draft.costs_name)
+    report = _report(draft, schedules, source)
+    plan = Plan(
+        config=draft.config,
+        document=report.to_dict(),
+        summary=report.render(),
+        notes=tuple(filter(None, (draft.run.without_effect, *draft.run.lines))),
+        schedules=schedules,
+        tied=draft.run.tied,
+        reduction=draft.inputs.hardware.device.reduction,
+        cores=draft.run.host.cores,
+        costs_name=draft.costs_name,
+        costs=draft.costs,
+    )
+    _ = plan.programs  # a schedule that could hang is found here
+    return plan
 
 
 def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) -> PlanReport:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhfuse.config.auto_layouts import SCORERS
-from rlhfuse.config.role import Role
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.config.values import Recompute, known
 from rlhfuse.costs.analytic import AnalyticCost
@@ -14,9 +12,11 @@ from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.machine import SharedCores
 from rlhfuse.costs.measured import Work
-from rlhfuse.decisions.layouts import Task
+from rlhfuse.decisions.layouts import TRAINED, Task
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.role import Role
+from rlhfuse.tasks.task import SCORERS
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,8 @@ class Rooflines:
 
 def _work_of(task: Task) -> Work:
     return "training" if task.training else "generation" if task.name == "generation" else "inference"
+
+
+def optimizer_step_seconds(analytic: Mapping[str, AnalyticCost]) -> float:
+    """Seconds of a mini-batch's optimizer steps: all models that train, one after the other."""
+    return sum(analytic[task].optimizer_step_seconds() for task in TRAINED if task in analytic)

@@ -1,24 +1,21 @@
-"""From a configuration as it is given to a run of which nothing is left open: once, by every program.
+"""Resolves every `auto` of a job's configuration.
 
-First what the machine, the prompts and the reward function say, then the batch, then layouts: as in the checkpoint that
-is resumed, or searched. Every rank does it for itself before there is a process group. Nothing in it is random or looks
-at a clock, so all get the same. What a resumed run had stays, for another table would change the order of its sums.
+The machine, the prompts and the reward function come first, then the batch, then layouts: those of the checkpoint that
+is resumed, or searched ones. Nothing in it is random or depends on a clock, so two plans of one job choose alike. The
+layouts of a resumed run stay, because other ones would change the order of its sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.auto_layouts import completed, decided, searched_keys, with_one_inference
 from rlhfuse.config.device_defaults import resolve_device, without_shared_graphs
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO, known
-from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.batch_arithmetic import resolve_batch
+from rlhfuse.planning.job import Job, StoredLayouts
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
@@ -28,61 +25,35 @@ from rlhfuse.schedule.io import load_schedule
 RECOMPUTE = "trainer.recompute"
 
 
-@dataclass(frozen=True)
-class StoredLayouts:
-    """How a run lay on its ranks when it saved a checkpoint, which people know as `where`."""
-
-    where: str
-    world_size: int
-    layouts: Mapping[str, str]  # task -> layout, and dotted key -> value of settings that change the order of sums
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What settles a run beside its configuration: models, number of ranks, and what was found where it starts.
-
-    `device`: for trainer.device=auto, auto where that stays open; the GPU of `host` is for trainer.hardware=auto.
-    `longest_prompt`: tokens, for data.max_prompt_tokens=auto. `signature`: of reward.function. `stored`: of the
-    checkpoint that is resumed.
-    """
-
-    specs: Mapping[Role, ModelSpec]
-    world_size: int
-    host: Host = field(default_factory=lambda: Host.here())
-    device: str = AUTO
-    longest_prompt: int | None = None
-    signature: str = AUTO
-    stored: StoredLayouts | None = None
-
-
-def settle(config: RunConfig, facts: Facts) -> SettledRun:
-    """The run in which nothing is auto that `facts` or a search of layouts decide; what is given stays.
+def settle(job: Job) -> SettledRun:
+    """The run in which nothing is auto that the job or a search of layouts decides; given values stay.
 
     Raises InputError naming a key that cannot be, or saying what no table of layouts fits.
     """
-    run = settle_but_layouts(config, facts)
+    run = settle_but_layouts(job)
     if not searched_keys(run.config):
         return _ready(run.with_config(completed(run.config)))
     anew: tuple[str, ...] = ()
-    if facts.stored and any(key != RECOMPUTE for key in searched_keys(run.config)):
+    if job.stored and any(key != RECOMPUTE for key in searched_keys(run.config)):
         try:
-            return _as_stored(run, facts.stored)
+            return _as_stored(run, job.stored)
         except InputError as error:
-            anew = (f"layouts that are auto are not those of {facts.stored.where}: {error}",)
+            anew = (f"layouts that are auto are not those of {job.stored.where}: {error}",)
     return _searched(run, anew)
 
 
-def settle_but_layouts(config: RunConfig, facts: Facts) -> SettledRun:
+def settle_but_layouts(job: Job) -> SettledRun:
     """The same, with what a search decides still open, for whoever ranks tables. Raises InputError likewise."""
-    device = known(config.trainer.device, facts.device)
-    gpu = facts.host.gpu if device == "cuda" else ""
+    config = job.config
+    device = known(config.trainer.device, job.device)
+    gpu = job.host.gpu if device == "cuda" else ""
     made = config.with_(
         trainer={"device": device, "hardware": known(config.trainer.hardware, gpu or AUTO)},
-        data={"max_prompt_tokens": known(config.data.max_prompt_tokens, facts.longest_prompt or AUTO)},
-        reward={"signature": known(facts.signature, config.reward.signature)},
+        data={"max_prompt_tokens": known(config.data.max_prompt_tokens, job.longest_prompt or AUTO)},
+        reward={"signature": known(job.signature, config.reward.signature)},
     )
     made = resolve_batch(without_shared_graphs(resolve_device(made)))
-    run = SettledRun(config, made, facts.specs, facts.world_size, facts.host)
+    run = SettledRun(job, made)
     if not searched_keys(made):
         return run
     run.rules.given_rows()

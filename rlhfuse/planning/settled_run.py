@@ -5,25 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rlhfuse.config.role import Role
 from rlhfuse.config.rules import idle_settings
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.layout_rules import LayoutRules
+from rlhfuse.planning.job import Job
+from rlhfuse.tasks.role import Role
 
 
 @dataclass(frozen=True)
 class SettledRun:
-    """`config` has a value wherever `asked`, the configuration as it was given, leaves one open; a search of layouts
-    starts from one in which those are. `lines`: for people, on what was chosen."""
+    """`config` has a value wherever that of the job leaves one open; a search of layouts starts from one in which
+    layouts are open. `lines`: for people, on choices."""
 
-    asked: RunConfig
+    job: Job
     config: RunConfig
-    specs: Mapping[Role, ModelSpec]
-    world_size: int
-    host: Host
     lines: tuple[str, ...] = ()
+
+    @property
+    def specs(self) -> Mapping[Role, ModelSpec]:
+        return self.job.specs
+
+    @property
+    def world_size(self) -> int:
+        return self.job.world_size
+
+    @property
+    def host(self) -> Host:
+        return self.job.host
 
     @property
     def rules(self) -> LayoutRules:
@@ -45,7 +55,7 @@ class SettledRun:
     @property
     def without_effect(self) -> str:
         """A line that names what was set and has no effect on this device, or ''."""
-        return idle_settings(self.asked.with_(trainer={"device": self.config.trainer.device}))
+        return idle_settings(self.job.config.with_(trainer={"device": self.config.trainer.device}))
 
     def with_config(self, config: RunConfig) -> SettledRun:
         """The same with other values, such as a table of layouts."""

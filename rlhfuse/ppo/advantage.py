@@ -8,6 +8,9 @@ reinforce++  sum of the token rewards still to come, whitened (Hu 2025); its _ba
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,19 +32,15 @@ def add_advantages(batch: RolloutBatch, algorithm: AlgorithmConfig, groups: Tens
     Must see the whole batch of the iteration: groups count every sample that has not failed, and whitening every token
     that counts. A group of which fewer than two samples are left has failed as a whole.
     """
-    if algorithm.name == "ppo":
-        advantages = generalized_advantages(
-            given(batch.token_rewards), given(batch.values), batch.drawn_lengths, algorithm.gamma, algorithm.lam
-        )
-        returns = advantages + given(batch.values).double()
-    elif algorithm.name == "reinforce++":
-        rewards = given(batch.token_rewards).double()
-        advantages = returns = discounted_sums(rewards, batch.drawn_lengths, algorithm.gamma)
-    else:
+    compute = ADVANTAGES[algorithm.row.advantage]
+    if algorithm.groups:
         batch = _counting_groups(batch, given(groups))
-        rewards = sample_rewards(batch)
-        compared = _compared(rewards, given(groups), batch.failed, algorithm)
+        rewards, counts = sample_rewards(batch), ~batch.failed if batch.failed is not None else slice(None)
+        compared = torch.zeros_like(rewards)  # of samples that failed
+        compared[counts] = compute(rewards[counts], given(groups)[counts], algorithm)
         advantages, returns = (each.repeat_interleave(batch.drawn_lengths) for each in (compared, rewards))
+    else:
+        advantages, returns = compute(batch, algorithm)
     if algorithm.whitens:
         advantages = whiten(advantages, batch.counted)
     return batch.with_fields(advantages=advantages.float(), returns=returns.float())
@@ -57,15 +56,15 @@ def _counting_groups(batch: RolloutBatch, groups: Tensor) -> RolloutBatch:
     return batch.with_fields(failed=failed).counting(~failed)
 
 
-def _compared(rewards: Tensor, groups: Tensor, failed: Tensor | None, algorithm: AlgorithmConfig) -> Tensor:
-    """Rewards [N] beside those of their group: float64 [N], 0 for samples that failed."""
-    if failed is not None:
-        compared = rewards.new_zeros(len(rewards))
-        compared[~failed] = _compared(rewards[~failed], groups[~failed], None, algorithm)
-        return compared
-    if algorithm.name == "rloo":
-        return leave_one_out(rewards, groups)
-    return group_normalised(rewards, groups, algorithm.name == "grpo" and algorithm.group_std)
+def _gae(batch: RolloutBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    rewards, values = given(batch.token_rewards), given(batch.values)
+    advantages = generalized_advantages(rewards, values, batch.drawn_lengths, algorithm.gamma, algorithm.lam)
+    return advantages, advantages + values.double()
+
+
+def _rewards_to_go(batch: RolloutBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    sums = discounted_sums(given(batch.token_rewards).double(), batch.drawn_lengths, algorithm.gamma)
+    return sums, sums
 
 
 def spared_samples(batch: RolloutBatch, algorithm: AlgorithmConfig) -> frozenset[int]:
@@ -88,6 +87,17 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     rewards, (number, counts) = rewards.double(), _numbered(groups)
     others = _group_sums(rewards, number, counts)[number] - rewards
     return rewards - others / (counts - 1)[number]
+
+
+# Name in the table of algorithms -> function. One that compares samples takes (rewards [N], groups [N], settings) of
+# those that have not failed and returns float64 [N]; others take (batch, settings) and return advantages and returns.
+ADVANTAGES: dict[str, Callable[..., Any]] = {
+    "gae": _gae,
+    "rewards_to_go": _rewards_to_go,
+    "group_normalised": lambda rewards, groups, algorithm: group_normalised(rewards, groups, algorithm.group_std),
+    "group_centred": lambda rewards, groups, _: group_normalised(rewards, groups, divide=False),
+    "leave_one_out": lambda rewards, groups, _: leave_one_out(rewards, groups),
+}
 
 
 def _numbered(groups: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,11 @@ from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import LOG_RATIO_LIMIT, kl_estimate
 
+# Statistic -> its name in the metrics file
+METRICS = {
+    **{name: name for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")},
+    **{"vf_loss": "vf_loss", "vf_clipfrac": "vf_clipfrac", "vpred": "vpred_mean"},
+}
 Stats = dict[str, Tensor]  # name -> float64 scalar, a sum over tokens; detached
 
 
@@ -207,20 +212,15 @@ def add_stats(total: Stats, more: Stats) -> Stats:
     }
 
 
-def actor_metrics(stats: Mapping[str, Tensor | float], tokens: int) -> dict[str, float]:
-    """Means over `tokens` response tokens that count, under the names of the metrics file."""
-    names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")
-    return {f"actor/{name}": float(stats[name]) / max(tokens, 1) for name in names if name in stats}
+def loss_metrics(role: str, stats: Mapping[str, Tensor | float], tokens: int) -> dict[str, float]:
+    """Means over `tokens` response tokens that count, under the names of the metrics file.
 
-
-def critic_metrics(stats: Mapping[str, Tensor | float], tokens: int) -> dict[str, float]:
-    """Means over `tokens` response tokens that count, and 1 - Var(return - value) / Var(return)."""
+    Of values also 1 - Var(return - value) / Var(return).
+    """
     mean = {name: float(value) / max(tokens, 1) for name, value in stats.items()}
-    residual = mean["residual_squared"] - mean["residual"] ** 2
-    spread = mean["return_squared"] - mean["return"] ** 2
-    return {
-        "critic/vf_loss": mean["vf_loss"],
-        "critic/vf_clipfrac": mean["vf_clipfrac"],
-        "critic/vpred_mean": mean["vpred"],
-        "critic/vf_explained_var": 1 - residual / spread if spread > 0 else 0.0,
-    }
+    metrics = {f"{role}/{shown}": mean[name] for name, shown in METRICS.items() if name in mean}
+    if "residual" in mean:
+        residual = mean["residual_squared"] - mean["residual"] ** 2
+        spread = mean["return_squared"] - mean["return"] ** 2
+        metrics[f"{role}/vf_explained_var"] = 1 - residual / spread if spread > 0 else 0.0
+    return metrics

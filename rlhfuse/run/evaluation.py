@@ -11,9 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfuse.config.role import Role
 from rlhfuse.decisions.migration import FusionLimits
-from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.ppo.rollout import RolloutBatch, given
@@ -62,12 +60,10 @@ class Evaluator:
         rewarder: FunctionRewarder | None,
         caller: ToolCaller | None,
     ) -> None:
-        """`stage`: training's, with its engine, `rewarder` and `caller`; of `models` only the reward model scores."""
+        """`stage`: training's, with its engine, `rewarder` and `caller`; of `models` only those that give a score."""
         self._inputs, self._rewarder, self._caller, config = inputs, rewarder, caller, inputs.config
-        reward, device = models.frozen.get(Role.REWARD), stage.scorer.device
-        vocab, hold = stage.scorer.vocab, stage.scorer.hold
-        scorer = Scorer(None, None, reward, vocab=vocab, temperature=1.0, device=device, hold=hold)
-        self._stage = replace(stage, scorer=scorer)
+        scores = {role: model for role, model in models.frozen.items() if role.output == "score"}
+        self._stage = replace(stage, scorer=replace(stage.scorer, models=scores))
         sampling = config.eval
         params = replace(
             sampling_params(config),

@@ -1,63 +1,32 @@
 """What ranks measure in an iteration, and the line of metrics.jsonl that is made of it.
 
-Every rank fills a `PhaseTimer` and sends its `IterationStats` to rank 0; metrics have the names that dashboards of RLHF
+Every rank sends its `IterationStats` to rank 0; metrics have the names that dashboards of RLHF
 runs know. Nothing here decides anything.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rlhfuse.base.clock import wall_seconds
+from rlhfuse.base.clock import Clock, Span
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
-from rlhfuse.monitor.pace import PaceStats
-from rlhfuse.monitor.trace import Span
+from rlhfuse.monitor.pace import PacedClock, PaceStats
 from rlhfuse.ppo.advantage import spared_samples
-from rlhfuse.ppo.losses import actor_metrics, critic_metrics
+from rlhfuse.ppo.losses import loss_metrics
 from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
 from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.run.sampling.tool_caller import ToolStats
 from rlhfuse.simulator.lengths import SPARED, TURNS, SampleLengths, read_turns
-
-
-@dataclass
-class PhaseTimer:
-    """Wall seconds of each phase on this rank, and the spans of its trace."""
-
-    rank: int
-    iteration: int
-    begin: float  # in `wall_seconds`
-    seconds: dict[str, float] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
-
-    @contextmanager
-    def phase(self, name: str, span: bool = True) -> Iterator[None]:
-        """Times the block; with `span` it is shown in the trace as one piece of work."""
-        start = wall_seconds()
-        yield
-        end = wall_seconds()
-        self.seconds[name] = end - start
-        if span:
-            self.spans.append(Span(name, name, self.rank, start, end, args={"iteration": self.iteration}))
-
-    def add_actions(self, minibatches: Sequence[MinibatchResult]) -> None:
-        """Every action of mini-batches that are just over."""
-        wall = wall_seconds() - time.perf_counter()  # actions are timed by the other clock
-        for roles, span in ((result.roles, span) for result in minibatches for span in result.report.spans):
-            kind = f"{roles[span.action.pipeline]} {span.action.kind}"
-            start, end = wall + span.start_seconds, wall + span.end_seconds
-            self.spans.append(Span(str(span.action), kind, self.rank, start, end))
+from rlhfuse.tasks.role import POLICY
 
 
 @dataclass(frozen=True)
@@ -65,7 +34,7 @@ class IterationStats:
     """What one rank measured in an iteration."""
 
     losses: list[dict[str, dict[str, float]]]  # of each mini-batch, by role: sums over the tokens of this rank
-    seconds: dict[str, float]  # of each phase
+    seconds: dict[str, float]  # of each phase, and of other kinds of work
     program_seconds: float  # in the programs of all mini-batches
     peak_bytes: dict[str, int]  # of each phase of memory
     spans: list[Span]
@@ -75,17 +44,17 @@ class IterationStats:
     @staticmethod
     def of(
         minibatches: Sequence[MinibatchResult],
-        timer: PhaseTimer,
+        clock: Clock,
         peak_bytes: Mapping[str, int],
         tools: ToolStats | None = None,
-        pace: PaceStats | None = None,
     ) -> IterationStats:
+        pace = clock.take_pace() if isinstance(clock, PacedClock) else None
         losses = [
             {role: {name: float(value) for name, value in sums.items()} for role, sums in result.stats.items()}
             for result in minibatches
         ]
         seconds = sum(result.report.seconds for result in minibatches)
-        return IterationStats(losses, timer.seconds, seconds, dict(peak_bytes), timer.spans, tools, pace)
+        return IterationStats(losses, dict(clock.seconds_of), seconds, dict(peak_bytes), clock.spans, tools, pace)
 
 
 def reward_metrics(report: GenInferReport) -> dict[str, float]:
@@ -137,16 +106,16 @@ def training_metrics(results: Sequence[MinibatchResult], ranks: Sequence[Iterati
         for role, values in losses.items():
             for name, value in values.items():
                 sums[role][name] += value
-    metrics = actor_metrics(sums["actor"], tokens)
-    if "critic" in sums:
-        metrics |= critic_metrics(sums["critic"], tokens)
+    metrics: dict[str, float] = {}
+    for role in sums:
+        metrics |= loss_metrics(role, sums[role], tokens)
     for role in sums:
         metrics[f"{role}/grad_norm"] = sum(r.steps[role].grad_norm for r in results) / len(results)
         metrics[f"{role}/lr"] = results[-1].steps[role].lr
     balances = [balance_metrics([*map(sum, result.lengths)], result.parts_tokens) for result in results]
     for name in balances[0]:
         metrics[name] = sum(balance[name] for balance in balances) / len(balances)
-    first = sum(stats.losses[0].get("actor", {}).get("logprob_abs_diff", 0.0) for stats in ranks)
+    first = sum(of.get("logprob_abs_diff", 0.0) for stats in ranks for of in stats.losses[0].values())
     metrics["rollout/train_logprob_abs_diff"] = first / max(results[0].tokens, 1)
     return metrics
 
@@ -223,7 +192,7 @@ def mfu_metrics(
     shares["gen_infer"] = flops.generation + flops.inference, metrics["fusion/gen_infer_seconds"]
     shares["step"] = flops.total, metrics["timing_s/step"]
     used = {name: count / (seconds * ranks * peak_flops) for name, (count, seconds) in shares.items()}
-    return {f"perf/mfu/{name}": share for name, share in used.items()} | {"actor/mfu": used["actor"]}
+    return {f"perf/mfu/{name}": share for name, share in used.items()} | {f"{POLICY}/mfu": used[POLICY]}
 
 
 def spared_metrics(

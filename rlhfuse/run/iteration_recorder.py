@@ -11,20 +11,17 @@ from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from rlhfuse.base.clock import wall_seconds
+from rlhfuse.base.clock import Clock, Piece, Span
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
-from rlhfuse.monitor.pace import Pace
+from rlhfuse.monitor.pace import PacedClock
 from rlhfuse.monitor.samples import SampleText, TurnText
-from rlhfuse.monitor.trace import Span
 from rlhfuse.parallel.collectives import all_gather_objects
-from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch, given
 from rlhfuse.run.iteration_metrics import (
     IterationStats,
-    PhaseTimer,
     failing_tools,
     fusion_metrics,
     lengths_of,
@@ -48,7 +45,8 @@ from rlhfuse.run.threshold_controller import ThresholdController, step_observati
 class IterationResult:
     """An iteration that has run on this rank."""
 
-    timer: PhaseTimer
+    number: int
+    work: Piece  # all of it so far
     threshold: int  # R_t
     report: GenInferReport
     batch: RolloutBatch
@@ -73,44 +71,44 @@ class IterationRecorder:
     def __init__(
         self,
         inputs: RunInputs,
-        plan: PlanReport,
         rank: int,
         threshold: ThresholdController,
         peak_flops: float | None,
+        clock: Clock,
     ) -> None:
-        self._inputs, self._config, self._plan = inputs, inputs.config, plan
+        self._inputs, self._config, self._plan = inputs, inputs.config, inputs.plan
         self._rank, self._threshold, self._peak_flops = rank, threshold, peak_flops
-        self._closed: float | None = None  # when the last iteration was, its log not included
-        self._logging = 0.0  # seconds of that log
+        self._clock = clock
+        self._log: Piece | None = None  # what follows an iteration's metrics
+        self._logging = 0.0  # seconds of that, behind the last iteration
         self._failing: set[str] = set()  # tools that were said to fail
 
-    def begin(self, iteration: int) -> PhaseTimer:
+    def begin(self) -> Piece:
         """Begin an iteration, now."""
-        begin = wall_seconds()
-        self._logging = begin - (self._closed or begin)
-        return PhaseTimer(self._rank, iteration, begin)
+        self._logging = self._log.seconds if self._log else 0.0
+        self._clock.forget()
+        return self._clock.begin()
 
     def skip(self, seconds: float) -> None:
         """So long after the last iteration something ran that is none of its books."""
-        if self._closed is not None:
-            self._closed += seconds
+        if self._log:
+            self._log.waited += seconds
 
-    def finish(self, done: IterationResult, pace: Pace | None = None) -> IterationRecord:
+    def finish(self, done: IterationResult) -> IterationRecord:
         """Exchange what the ranks measured; rank 0 records it, the others' records are empty. A collective."""
-        own = IterationStats.of(done.minibatches, done.timer, done.peak_bytes, done.tools, pace and pace.take())
+        own, number = IterationStats.of(done.minibatches, self._clock, done.peak_bytes, done.tools), done.number
         ranks = all_gather_objects(own)
-        number = done.timer.iteration
         if self._rank:
             self._threshold.observe(number, done.report, done.batch)
             return IterationRecord({}, [], [])
         metrics = {"iteration": number, **rollout_metrics(done.batch, done.algorithm)}
         metrics |= spared_metrics(done.batch, done.algorithm, done.minibatches)
         metrics |= turn_metrics(done.batch, done.report) | self._metrics(done, ranks)
-        ended = wall_seconds()
-        metrics |= speed_metrics(done.batch, ended - done.timer.begin)
-        if pace:
-            paces, cores = [stats.pace for stats in ranks if stats.pace], self._inputs.draft.run.host.cores
-            metrics |= pace.metrics(paces, metrics["timing_s/step"], cores)
+        books = self._clock.begin()
+        metrics |= speed_metrics(done.batch, done.work.seconds)
+        if isinstance(self._clock, PacedClock):
+            paces, cores = [stats.pace for stats in ranks if stats.pace], self._plan.cores
+            metrics |= self._clock.pace_metrics(paces, metrics["timing_s/step"], cores)
         metrics |= mfu_metrics(self._flops(done), metrics, self._inputs.world_size, self._peak_flops)
         message = self._threshold.observe(number, done.report, done.batch)
         if message:
@@ -121,8 +119,8 @@ class IterationRecorder:
         first = done.report.rollouts[: self._config.trainer.sample_texts]
         scores, turns = given(done.batch.scores).tolist(), done.report.turns
         samples = sample_texts(self._inputs.tokenizer, number, first, scores, turns)
-        self._closed = wall_seconds()
-        metrics["timing_s/books"] = self._logging + self._closed - ended
+        metrics["timing_s/books"] = self._logging + books.seconds
+        self._log = self._clock.begin()
         return IterationRecord(metrics, spans, samples)
 
     def _metrics(self, done: IterationResult, ranks: Sequence[IterationStats]) -> dict[str, Any]:
@@ -139,7 +137,7 @@ class IterationRecorder:
         metrics["perf/microbatch_tokens"] = max(max(result.parts_tokens) for result in done.minibatches)
         rungs = [self._plan.batch.cut.rung_of(result.parts_tokens) for result in done.minibatches]
         metrics["fusion/microbatches"] = fmean(rungs)
-        metrics["fusion/makespan_predicted_seconds"] = sum(map(self._plan.schedule.seconds_of, rungs))
+        metrics["fusion/makespan_predicted_seconds"] = sum(map(self._plan.makespan_seconds, rungs))
         metrics["fusion/makespan_measured_seconds"] = max(stats.program_seconds for stats in ranks)
         return metrics | memory_metrics(ranks) | dict(done.filtered)
 

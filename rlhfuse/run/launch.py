@@ -1,6 +1,6 @@
 """From a checked configuration to a running job and back: the frame around the trainer.
 
-inputs and draft on every rank -> process group, watchdog -> the plan by rank 0, sent to all -> trainer
+inputs on every rank, the plan by rank 0 (handshake.py) -> process group, watchdog -> trainer
 """
 
 from __future__ import annotations
@@ -8,23 +8,21 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
-from rlhfuse.base.errors import JointError
 from rlhfuse.base.files import write_json, write_text
 from rlhfuse.base.kernel_cache import compile_apart
 from rlhfuse.base.launcher import local_rank
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.load import dump_config
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import seconds_of
-from rlhfuse.costs.machine import Host
 from rlhfuse.gen.compile_kernels import compile_kernels, kernel_groups
 from rlhfuse.models.hf import has_scalar_head
 from rlhfuse.models.layers.self_test import self_test
@@ -33,23 +31,20 @@ from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.monitor.run_lock import RUN_LOCK
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel import shared_gpu
-from rlhfuse.parallel.collectives import all_gather_objects, from_rank_0, raise_on_all_ranks
+from rlhfuse.parallel.collectives import from_rank_0, raise_on_all_ranks
 from rlhfuse.parallel.connect import GroupUse, connect
 from rlhfuse.parallel.device import Device, allow_many_files, choose_device
 from rlhfuse.parallel.groups import wait_for_workers
 from rlhfuse.parallel.learning_rate import learning_rate
-from rlhfuse.planning.draft import PlanDraft
-from rlhfuse.planning.draft_facts import difference, draft_facts
-from rlhfuse.planning.planner import make_plan, parse_plan
-from rlhfuse.planning.run_plan import RunPlan
+from rlhfuse.planning.plan import Plan
 from rlhfuse.run.checkpoint.checkpoint import is_finished
 from rlhfuse.run.checkpoint.compatibility import new_run_from
+from rlhfuse.run.handshake import Handshake
 from rlhfuse.run.preflight import RunInputs, check_inputs
 from rlhfuse.run.run_directory import PREEMPTED, run_directory
 from rlhfuse.run.run_loop import RunLoop
 from rlhfuse.run.trainer import Trainer
 from rlhfuse.schedule.io import save_schedule
-from rlhfuse.schedule.search.worker import kernel_group
 from rlhfuse.simulator import simulation
 
 
@@ -68,7 +63,8 @@ def train(config: RunConfig, name: str) -> int:
 
 
 def _train(config: RunConfig, name: str, rank: int, guard: Guard) -> int:
-    inputs = check_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
+    store, world_size = job_store()
+    inputs = joint_inputs(config, store, rank, world_size)
     trainer = inputs.config.trainer
     device = choose_device(trainer.device, local_rank(), trainer.threads_per_rank, trainer.share_gpu)
     torch.manual_seed(trainer.seed)
@@ -76,10 +72,9 @@ def _train(config: RunConfig, name: str, rank: int, guard: Guard) -> int:
     if device.backend == shared_gpu.SHARED_GPU:
         shared_gpu.register()
     timeout = datetime.timedelta(seconds=trainer.hang_seconds)
-    dist.init_process_group(device.process_group, timeout=timeout, **place_of_process())
+    dist.init_process_group(device.process_group, timeout=timeout, store=store, rank=rank, world_size=world_size)
     world = dist.group.WORLD
     assert world is not None, "a process group has just been made"
-    inputs = on_every_machine(config, inputs, rank)
     connect([GroupUse(world, "all_reduce")], device.torch_device)
     run_dir = run_job(inputs, name, rank, device, guard)
     if rank == 0:
@@ -88,30 +83,22 @@ def _train(config: RunConfig, name: str, rank: int, guard: Guard) -> int:
     return 0
 
 
-def on_every_machine(config: RunConfig, inputs: RunInputs, rank: int) -> RunInputs:
-    """The inputs with what all machines of the run can count on, and rank 0's day; a collective.
-
-    Raises JointError naming ranks whose drafts differ all the same, before they wait for each other in vain.
-    """
-    hosts, days = zip(*all_gather_objects((inputs.draft.run.host, inputs.day)))
-    least, on_gpu = Host.least(hosts), inputs.config.trainer.device == "cuda"
-    differ = len({host.gpu if on_gpu else host for host in hosts}) > 1
-    if differ or len(set(days)) > 1:
-        with raise_on_all_ranks():
-            inputs = check_inputs(config, inputs.world_size, host=least, day=days[0])
-        if rank == 0 and differ:
-            print(f"machines differ: the plan is for the least of each, {least}", flush=True)
-    if told := difference(all_gather_objects(draft_facts(inputs.draft))):
-        raise JointError(told)
-    return inputs
-
-
-def place_of_process() -> dict[str, Any]:
-    """Store, rank and world size of a process that was started alone; torchrun's stand in the environment."""
+def job_store() -> tuple[Store, int]:
+    """Store and world size of the job that a launcher started; of a process that was started alone, its own."""
     if "RANK" in os.environ:
-        return {}
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # public, but not in torch's list
-    return {"store": store, "rank": 0, "world_size": 1}
+        store, _, world_size = next(rendezvous("env://"))
+        return store, world_size
+    return dist.HashStore(), 1  # pyright: ignore[reportPrivateImportUsage]  # public, but not in torch's list
+
+
+def joint_inputs(config: RunConfig, store: Store, rank: int, world_size: int) -> RunInputs:
+    """The checked inputs with the plan that rank 0 makes, on every rank.
+
+    Raises InputError, or JointError where another rank could not.
+    """
+    handshake = Handshake(PrefixStore("rlhfuse/start", store), rank, world_size, config.trainer.hang_seconds)
+    with handshake.joint():
+        return check_inputs(config, world_size, planner=handshake, day=handshake.day())
 
 
 def run_job(inputs: RunInputs, name: str, rank: int, device: Device, guard: Guard) -> Path:
@@ -128,8 +115,8 @@ def run_job(inputs: RunInputs, name: str, rank: int, device: Device, guard: Guar
         compile_at_first_use(inputs, rank, device, watchdog.progress)
         with run_directory(inputs, name, rank) as directory:
             guard.file = directory.path / PREEMPTED if rank == 0 else None
-            plan = agree_on_plan(inputs, directory.path, rank, device)
-            trainer = Trainer(inputs, plan, rank, device, store, watchdog.progress, directory.path)
+            inputs = begin_run(inputs, directory.path, rank, device)
+            trainer = Trainer(inputs, rank, device, store, watchdog.progress, directory.path)
             watchdog.calls_under_way = trainer.calls_under_way
             RunLoop(trainer, directory, watchdog).fit()
             dist.barrier()
@@ -139,13 +126,13 @@ def run_job(inputs: RunInputs, name: str, rank: int, device: Device, guard: Guar
 def compile_at_first_use(inputs: RunInputs, rank: int, device: Device, progress: Callable[[str], None]) -> None:
     """Compile what this run needs of numba's kernels and finds in no cache, side by side; a collective.
 
-    One rank does it for its host, and what plans need the one that plans; then all can load them.
+    One rank does it for its host, and rank 0 what simulations of R_t need; then all can load them.
     """
     dtype, first = getattr(torch, inputs.config.trainer.dtype), not device.is_cuda and local_rank() == 0
     progress("compiling kernels")
     groups = kernel_groups(dtype) if first else []
     if rank == 0:
-        groups += [simulation.kernel_group(), *(() if inputs.draft.training.given else (kernel_group(),))]
+        groups.append(simulation.kernel_group())
     compile_apart(groups, progress)
     if first:
         compile_kernels(dtype)
@@ -153,13 +140,13 @@ def compile_at_first_use(inputs: RunInputs, rank: int, device: Device, progress:
         dist.barrier()
         if not first:  # loaded here, or every rank's first generation would wait for this one's
             compile_kernels(dtype)
-        check_arithmetic(inputs.draft)
+        check_arithmetic(inputs)
 
 
-def check_arithmetic(draft: PlanDraft) -> None:
+def check_arithmetic(inputs: RunInputs) -> None:
     """Test on this machine that a row's bits do not depend on the batch, at every model's widths."""
-    generation = next(task.layout for task in draft.tasks if task.name == "generation")
-    for spec in set(draft.specs.values()):
+    generation = next(task.layout for task in inputs.plan.tasks if task.name == "generation")
+    for spec in set(inputs.models.specs.values()):
         self_test(hidden=spec.hidden, mlp=spec.mlp // generation.tp, vocab=spec.vocab // generation.tp)
 
 
@@ -177,15 +164,15 @@ def start_line(inputs: RunInputs) -> str:
         notes = note, *ended_schedules(inputs.config, str(resume.folder))
         return f"resuming from {resume.folder}: {resume.iteration} iterations are done{'; '.join(notes)}"
     why = "no checkpoint to resume from" if inputs.config.trainer.resume == "auto" else "trainer.resume=never"
-    critic = inputs.models.paths.get(Role.CRITIC)
-    headless = critic and not has_scalar_head(critic)
-    return f"fresh start: {why}" + (f"; {critic} has no value head: the critic's begins at 0" if headless else "")
+    fresh = {role: path for role, path in inputs.models.paths.items() if role.fresh_head and not has_scalar_head(path)}
+    heads = (f"; {path} has no value head: the {role}'s begins at 0" for role, path in fresh.items())
+    return f"fresh start: {why}{''.join(heads)}"
 
 
 def ended_schedules(config: RunConfig, where: str) -> Iterator[str]:
     """Models that the run ends without teaching them: it was made longer than their schedules, which go down to 0."""
     for role in config.trained():
-        optim, held = getattr(config, role).optim, config.held_iterations if role is Role.ACTOR else 0
+        optim, held = getattr(config, role).optim, config.held_iterations(role)
         since, last = optim.lr_decay_iterations + held, config.trainer.iterations - 1
         if since <= last and learning_rate(optim, last - held) == 0:
             since = f"the learning rate of the {role} is 0 from iteration {since} on"
@@ -212,34 +199,29 @@ def sharing_line(config: RunConfig) -> str:
     return f"trainer.share_gpu: the ranks of a node take turns on one GPU, so no time or rate means anything{graphs}\n"
 
 
-def agree_on_plan(inputs: RunInputs, run_dir: Path, rank: int, device: Device) -> RunPlan:
-    """The plan, the same on every rank; a collective. Rank 0 makes it, and writes and prints the run's beginning."""
-    plan, text = None, None
+def begin_run(inputs: RunInputs, run_dir: Path, rank: int, device: Device) -> RunInputs:
+    """Write and print the run's beginning on rank 0; a collective. Returns the inputs with the costs of the plan."""
+    plan = inputs.plan
     with raise_on_all_ranks():
         if rank == 0:
-            plan = make_plan(inputs.draft, run_dir / "schedule.json" if inputs.resume else None)
-            write_start(run_dir, inputs.config, plan)
+            write_start(run_dir, plan)
             print(start_line(inputs), flush=True)
-            if idle := inputs.draft.run.without_effect:
-                print(idle)
             print(f"run directory: {run_dir}")
             print(f"device: {device.torch_device} ({device.backend}), {prompts_line(inputs)}")
             print(sharing_line(inputs.config), end="")
             print("".join(f"{note}\n" for note in inputs.notes), end="")
-            whole = f"{plan.report.render()}\n{plan.likeliest.text()}"
+            whole = f"{plan.summary}\n{plan.likeliest.text()}"
             if inputs.resume:  # the whole was printed when it began
-                plan_file, seconds = run_dir / "plan.json", plan.report.seconds.fused
-                whole = f"{plan.report.title}; {seconds:.4g} s an iteration: {plan_file} holds the rest"
+                plan_file, seconds = run_dir / "plan.json", plan.iteration_seconds
+                whole = f"{plan.title}; {seconds:.4g} s an iteration: {plan_file} holds the rest"
             print(whole, flush=True)
-            text = plan.to_text()
-    text = from_rank_0(text)
-    with raise_on_all_ranks():
-        return plan or parse_plan(inputs.draft, text)
+    costs = from_rank_0(plan.costs)
+    return inputs if rank == 0 else replace(inputs, plan=replace(plan, costs=costs))
 
 
-def write_start(run_dir: Path, config: RunConfig, plan: RunPlan) -> None:
+def write_start(run_dir: Path, plan: Plan) -> None:
     """Write config.yaml, schedule.json and plan.json. Raises InputError naming the file that cannot be written."""
-    write_text(run_dir / "config.yaml", dump_config(config))
+    write_text(run_dir / "config.yaml", dump_config(plan.config))
     others = [schedule for schedule in plan.schedules.values() if schedule is not plan.likeliest]
-    save_schedule(run_dir / "schedule.json", plan.likeliest, {"source": plan.report.schedule.source}, others)
-    write_json(run_dir / "plan.json", plan.report.to_dict())
+    save_schedule(run_dir / "schedule.json", plan.likeliest, {"source": plan.schedule_source}, others)
+    write_json(run_dir / "plan.json", plan.document)

@@ -7,11 +7,10 @@ CPU                     measured: matrix products on all ranks side by side, sin
 
 from __future__ import annotations
 
-import time
-
 import torch
 import torch.distributed as dist
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.costs.hardware import GPU_NAMES, data_sheets
 from rlhfuse.parallel.device import Device
 
@@ -44,10 +43,10 @@ def _measured_flops(dtype: torch.dtype) -> float:
     matrix = torch.ones(SIDE, SIDE, dtype=dtype)
     out = matrix @ matrix
     dist.barrier()
-    products, start = 0, time.perf_counter()
-    while time.perf_counter() - start < MEASURED_SECONDS:
+    products, work = 0, Clock().begin()
+    while work.seconds < MEASURED_SECONDS:
         torch.matmul(matrix, matrix, out=out)
         products += 1
-    rate = torch.tensor(2 * SIDE**3 * products / (time.perf_counter() - start), dtype=torch.float64)
+    rate = torch.tensor(2 * SIDE**3 * products / work.seconds, dtype=torch.float64)
     dist.all_reduce(rate)
     return float(rate) / dist.get_world_size()

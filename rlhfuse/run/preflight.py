@@ -1,7 +1,7 @@
 """The inputs of a run, all checked before it starts: models, tokenizer, prompts, reward function, checkpoint.
 
-All ranks make the same checks from the same files before anything is launched, so that all of them end with exit code
-2 and rank 0 alone prints the line. Models are not built; of checkpoints only config.json and the headers are read.
+All ranks make the same checks from the same files before anything is launched; one process plans for all. Models are
+not built; of checkpoints only config.json and the headers are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from rlhfuse.base.json_values import LARGEST
 from rlhfuse.config.auto_layouts import inference_layout, searched_keys
 from rlhfuse.config.device_defaults import is_for_gpus
 from rlhfuse.config.load import model_folder
-from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import RunConfig, TrainerConfig
 from rlhfuse.config.spec import ModelSpec
@@ -36,23 +35,23 @@ from rlhfuse.data.reward_workers import RewardSum
 from rlhfuse.models.hf import check_checkpoint
 from rlhfuse.models.tokenizer import chat_tokens, fix_day, load_tokenizer, resolve_tokens
 from rlhfuse.parallel.device import device_kind
-from rlhfuse.planning.draft import PlanDraft, draft_plan
-from rlhfuse.planning.draft_kernels import compile_for_drafts
-from rlhfuse.planning.settle import Facts, StoredLayouts, settle, settle_but_layouts
+from rlhfuse.planning.job import Job, StoredLayouts
+from rlhfuse.planning.plan import Plan
 from rlhfuse.run.checkpoint.checkpoint import METRICS, Checkpoint, check_resumed, checkpoints_in, find_checkpoint
 from rlhfuse.run.checkpoint.compatibility import RunCompatibility
 from rlhfuse.run.checkpoint.contents import contents_of
 from rlhfuse.run.rank_models import ModelFolders
 from rlhfuse.run.run_tools import RunTools, find_tools, tool_schemas
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
+from rlhfuse.tasks.role import POLICY, Role
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The inputs of a run that can be planned and fits; the plan itself is made from `draft`."""
+    """The inputs of a run that can be planned and fits, with its plan."""
 
-    draft: PlanDraft
-    notes: tuple[str, ...]  # on layouts that were auto, and on tokens, for people
+    plan: Plan
+    notes: tuple[str, ...]  # for people: on settings without effect, layouts that were auto, and tokens
     models: ModelFolders
     tokenizer: Any
     prompts: PromptSet
@@ -64,60 +63,84 @@ class RunInputs:
 
     @property
     def config(self) -> RunConfig:
-        return self.draft.config
+        return self.plan.config
 
     @property
     def world_size(self) -> int:
-        return self.draft.world_size
+        return self.plan.world_size
+
+
+class Planner:
+    """Plans in this process. Ranks other than the first have another one (handshake.py)."""
+
+    def check(self, job: Job) -> None:
+        """Raise InputError for settings that cannot be, whatever the lengths of samples: prompts take long to read."""
+        from rlhfuse.planning.settle import settle_but_layouts  # ranks that do not plan do not import planning
+
+        shortest = job.config.with_(data={"max_prompt_tokens": 1}, rollout={"max_response_tokens": 1})
+        run = settle_but_layouts(replace(job, config=shortest))
+        if not searched_keys(run.config):
+            run.rules.table()
+
+    def plan(self, job: Job) -> Plan:
+        """The plan of a job. Raises InputError, or ScheduleError for a schedule that could hang."""
+        from rlhfuse.planning.planner import plan_job
+
+        return plan_job(job)
 
 
 def check_inputs(
-    config: RunConfig, world_size: int, dry: bool = False, host: Host | None = None, day: str = ""
+    config: RunConfig, world_size: int, dry: bool = False, planner: Planner | None = None, day: str = ""
 ) -> RunInputs:
-    """Read and check everything. Raises InputError with one line that names the value and the fix.
+    """Read and check everything, and plan. Raises InputError with one line that names the value and the fix.
 
     A `dry` run may be for GPUs that are not here, and compares models without tokenizer files by the size of their
-    vocabularies. `host` and `day`: what all ranks can count on, in place of what this process finds.
+    vocabularies. `day`: written by chat templates, in place of today.
     """
+    planner = planner or Planner()
     device = device_of(config.trainer, planned=dry)
     check_config(config.with_(trainer={"device": device}))
     check_output(config)
     if config.trainer.wandb != "off" and find_spec("wandb") is None:
         raise InputError("trainer.wandb needs the wandb package: pip install 'rlhfuse[wandb]', or trainer.wandb=off")
     models = find_models(config)
-    tokenizer = run_tokenizer(config, models.specs[Role.ACTOR])
+    tokenizer = run_tokenizer(config, models.specs[POLICY])
     specs, notes = resolve_tokens(config.rollout, models.paths, models.specs, tokenizer, required=not dry)
     models = replace(models, specs=specs)
     inference_layout(config)
-    facts = Facts(specs, world_size, host or this_host(config.trainer), device)
-    _check_before_prompts(config, facts)
+    job = Job(config, specs, world_size, this_host(config.trainer), device)
+    planner.check(job)
     resume = find_checkpoint(config)
     day = (resume.manifest.state.position.get("day") if resume else None) or day or date.today().isoformat()
     fix_day(tokenizer, day)
     prompts, val_prompts = all_prompts(config, specs, tokenizer)
-    facts = replace(facts, longest_prompt=longest_tokens((prompts, val_prompts)))
+    job = replace(job, longest_prompt=longest_tokens((prompts, val_prompts)))
     data, every = config.data, (*prompts.prompts, *val_prompts.prompts)
-    ends = {*specs[Role.ACTOR].eos_token_ids, *config.rollout.stop_token_ids, tokenizer.eos_token_id}
+    ends = {*specs[POLICY].eos_token_ids, *config.rollout.stop_token_ids, tokenizer.eos_token_id}
     notes += prompt_notes(tokenizer, every, ends, data.apply_chat_template, data.add_bos, data.chat_template_kwargs)
-    tools = find_tools(config, specs[Role.ACTOR], tokenizer, every)
+    tools = find_tools(config, specs[POLICY], tokenizer, every)
     if config.reward.function:
-        facts = replace(facts, signature=check_reward_functions(config, every))
-    compile_for_drafts()
+        job = replace(job, signature=check_reward_functions(config, every))
     if resume:
         saved = resume.manifest.facts
-        facts = replace(facts, stored=StoredLayouts(str(resume.folder), saved.world_size, saved.layouts))
-    run = settle(config, facts)
-    draft = draft_plan(run, _left_out_before(resume, run.config))
+        job = replace(
+            job,
+            stored=StoredLayouts(str(resume.folder), saved.world_size, saved.layouts),
+            recent=_left_out_before(resume, config),
+            schedule_file=Path(config.trainer.output_dir) / "schedule.json" if config.trainer.output_dir else None,
+        )
     for role in config.roles():
         check_checkpoint(models.paths[role], specs[role], role.scalar_head, role.fresh_head)
-    contents, compared = contents_of(run.config, models.paths, Path(tokenizer.name_or_path)), run.config
+    plan = planner.plan(job)
+    contents, compared = contents_of(plan.config, models.paths, Path(tokenizer.name_or_path)), plan.config
     if config.data.max_prompt_tokens == AUTO and len(prompts):  # held-out prompts may change from start to start
         compared = compared.with_(data={"max_prompt_tokens": len(prompts.longest.tokens)})
-    compatible = RunCompatibility.of(compared, specs, draft.tasks, world_size, tokenizer.get_vocab(), contents)
+    compatible = RunCompatibility.of(compared, specs, plan.tasks, world_size, tokenizer.get_vocab(), contents)
     if resume:
-        check_resumed(resume, run.config, compatible)
-    notes = (*run.lines, *notes)
-    return RunInputs(draft, notes, models, tokenizer, prompts, val_prompts, compatible, resume, tools, day)
+        check_resumed(resume, plan.config, compatible)
+    return RunInputs(
+        plan, (*plan.notes, *notes), models, tokenizer, prompts, val_prompts, compatible, resume, tools, day
+    )
 
 
 def this_host(trainer: TrainerConfig) -> Host:
@@ -187,7 +210,7 @@ def longest_prompt(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> int | 
     if config.data.max_prompt_tokens != AUTO:
         return None
     try:
-        return longest_tokens(all_prompts(config, specs, run_tokenizer(config, specs[Role.ACTOR])))
+        return longest_tokens(all_prompts(config, specs, run_tokenizer(config, specs[POLICY])))
     except InputError as error:
         raise InputError(f"data.max_prompt_tokens=auto is read off the prompts: {error}; or give a number") from None
 
@@ -233,7 +256,7 @@ def check_reward_functions(config: RunConfig, prompts: Iterable[Prompt]) -> str:
 
 def find_models(config: RunConfig) -> ModelFolders:
     """Local folder and shape of each role of the run; the critic's defaults to the reward model's."""
-    order = sorted(config.roles(), key=lambda role: len(role.path_defaults))  # what others default to first
+    order = sorted(config.roles(), key=lambda role: len(role.starts_from))  # what others default to first
     resolved = {role: model_folder(getattr(config, role).path, f"{role}.path", weights=True) for role in order}
     paths = {role: resolved[role] for role in config.roles()}
     return ModelFolders(paths, {role: ModelSpec.from_config(path, role) for role, path in paths.items()})
@@ -256,14 +279,6 @@ def encoder(tokenizer: Any, config: RunConfig) -> Callable[[Any], list[int]]:
         return [tokenizer.bos_token_id, *ids] if add else ids
 
     return encode
-
-
-def _check_before_prompts(config: RunConfig, facts: Facts) -> None:
-    """What holds for samples of any length, before prompts are read, which takes a while."""
-    shortest = config.with_(data={"max_prompt_tokens": 1}, rollout={"max_response_tokens": 1})
-    run = settle_but_layouts(shortest, facts)
-    if not searched_keys(run.config):
-        run.rules.table()
 
 
 def check_output(config: RunConfig) -> None:

@@ -1,8 +1,8 @@
 """The parts of the run's models that one rank holds, in their layouts, and the groups that connect them.
 
-actor              training stage + optimizer   and a whole copy per generation instance, read by the engine
-critic             training stage + optimizer   and a copy per inference replica, offloaded in host memory
-reference, reward                               a copy per inference replica, offloaded in host memory
+trains     stages and optimizer
+generates  a whole copy per generation instance, read by the engine
+scores     a copy per inference replica, offloaded in host memory
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.base.sample_ids import sample_id
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
@@ -42,6 +41,7 @@ from rlhfuse.parallel.offload import OffloadedWeights, WeightMemory
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.schedule.ir.ranks import FusedRanks, neighbour_pairs
+from rlhfuse.tasks.role import POLICY, Role
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -65,9 +65,9 @@ class RankModels:
     At first only what trains has device memory: that of the copies is taken when they are first filled.
     """
 
-    trained: dict[str, TrainedModel]  # actor, critic
+    trained: dict[str, TrainedModel]  # by role, the policy first
     generation: WeightMemory
-    frozen: dict[str, FrozenModel]  # what scores: reference, critic, reward
+    frozen: dict[Role, FrozenModel]  # what scores, in this order
     place: RankPlace
     channels: Channels
     groups: GroupMaker  # owns every process group of the above
@@ -129,7 +129,7 @@ def build_models(
         for stage, module in optimizer.modules.items():
             part = PipelineStage(module, first=stage == 0, last=stage == grid.layout.stages - 1, scalar_head=head)
             stages[stage] = TrainingStage(part)
-        return TrainedModel(role, folders.in_use(role), grid, head, stages, optimizer, groups.tp, dtype)
+        return TrainedModel(role, folders.in_use(role), grid, stages, optimizer, groups.tp, dtype)
 
     def whole(task: str, role: Role) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
         grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))
@@ -147,10 +147,10 @@ def build_models(
         return FrozenModel(stage, offloaded, tp_group)
 
     models: dict[str, TrainedModel] = {role: trained(role) for role in config.trained()}
-    copy, instance_group, generation_grid = whole("generation", Role.ACTOR)
+    copy, instance_group, generation_grid = whole("generation", POLICY)
     generation = WeightMemory(copy, device)
     generation.release()
-    scorers: dict[str, FrozenModel] = {role: frozen(role) for role in config.scorers()}
+    scorers = {role: frozen(role) for role in config.scorers()}
     inference_grid = plain_grid(inference_layout(config))
     worker_group = maker.own("tp", [cell for (cell,) in inference_grid.cells], rank)
     instances, workers = (tuple(stages[0] for stages in grid.cells) for grid in (generation_grid, inference_grid))
@@ -158,9 +158,10 @@ def build_models(
     pairs = [pair for model in models.values() for pair in neighbour_pairs(model.grid.cells, model.grid.layout)]
     channels = Channels(rank, maker.channels("pipeline", pairs, device), device.torch_device)
     uses = [use for model in models.values() for use in model.optimizer.group_uses()]
-    by_role = [(role, model.tp_group) for held in (models, scorers) for role, model in held.items()]
-    for role, group in [*by_role, (Role.ACTOR, instance_group)]:
-        uses += tensor_parallel_uses(group, specs[Role(role)].hidden, specs[Role(role)].context, dtype)
+    learners = [(model.role, model.tp_group) for model in models.values()]
+    frozen_groups = [(role, model.tp_group) for role, model in scorers.items()]
+    for role, group in [*learners, *frozen_groups, (POLICY, instance_group)]:
+        uses += tensor_parallel_uses(group, specs[role].hidden, specs[role].context, dtype)
     progress(Waiting("building models: connecting process groups"))
     connect(uses, device.torch_device)
     longest = max(model.spec.hidden * model.spec.context for model in models.values()) * dtype.itemsize

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhfuse.base.clock import Span
 from rlhfuse.base.time_budget import TimeBudget
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.monitor.loggers import Logger, ProgressPrinter, TensorBoardLogger, WandbLogger
@@ -16,8 +17,8 @@ from rlhfuse.monitor.memory_table import MemoryTable
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.phase_times import render_phase_times
 from rlhfuse.monitor.samples import SampleWriter
-from rlhfuse.monitor.trace import Span, save_trace
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.monitor.trace import save_trace
+from rlhfuse.planning.plan import Plan
 from rlhfuse.run.checkpoint.checkpoint import METRICS
 from rlhfuse.run.evaluation import Evaluation
 from rlhfuse.run.iteration_recorder import IterationRecord
@@ -32,7 +33,7 @@ class RunLog:
         self,
         run_dir: Path,
         config: RunConfig,
-        plan: PlanReport,
+        plan: Plan,
         first_iteration: int,
         metrics_bytes: int | None,
         samples_bytes: int | None,
@@ -83,7 +84,7 @@ class RunLog:
             self._save_trace()
             print(paced_line(self._rows), end="")
             print(render_phase_times(self._rows), flush=True)
-            if table := MemoryTable.of(self._plan.to_dict(), self._rows):
+            if table := MemoryTable.of(self._plan.document, self._rows):
                 print(table.text(), flush=True)
         for opened in (self._metrics, self._samples, *self._loggers):
             opened.close()

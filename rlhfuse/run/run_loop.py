@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -95,7 +94,7 @@ class RunLoop:
             record, here = IterationRecord(dict(row), [], []), is_own(self.inputs.resume, self.run_dir)
             stopped = self._conclude(first, record, saved=here)
         self._finish_first("what has begun is finished and saved first")
-        done, guard, begin = first, self.watchdog.guard, time.monotonic()
+        done, guard, work = first, self.watchdog.guard, self.trainer.clock.begin()
         while done < total and not stopped:
             took = f", those before took {self._mean_seconds:.0f} s each" if self._mean_seconds else ""
             guard.finishing = f"iteration {done} of {total} is finished and saved first{took}"
@@ -104,7 +103,7 @@ class RunLoop:
             except FloatingPointError as error:
                 raise type(error)(f"iteration {done}: {error}") from error
             done += 1
-            self._mean_seconds = (time.monotonic() - begin) / (done - first)
+            self._mean_seconds = work.seconds / (done - first)
             stopped = self._conclude(done, record)
         self._finish_first("the checkpoint is written first" if stopped else "the export is written first")
         broken = None if stopped else self._export()
@@ -153,8 +152,7 @@ class RunLoop:
                 self.directory.check()
                 before = log.position() if due and evaluates else {}
                 log.write(record)
-                draft = self.inputs.draft
-                made = made_for(draft.config.trainer, draft.tasks, draft.specs)
+                made = made_for(self.config.trainer, self.inputs.plan.tasks, self.inputs.models.specs)
                 self.trainer.threshold.save_costs(self.run_dir / "costs.json", made)
                 position = log.position() if due else {}
                 if evaluates and due:
@@ -193,9 +191,9 @@ class RunLoop:
         if self.inputs.resume and is_own(self.inputs.resume, self.run_dir):
             samples = self.inputs.resume.manifest.state.position.get("samples_bytes")
         trainer = self.trainer
-        log = RunLog(self.run_dir, self.config, trainer.plan.report, first - has_row, kept, samples)
+        log = RunLog(self.run_dir, self.config, trainer.plan, first - has_row, kept, samples)
         lines = peak_line(trainer.peak_flops, trainer.device), *trainer.engine.lines
-        lines = *lines, process_line(trainer.device, trainer.plan.report.memory.process_bytes)
+        lines = *lines, process_line(trainer.device, trainer.plan.process_bytes)
         print("\n".join(line for line in lines if line), flush=True)
         return log
 
@@ -297,7 +295,7 @@ class RunLoop:
         for role in self.config.trained():
             path, spec = self.inputs.models.paths[role], self.inputs.models.specs[role]
             trained = self.models.trained[role]
-            weights, head = WholeWeights(trained.optimizer.modules.values()), trained.scalar_head
+            weights, head = WholeWeights(trained.optimizer.modules.values()), trained.role.scalar_head
             tensors = hf_tensors(weights, spec, head)  # all ranks make them, rank 0 alone with values
             with self.checkpoints.joint_failure():
                 if self.trainer.rank == 0:

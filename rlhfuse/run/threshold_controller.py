@@ -27,11 +27,10 @@ from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.device import Device
-from rlhfuse.planning.draft import priced_limits
-from rlhfuse.planning.run_plan import RunPlan
+from rlhfuse.planning.plan import Plan
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.iteration_metrics import lengths_of
-from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
+from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits, priced_limits
 from rlhfuse.simulator.lengths import SampleLengths, read_turns
 from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
@@ -89,12 +88,12 @@ def step_observations(rows: Sequence[Sequence[float]]) -> list[StepObservation]:
 class ThresholdController:
     """Holds the R_t in force and what it was chosen from. All ranks hold the same values."""
 
-    def __init__(self, config: RunConfig, plan: RunPlan, device: Device) -> None:
+    def __init__(self, config: RunConfig, plan: Plan, device: Device) -> None:
         """The plan's costs price everything until the first iteration has been measured."""
-        self._config, self._planned = config, plan.report.generation.limits
-        self._instances = plan.report.batch.instances
+        self._config, self._planned = config, plan.limits
+        self._instances = plan.batch.instances
         self._adapts = config.fusion.inter_stage and config.threshold() is None and self._instances > 1
-        self.threshold = plan.report.threshold.samples or 0
+        self.threshold = plan.threshold or 0
         self._transfers = probe_transfer(device) if config.fusion.inter_stage and self._instances > 1 else []
         if config.trainer.pace:
             self._transfers = [[size, plan.costs.migration_seconds(size)] for size, _ in self._transfers]

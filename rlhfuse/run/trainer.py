@@ -7,7 +7,6 @@ section 4) -> rewards and advantages over the whole batch -> mini-batches throug
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,10 +16,9 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 from torch.nn import Module
 
-from rlhfuse.base.clock import unpaced, wall_seconds
+from rlhfuse.base.clock import Clock
 from rlhfuse.base.sample_ids import prompt_groups
 from rlhfuse.config.algorithm import AlgorithmConfig
-from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.decisions.balance import split_minibatches
 from rlhfuse.fusion.inter.inference import Scorer
@@ -28,13 +26,12 @@ from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.intra.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine
-from rlhfuse.monitor.pace import Pace
+from rlhfuse.monitor.pace import PacedClock
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.learning_rate import learning_rate
 from rlhfuse.parallel.memory import PhaseMeter
 from rlhfuse.parallel.reshard import Resharder
 from rlhfuse.planning.paced_cost import PacedCost
-from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.adaptive import KLController, RunningMoments
 from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.rollout import RolloutBatch, given
@@ -48,6 +45,7 @@ from rlhfuse.run.sampling.function_reward import AS_DRAWN, FunctionRewarder
 from rlhfuse.run.sampling.group_sampler import GroupSampler
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 from rlhfuse.run.threshold_controller import ThresholdController
+from rlhfuse.tasks.role import POLICY
 
 
 class Trainer:
@@ -56,7 +54,6 @@ class Trainer:
     def __init__(
         self,
         inputs: RunInputs,
-        plan: RunPlan,
         rank: int,
         device: Device,
         store: Store,
@@ -64,48 +61,46 @@ class Trainer:
         folder: Path,
     ) -> None:
         """`progress` is told of every piece of work; `folder`: the run's, for journals of tools."""
-        config = inputs.config
+        config, plan = inputs.config, inputs.plan
         self.config, self.inputs, self.plan = config, inputs, plan
         self.rank, self.device, self.progress = rank, device, progress
         self.memory = PhaseMeter(device, config.trainer.return_memory)
         self.models = build_models(config, inputs.models, plan.ranks, rank, device, progress)
         progress("building the engine: kernels that are not cached are compiled")
-        self.pace = None
+        self.clock = Clock(rank)
         if isinstance(plan.costs, PacedCost):
             prices = plan.costs.prices(max(1, len(config.scorers())))
-            self.pace = Pace(prices, config.trainer.pace_stretch, inputs.draft.paced)
-        self._hold = self.pace.hold if self.pace else unpaced
+            self.clock = PacedClock(rank, prices, config.trainer.pace_stretch, plan.paced)
         self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
         self.engine = self._build_engine()
         self.scorer = Scorer(
-            *(self.models.frozen.get(role) for role in SCORING_ORDER),
-            vocab=inputs.models.in_use(Role.ACTOR).vocab,
+            self.models.frozen,
+            vocab=inputs.models.in_use(POLICY).vocab,
             temperature=config.rollout.temperature,
             device=device.torch_device,
-            hold=self._hold,
+            clock=self.clock,
         )
-        self.engine.loop.hold = self._hold
         self.training = TrainingStep(
             rank,
             plan.ranks,
-            plan.report.batch.cut,
+            plan.batch.cut,
             plan.schedules,
             plan.programs,
             self.models.trained,
             self.models.channels,
             config.rollout.temperature,
             progress,
-            self._hold,
+            self.clock,
         )
         self.threshold = ThresholdController(config, plan, device)
         self.peak_flops = None  # of sleep
-        if not self.pace:
+        if not isinstance(self.clock, PacedClock):
             self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
         self.caller = self._start_caller(folder)
         self.rewarder = self._start_rewarder()
         self.kl = KLController(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
         self.scores = RunningMoments()
-        self.recorder = IterationRecorder(inputs, plan.report, rank, self.threshold, self.peak_flops)
+        self.recorder = IterationRecorder(inputs, rank, self.threshold, self.peak_flops, self.clock)
         self.inter_stage = InterStage(
             place=self.models.place,
             engine=self.engine,
@@ -116,8 +111,9 @@ class Trainer:
             timeout_seconds=config.trainer.hang_seconds,
             progress=progress,
             bucket_bytes=config.fusion.bucket_mib << 20,
-            early_models=plan.report.generation.limits.early_models,
+            early_models=plan.limits.early_models,
             generation_done=self._release_generation,
+            clock=self.clock,
         )
         self.sampler = GroupSampler(
             inputs, self.inter_stage, self.rewarder, self.caller, self._requests, self._prepare_round
@@ -127,18 +123,19 @@ class Trainer:
     def _build_engine(self) -> Engine:
         place = self.models.place
         return Engine(
-            self.inputs.models.in_use(Role.ACTOR),
+            self.inputs.models.in_use(POLICY),
             None,  # they come with the first move
-            engine_options(self.config, self.plan.report.batch.instances, self.plan.report.memory.keeps_generation),
+            engine_options(self.config, self.plan.batch.instances, self.plan.keeps_generation),
             device=self.device.torch_device,
             dtype=DTYPES[self.config.trainer.dtype],
             tp_group=place.instance_group if place.decoders.size > 1 else None,
             detokenize=partial(self.inputs.tokenizer.decode, skip_special_tokens=False, **AS_DRAWN),
+            clock=self.clock,
         )
 
     def _release_generation(self) -> None:
         """This rank decodes no more in this iteration: the actor's copy goes before others come in, unless it stays."""
-        if not self.plan.report.memory.keeps_generation:
+        if not self.plan.keeps_generation:
             self.engine.release_weights()
             self.models.generation.release()
         self.memory.switch("inference")
@@ -162,17 +159,16 @@ class Trainer:
 
     def iterate(self, iteration: int) -> IterationRecord:
         """One PPO iteration; a collective."""
-        timer = self.recorder.begin(iteration)
+        work = self.recorder.begin()
         self.progress(f"iteration {iteration}: moving weights")
-        with timer.phase("reshard"):
+        with self.clock.work("reshard", iteration=iteration):
             self._reshard()
         threshold = self.threshold.threshold
         report, filtered = self.sampler.run(iteration, threshold, self.threshold.limits)
-        timer.spans += report.spans
         self.engine.learn(piece for rollout in report.rollouts for piece in rollout.pieces())
         if news := self.engine.news():
             print(f"rank {self.rank}: {news}", flush=True)
-        with timer.phase("adv"):
+        with self.clock.work("adv", iteration=iteration):
             batch = RolloutBatch.from_rollouts(report.rollouts)
             batch = combine_rewards(batch, report.function_scores, self.config.reward)
             batch.check_finite()
@@ -181,27 +177,25 @@ class Trainer:
                 batch = batch.counting(~batch.truncated)
             batch = add_token_rewards(batch, algorithm, self.config.rollout.max_response_tokens)
             batch = add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
-        with timer.phase("train", span=False):  # its actions have their own spans
+        with self.clock.work("train", span=False):  # its actions have their own spans
             minibatches = self._train(iteration, batch, algorithm)
-        timer.add_actions(minibatches)
         self.progress(f"iteration {iteration}: recording metrics")
         self._steer(iteration, batch)
         peaks = {"base": self.memory.base_bytes, **self.memory.take()}
         called = self.caller.take_stats() if self.caller else None
-        done = IterationResult(timer, threshold, report, batch, algorithm, minibatches, peaks, filtered, called)
-        return self.recorder.finish(done, self.pace)
+        parts = report, batch, algorithm, minibatches, peaks, filtered
+        return self.recorder.finish(IterationResult(iteration, work, threshold, *parts, called))
 
     def evaluate(self, iteration: int) -> Evaluation:
         """Held-out prompts, by the actor as it is after `iteration`; -1: before the first. A collective."""
-        begin = wall_seconds()
+        work = self.clock.begin()
         when = f"after iteration {iteration}" if iteration >= 0 else "before training"
         self.progress(f"evaluation {when}: moving weights")
         self._reshard(for_training=False)
         evaluation = self.evaluator.run(iteration, self.threshold.threshold, self.threshold.limits)
         self.memory.take()  # the peaks that are shown are training's
-        seconds = wall_seconds() - begin
-        self.recorder.skip(seconds)
-        return replace(evaluation, metrics=evaluation.metrics | {"timing_s/eval": seconds})
+        self.recorder.skip(work.seconds)
+        return replace(evaluation, metrics=evaluation.metrics | {"timing_s/eval": work.seconds})
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt], first: int) -> list[Request]:
         """Samples of prompts at the places from `first` on, the same on every rank."""
@@ -218,7 +212,7 @@ class Trainer:
 
     def _steer(self, iteration: int, batch: RolloutBatch) -> None:
         """The KL's weight towards its target, by the iteration's samples."""
-        if batch.ref_logprobs is not None and iteration >= self.config.held_iterations:
+        if batch.ref_logprobs is not None and iteration >= self.config.held_iterations(POLICY):
             kl = sample_kl(batch.intact)
             self.kl = self.kl.after(float(kl.mean()), len(kl))
 
@@ -237,26 +231,26 @@ class Trainer:
     def _prepare_round(self) -> None:
         """The engine again ready in an iteration."""
         self.progress("a further round of groups: moving weights")
-        if self.plan.report.memory.keeps_generation:
+        if self.plan.keeps_generation:
             self.memory.switch("generation")
             self.engine.resume()
         else:
             self._reshard(for_training=False)
 
     def _reshard(self, for_training: bool = True) -> None:
-        """Actor into the generation layout; for training a critic into the inference layout and on to host memory."""
+        """The policy to generation; for training also what scores to the inference layout and on to the host."""
         for model in self.models.trained.values():
             model.optimizer.release_gradients()
         self.memory.switch("moves")
-        if offload := self.plan.report.memory.offload:
-            self.models.offload_optimizers(free=offload.first_phase == "moves")
+        if offload := self.plan.offload_phase:
+            self.models.offload_optimizers(free=offload == "moves")
         generation = self.models.generation
         generation.allocate()
-        self._move(Role.ACTOR, generation.module)
-        if for_training and Role.CRITIC in self.models.trained:
-            offloaded = self.models.frozen[Role.CRITIC].offloaded
+        self._move(POLICY, generation.module)
+        for role in (role for role in self.models.frozen if for_training and role.trains):
+            offloaded = self.models.frozen[role].offloaded
             offloaded.allocate()
-            self._move(Role.CRITIC, offloaded.module)
+            self._move(role, offloaded.module)
             offloaded.offload()
         if offload:
             self.models.offload_optimizers(free=True)
@@ -266,10 +260,9 @@ class Trainer:
         self.memory.note_base(held)
         self.engine.resume()
 
-    def _move(self, role: Role, destination: Module) -> None:
-        start = time.perf_counter()
-        self.resharder.reshard(self.models.trained[role].optimizer.modules.values(), destination)
-        self._hold("move", start, role)
+    def _move(self, role: str, destination: Module) -> None:
+        with self.clock.work(price=("move", role)):
+            self.resharder.reshard(self.models.trained[role].optimizer.modules.values(), destination)
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         self.memory.switch("training")
@@ -282,11 +275,11 @@ class Trainer:
             for indices in split_minibatches(len(batch), count, seed, iteration, epoch):
                 self.progress(f"iteration {iteration}: training mini-batch {len(results)}")
                 results.append(self.training.run(batch.select(indices), lr, algorithm))
-        if self.plan.report.memory.offload:
+        if self.plan.offload_phase:
             self.models.offload_optimizers(free=False)
         return results
 
     def learning_rate(self, role: str, iteration: int) -> float | None:
         """The learning rate of a model, None while it is held still."""
-        held = self.config.held_iterations if role == Role.ACTOR else 0
+        held = self.config.held_iterations(role)
         return learning_rate(getattr(self.config, role).optim, iteration - held) if iteration >= held else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.decisions.migration import FusionLimits, SampleMoveCost, destination_count
 from rlhfuse.simulator.lengths import SampleLengths
 
@@ -94,6 +95,15 @@ def fusion_limits(costs: CostModel, limits: InstanceLimits) -> FusionLimits:
         score_tokens=limits.score_tokens,
         active_share=limits.active_share,
     )
+
+
+def priced_limits(given: int, limits: InstanceLimits, costs: CostModel, lengths: SampleLengths) -> InstanceLimits:
+    """`limits` with the BS_max that these costs allow at the median context, unless one is `given` (fusion.bs_max), and
+    with the part of their time in which so many samples decode."""
+    context = lengths.median_context
+    bs_max = given or largest_flat_batch(costs, context, limits.max_sequences)
+    active = lengths.active_share(costs.decode_step_seconds(bs_max, bs_max * context))
+    return replace(limits, bs_max=bs_max, active_share=active)
 
 
 def check_lengths(lengths: SampleLengths, instances: int, limits: InstanceLimits) -> None:

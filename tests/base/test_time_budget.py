@@ -1,20 +1,14 @@
 """Work with an allowance takes its part of the time, whatever it costs."""
 
 import pytest
+from testkit.manual_clock import ManualClock
 
 from rlhfuse.base.time_budget import TimeBudget
 
 
-class Clock:
-    seconds = 100.0
-
-    def __call__(self):
-        return self.seconds
-
-
 @pytest.mark.parametrize("cost", [0.0, 0.02, 0.1])
 def test_it_takes_its_share(cost):
-    clock = Clock()
+    clock = ManualClock()
     allowance, spent = TimeBudget(0.01, clock), 0.0
     begin = clock.seconds
     for _ in range(1000):
@@ -29,7 +23,7 @@ def test_it_takes_its_share(cost):
 
 
 def test_it_is_due_at_first_and_again_after_what_it_cost():
-    clock = Clock()
+    clock = ManualClock()
     allowance = TimeBudget(0.5, clock)
     assert allowance.due()
     with pytest.raises(ZeroDivisionError), allowance.spend():

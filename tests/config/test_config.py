@@ -191,20 +191,20 @@ def test_refusals_name_the_key(tmp_path, overrides, message):
 
 
 @pytest.mark.parametrize(
-    "overrides, roles, scorers",
+    "overrides, scorers",
     [
-        ("", "actor critic reference reward", "reference critic reward"),
-        ("algorithm.name=grpo", "actor reference reward", "reference reward"),
-        ("reference.path=none algorithm.kl_coef=0", "actor critic reward", "critic reward"),
-        ("reward.path='' reward.function=m:f critic.path=c", "actor critic reference", "reference critic"),
-        ("reward.function=m:f", "actor critic reference reward", "reference critic reward"),
-        ("algorithm.name=rloo reference.path=None algorithm.kl_coef=0 reward.path='' reward.function=m:f", "actor", ""),
+        ("", "reference critic reward"),
+        ("algorithm.name=grpo", "reference reward"),
+        ("reference.path=none algorithm.kl_coef=0", "critic reward"),
+        ("reward.path='' reward.function=m:f critic.path=c", "reference critic"),
+        ("reward.function=m:f", "reference critic reward"),
+        ("algorithm.name=rloo reference.path=None algorithm.kl_coef=0 reward.path='' reward.function=m:f", ""),
     ],
 )
-def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, roles, scorers):
+def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, scorers):
     config = load(tmp_path, overrides=overrides)
-    assert config.roles() == tuple(roles.split()) and config.scorers() == tuple(scorers.split())
-    assert config.trained() == tuple(role for role in ("actor", "critic") if role in roles.split())
+    assert config.roles() == ("actor", *config.scorers()) and config.scorers() == tuple(scorers.split())
+    assert config.trained() == tuple(role for role in ("actor", "critic") if role in config.roles())
 
 
 @pytest.mark.parametrize("text", ["true", "True", "auto", "false"])

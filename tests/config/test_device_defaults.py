@@ -8,7 +8,8 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.device_defaults import is_for_gpus, resolve_device
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
-from rlhfuse.planning.settle import Facts, settle_but_layouts
+from rlhfuse.planning.job import Job
+from rlhfuse.planning.settle import settle_but_layouts
 from rlhfuse.run.preflight import device_of, this_host
 
 
@@ -68,7 +69,7 @@ def test_a_run_goes_by_the_device_that_there_is_and_a_plan_by_the_hardware_that_
         (run(hardware="h100", device="cpu"), True, ("cpu", "float32")),
     ):
         config = config.with_(fusion={"actor_microbatches": 1})  # nothing is left to a search
-        facts = Facts({}, 4, this_host(config.trainer), device_of(config.trainer, planned))
-        trainer = settle_but_layouts(config, facts).config.trainer
+        job = Job(config, {}, 4, this_host(config.trainer), device_of(config.trainer, planned))
+        trainer = settle_but_layouts(job).config.trainer
         assert (trainer.device, trainer.dtype) == expected
         assert is_for_gpus(trainer) == (trainer.device == "cuda")

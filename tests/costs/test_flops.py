@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.flops import IterationFlops, forward_flops
+from rlhfuse.tasks.role import LEARNERS, ROLES
 
 SPEC = ModelSpec("llama", layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, mlp=16, vocab=10, context=64)
 # A layer: query and output 8 x 8, key and value 8 x 4, gate, up and down 8 x 16, two norms of 8.
@@ -33,19 +33,19 @@ def test_tied_embeddings_compute_as_much_and_biases_as_much_as_they_hold():
 def test_an_iteration_by_hand():
     """Prompts of 2 and 1 tokens, responses of 3 and 1: training takes three forwards, and here goes over them twice."""
     lengths = [(2, 3), (1, 1)]
-    specs = dict.fromkeys(Role, SPEC)
-    made = IterationFlops.of(specs, (Role.ACTOR, Role.CRITIC), SCORING_ORDER, lengths, 2 * lengths)
+    specs = dict.fromkeys(ROLES, SPEC)
+    made = IterationFlops.of(specs, LEARNERS, ROLES[1:], lengths, 2 * lengths)
     language, scalar = forward_flops(SPEC, [5, 2], 4), forward_flops(SPEC, [5, 2], 4, scalar_head=True)
     assert made.generation == forward_flops(SPEC, [4, 1], outputs=4)  # the last token of a response is not read
     assert made.inference == language + 2 * scalar
     assert made.training == {"actor": 6 * language, "critic": 6 * scalar}
     assert made.total == made.generation + made.inference + 6 * (language + scalar)
-    fewer = IterationFlops.of(specs, (Role.ACTOR,), SCORING_ORDER, lengths, lengths[1:])
+    fewer = IterationFlops.of(specs, ROLES[:1], ROLES[1:], lengths, lengths[1:])
     assert fewer.training == {"actor": 3 * forward_flops(SPEC, [2], 1)} and fewer.inference == made.inference
 
 
-@pytest.mark.parametrize("roles", [(Role.ACTOR,), (Role.ACTOR, Role.REFERENCE)])
+@pytest.mark.parametrize("roles", [ROLES[:1], ROLES[:2]])
 def test_only_the_models_of_the_run_count(roles):
     specs = dict.fromkeys(roles, SPEC)
-    made = IterationFlops.of(specs, (Role.ACTOR,), roles[1:], [(2, 3)], [(2, 3)])
+    made = IterationFlops.of(specs, ROLES[:1], roles[1:], [(2, 3)], [(2, 3)])
     assert set(made.training) == {"actor"} and bool(made.inference) == (len(roles) > 1)

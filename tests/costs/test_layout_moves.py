@@ -7,7 +7,6 @@ from testkit.profiles import share
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.layout_moves import ACROSS, STAYS, WITHIN, MoveLoad, layout_moves, model_load
@@ -16,6 +15,7 @@ from rlhfuse.decisions.shards import Shard, model_shards
 from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.decisions.weight_moves import plan_moves, shards_of_move
 from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells, rank_map
+from rlhfuse.tasks.task import TASKS
 
 MACHINE = hardware_by_name("a100")
 SPECS = (
@@ -111,10 +111,7 @@ def test_what_nobody_has_is_named():
 def test_moves_of_a_run():
     """Two nodes of eight: the actor's only pipeline spans both, so each node must get the other's half of it once."""
     layouts = {"actor_train": "d1t2p8", "critic_train": "d4t2p2", "generation": "d8t2p1", "critic_inference": "d8t2p1"}
-    tasks = tuple(
-        Task(name, Role.CRITIC if "critic" in name else Role.ACTOR, ParallelLayout.parse(text), (0, 15))
-        for name, text in layouts.items()
-    )
+    tasks = tuple(Task(name, TASKS[name].role, ParallelLayout.parse(text), (0, 15)) for name, text in layouts.items())
     ranks = rank_map(training_layouts(tasks))
     spec = ModelSpec("qwen2", 9, 16, 8, 8, 4, 24, 100, 64, qkv_bias=True)
     actor, critic = layout_moves(tasks, ranks, {"actor": spec, "critic": spec}, 4, MACHINE)
@@ -122,7 +119,10 @@ def test_moves_of_a_run():
     whole = sum(s.bytes for s in model_shards(spec, ParallelLayout(1, 1, 1), (((0,),),), 4))
     assert actor.traffic.across == whole  # half of it to each node; norms too, which both tensor ranks hold, once
     assert critic.traffic.across == 0 and 0 < critic.seconds < 1
-    sides = map(WeightHolders.of_shards, shards_of_move(tasks, ranks, {"actor": spec, "critic": spec}, 4, Role.CRITIC))
+    sides = map(
+        WeightHolders.of_shards,
+        shards_of_move(tasks, ranks, {"actor": spec, "critic": spec}, 4, TASKS["critic_train"].role),
+    )
     load = MoveLoad.of(plan_moves(*sides, 8), 8)
     assert critic.seconds == load.seconds(MACHINE) + load.host_copy_seconds(MACHINE)  # it goes on to host memory
     alone = layout_moves(tuple(t for t in tasks if t.role == "actor"), ranks, {"actor": spec}, 4, MACHINE)

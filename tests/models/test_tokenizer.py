@@ -11,11 +11,11 @@ from testkit.tiny import write_checkpoint, write_tokenizer
 from transformers.utils import chat_template_utils
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RolloutConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models import tokenizer as tokenizer_module
 from rlhfuse.models.tokenizer import chat_tokens, check_tokenizers, load_tokenizer, with_end_tokens
+from rlhfuse.tasks.role import ROLES
 
 
 def edit(file, **changes):
@@ -89,12 +89,12 @@ def pair(tmp_path, actor_rows=320, reward_rows=288, reward_words=257):
     reward = write_checkpoint(tmp_path / "r", scalar_head=True, vocab_size=reward_rows)
     if reward_words:
         write_tokenizer(reward, words=reward_words)
-    paths = {Role.ACTOR: actor, Role.REFERENCE: actor, Role.CRITIC: reward, Role.REWARD: reward}
+    paths = dict(zip(ROLES, (actor, actor, reward, reward)))
     return paths, {role: ModelSpec.from_config(path) for role, path in paths.items()}
 
 
 def check(paths, specs, required=True, tokenizer=True):
-    actor = load_tokenizer(paths[Role.ACTOR], specs[Role.ACTOR]) if tokenizer else None
+    actor = load_tokenizer(paths["actor"], specs["actor"]) if tokenizer else None
     return check_tokenizers(actor, paths, specs, required)
 
 
@@ -105,7 +105,7 @@ def test_models_with_the_same_tokens_fit_whatever_their_rows(tmp_path, words):
 
 def test_models_of_equal_size_with_other_tokens_do_not(tmp_path):
     paths, specs = pair(tmp_path, 320, 320)
-    file = paths[Role.REWARD] / "tokenizer.json"
+    file = paths["reward"] / "tokenizer.json"
     raw = json.loads(file.read_text())
     vocab = raw["model"]["vocab"]
     vocab["w40"], vocab["w41"] = vocab["w41"], vocab["w40"]
@@ -113,16 +113,16 @@ def test_models_of_equal_size_with_other_tokens_do_not(tmp_path):
     found = re.escape("has another tokenizer than the actor: token 43 is 'w40' in the actor's and 'w41' in its; all")
     with pytest.raises(InputError, match=f"reward.path=.*/r {found}"):
         check(paths, specs)
-    write_tokenizer(paths[Role.REWARD], words=200)
+    write_tokenizer(paths["reward"], words=200)
     with pytest.raises(InputError, match="token 203 is 'w200' in the actor's and none in its"):
         check(paths, specs)
 
 
 def test_special_tokens_are_compared_but_not_padding(tmp_path):
     paths, specs = pair(tmp_path)
-    edit(paths[Role.REWARD] / "tokenizer_config.json", pad_token="w9")
+    edit(paths["reward"] / "tokenizer_config.json", pad_token="w9")
     assert check(paths, specs) == ()
-    edit(paths[Role.REWARD] / "tokenizer_config.json", eos_token="w9")
+    edit(paths["reward"] / "tokenizer_config.json", eos_token="w9")
     with pytest.raises(InputError, match="eos_token is '</s>' in the actor's and 'w9' in its"):
         check(paths, specs)
 

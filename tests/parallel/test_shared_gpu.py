@@ -16,7 +16,8 @@ from rlhfuse.costs.machine import Host, memory_limit
 from rlhfuse.parallel import shared_gpu
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.shared_gpu import SHARED_GPU
-from rlhfuse.planning.settle import Facts, settle_but_layouts
+from rlhfuse.planning.job import Job
+from rlhfuse.planning.settle import settle_but_layouts
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.run.launch import sharing_line
 from rlhfuse.run.preflight import check_inputs, device_of
@@ -192,7 +193,7 @@ def config(layout: str = "d4t1p1", **trainer) -> RunConfig:
 
 
 def settled(made: RunConfig) -> SettledRun:
-    return settle_but_layouts(made, Facts({}, 4, device=device_of(made.trainer)))
+    return settle_but_layouts(Job(made, {}, 4, device=device_of(made.trainer)))
 
 
 def test_a_device_is_shared_only_where_there_is_one(monkeypatch):

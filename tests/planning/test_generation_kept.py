@@ -8,7 +8,8 @@ from testkit.four_ranks import SPECS, drafted, run, shared_plan
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning.memory.memory_budget import KEEPING_PART, GenerationMemory, MemoryBudget, PhaseMemory, RankMemory
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.reasons import of_keeping
+from rlhfuse.planning.report.reasons import of_keeping
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.ir.evaluate import evaluate
 
 GB = 10**9
@@ -87,11 +88,11 @@ def test_it_goes_where_the_optimizer_has_to():
 
 
 def test_a_plan_keeps_a_small_model_on_gpus_and_none_on_cpus():
-    cpu, gpu = shared_plan().report, shared_plan(**GPU).report
+    cpu, gpu = PlanReport.of(shared_plan()), PlanReport.of(shared_plan(**GPU))
     assert not cpu.memory.keeps_generation and cpu.memory.phases[-1].kv == 0
     assert gpu.memory.keeps_generation and [p.kv for p in gpu.memory.phases] == [0] + 4 * [gpu.memory.phases[2].kv]
     assert "kept: the weights and cache of generation" in gpu.render()
-    graphless = shared_plan(**GPU, rollout__cuda_graphs=False).report
+    graphless = PlanReport.of(shared_plan(**GPU, rollout__cuda_graphs=False))
     assert graphless.memory.keeps_generation and "graphs are recorded" not in graphless.render()
 
 
@@ -104,7 +105,7 @@ def test_where_there_is_no_room_nothing_else_changes():
     limit = (without + kept / KEEPING_PART) / 2 / 1e9
     tight = run(**GPU, parallel__headroom=0.0, trainer__memory_limit_gb=limit)
     draft = drafted(tight, SPECS, 4)
-    report = make_plan(draft).report
+    report = PlanReport.of(make_plan(draft))
     assert not report.memory.keeps_generation and "released after generation: with its weights" in report.render()
     assert draft.config.rollout.kv_blocks_per_instance == roomy.config.rollout.kv_blocks_per_instance == 0
     assert draft.training.problem.static_memory == roomy.training.problem.static_memory  # keeping is no part of it

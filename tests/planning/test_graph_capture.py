@@ -9,7 +9,7 @@ from rlhfuse.base.files import write_json
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.planning.report.report import PlanReport
 
 GPU = dict(trainer__hardware="h200", rollout__max_response_tokens=384, fusion__threshold=0)
 # 8 samples an instance: 1, 2, 4, 8 rows; 256 and 512 tokens; 8 layers of 9 launches, 6 beside them
@@ -20,7 +20,7 @@ def report(monkeypatch, kept: bool, made: RunConfig) -> PlanReport:
     monkeypatch.setattr(
         "rlhfuse.planning.memory.memory_budget.MemoryBudget.keeps_generation", lambda self, activations: kept
     )
-    return planned(made).report
+    return PlanReport.of(planned(made))
 
 
 def test_each_iteration_pays_unless_generation_is_kept(monkeypatch):

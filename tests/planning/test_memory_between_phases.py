@@ -13,7 +13,7 @@ from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.price import GenerationPrice, with_schedules
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.planning.report.report import PlanReport
 
 RUN = """
 actor: {{path: {model}}}
@@ -44,7 +44,7 @@ def drafted(file, *overrides: str) -> PlanDraft:
 
 @cache
 def reported(file, *overrides: str) -> PlanReport:
-    return make_plan(drafted(file, *overrides)).report
+    return PlanReport.of(make_plan(drafted(file, *overrides)))
 
 
 def static(draft: PlanDraft) -> dict:
@@ -101,7 +101,7 @@ def test_it_leaves_before_the_weights_move_where_those_have_no_room_beside_it(fi
     assert draft.memory.offload.seen_seconds(moving=10.0, minibatch=10.0) == draft.memory.offload.seconds
     generation = GenerationPrice(0, None, "", 1.0, 1.0, None, None)
     assert with_schedules(draft, generation, 10.0, 10.0).offload == draft.memory.offload.seconds
-    report = make_plan(draft).report
+    report = PlanReport.of(make_plan(draft))
     told = "they leave before the weights move and come back during the first mini-batch"
     seconds = f"{report.memory.offload.seconds:.2g} s"
     assert f"{told}, {seconds} each way, of which {seconds} are not hidden" in "\n".join(report.reasons)
@@ -112,7 +112,7 @@ def test_it_leaves_before_the_weights_move_where_those_have_no_room_beside_it(fi
 def test_it_stays_where_all_phases_fit_beside_it(file):
     draft = drafted(file, "trainer.memory_limit_gb=100")
     assert draft.memory.offload is None and static(draft)["inference"].optimizer > 0
-    reasons = "\n".join(make_plan(draft).report.reasons)
+    reasons = "\n".join(PlanReport.of(make_plan(draft)).reasons)
     assert "trainer.offload_optimizer=auto: the optimizer stays on the device, every phase fits beside it" in reasons
     forced = drafted(file, "trainer.memory_limit_gb=100", "trainer.offload_optimizer=true")
     assert forced.memory.offload.nbytes > 0 and static(forced)["inference"].optimizer == 0
@@ -144,7 +144,7 @@ def test_room_for_the_cache_is_cut_before_the_optimizer_leaves(file):
 
 @pytest.mark.parametrize("asked", ["auto", "true"])
 def test_on_a_cpu_only_where_it_is_asked_for(asked):
-    plan = planned(run(trainer__offload_optimizer=asked)).report
+    plan = PlanReport.of(planned(run(trainer__offload_optimizer=asked)))
     assert (plan.memory.offload is None) == (asked == "auto")
     phases = {phase.phase: phase for phase in plan.memory.phases}
     assert (phases["generation"].optimizer == 0) == (asked == "true")
@@ -189,7 +189,7 @@ def test_the_plan_tells_which_come_early(file):
 
 def test_on_a_cpu_none_comes_early():
     """Copies there take the cores that decode."""
-    plan = shared_plan().report
+    plan = PlanReport.of(shared_plan())
     assert plan.generation.limits.early_models == 0 and not [
         line for line in plan.reasons if line.startswith("loading ")
     ]

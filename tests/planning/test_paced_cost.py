@@ -10,7 +10,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.costs.speculation import StepObservation, fit_steps
 from rlhfuse.planning.paced_cost import load_paced_cost
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.rules.builders import serial_makespan
 
@@ -62,7 +62,7 @@ def test_steps_that_last_as_priced_give_the_prices_back():
 
 def test_a_plan_is_made_of_them_alone(file):
     """Shared cores slow nothing down; layouts of equal stages take what the file says, times the stretch."""
-    report = planned(of(file)).report
+    report = PlanReport.of(planned(of(file)))
     assert (
         "PACED, no measurement of hardware: round numbers, x1" in report.title and "x 1, which work" in report.render()
     )
@@ -76,7 +76,7 @@ def test_a_plan_is_made_of_them_alone(file):
     micro = (min(forwards[0]) * 1e-6 - 0.01) / 1e-4  # tokens of a micro-batch
     assert micro > 1 and all(len(ticks) == 1 for ticks in forwards)
     assert float(serial_makespan(draft.training.split.whole)) * 1e-6 > 7 * 3 * 0.01
-    slower = planned(of(file, trainer__pace_stretch=2.0)).report
+    slower = PlanReport.of(planned(of(file, trainer__pace_stretch=2.0)))
     assert slower.seconds.fused == pytest.approx(2 * report.seconds.fused, rel=0.05), "but for the search"
     assert slower.seconds.gen_infer_serial == pytest.approx(2 * report.seconds.gen_infer_serial, rel=1e-6)
 

@@ -18,8 +18,9 @@ from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.machine import Host, memory_limit
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.costs.speculation import guess_bytes
-from rlhfuse.planning.planner import make_plan, parse_plan
-from rlhfuse.planning.run_plan import PlanReport, RunPlan
+from rlhfuse.planning.plan import Plan
+from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Kind
@@ -36,7 +37,7 @@ def problem_of(made):
 
 
 def test_a_plan_says_what_and_why():
-    plan = shared_plan().report
+    plan = PlanReport.of(shared_plan())
     assert plan.threshold.samples is None, "until lengths are known"
     assert plan.threshold.curve is not None and plan.threshold.curve.threshold > 0
     assert plan.seconds.gen_infer_fused == plan.threshold.curve.fused_seconds < plan.seconds.gen_infer_serial
@@ -53,7 +54,7 @@ def test_a_plan_says_what_and_why():
 
 
 def test_lengths_give_a_threshold():
-    plan = planned(run(), lengths=long_tail(500, longest=256)).report
+    plan = PlanReport.of(planned(run(), lengths=long_tail(500, longest=256)))
     assert plan.threshold.curve is not None and plan.threshold.samples == plan.threshold.curve.threshold
     assert plan.threshold.curve.samples == 64 and plan.threshold.curve.instances == 4
     assert plan.seconds.gen_infer_fused <= plan.seconds.gen_infer_serial
@@ -71,7 +72,7 @@ def test_lengths_give_a_threshold():
     ],
 )
 def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):
-    plan = shared_plan(**keys).report
+    plan = PlanReport.of(shared_plan(**keys))
     budget = drafted(run(**keys), SPECS, 4).memory
     assert all(budget.needed(phase) == needed(phase) for phase in budget.static)
     for phase in plan.memory.phases:
@@ -85,7 +86,7 @@ def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):
 def test_memory_by_hand():
     """float32 on 4 ranks: the actor is cut in 4 stages, the critic in 2, generation copies whole."""
     made = planned(run())
-    moves, generation, inference, training = made.report.memory.phases
+    moves, generation, inference, training = PlanReport.of(made).memory.phases
     spec = SPECS["actor"]
     whole, layer, ends = spec.parameters(), spec.layer_parameters, 512 * 64
     actor = [2 * layer + ends, 2 * layer, 2 * layer, 2 * layer + ends + 64]
@@ -132,7 +133,7 @@ def test_the_limit_of_a_rank(monkeypatch):
 def test_a_node_has_as_many_ranks_as_the_launcher_says(monkeypatch, node, crosses):
     """Where weights move, as the run's resharder has it."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", node)
-    report = planned(run()).report
+    report = PlanReport.of(planned(run()))
     assert report.memory.ranks_per_node == int(node or 4)
     assert any(move.traffic.across for move in report.weight_moves) == crosses
     for bad in ("0", "four"):
@@ -179,7 +180,7 @@ def test_the_cache_gets_what_memory_leaves(layout):
     assert kept == 7 * wanted // 16 and tight.generation.cache.blocks == kept
     assert tight.generation.limits.kv_capacity_bytes == kept * 16 * draft.generation.limits.kv_bytes_per_token
     assert tight.memory.needed(generation_of(tight.memory)) <= tight.memory.cap
-    assert f"rollout.kv_blocks_per_instance = {kept}: what memory leaves" in make_plan(tight).report.render()
+    assert f"rollout.kv_blocks_per_instance = {kept}: what memory leaves" in PlanReport.of(make_plan(tight)).render()
     given = {**keys, "rollout__kv_blocks_per_instance": wanted, "trainer__memory_limit_gb": limit(wanted // 2) * 0.9e-9}
     with pytest.raises(InputError, match="memory: generation needs .* lower rollout.kv_blocks_per_instance"):
         drafted(run(**given), SPECS, 4)
@@ -213,10 +214,10 @@ def test_the_schedule_is_searched_under_the_memory_that_is_left():
     searched = {**keys, "fusion__search_seconds": 2.0}  # long enough to find the best also on a busy machine
     free, tight = (planned(run(**searched, trainer__memory_limit_gb=limit)) for limit in (enough, between))
     assert tight.likeliest.problem.memory_cap == between * 1e9
-    training = tight.report.memory.phases[-1]
-    assert tight.report.memory.needed_bytes(training) <= between * 1e9
-    assert free.report.memory.needed_bytes(free.report.memory.phases[-1]) > between * 1e9
-    assert tight.report.schedule.makespan_seconds >= free.report.schedule.makespan_seconds
+    training = PlanReport.of(tight).memory.phases[-1]
+    assert PlanReport.of(tight).memory.needed_bytes(training) <= between * 1e9
+    assert PlanReport.of(free).memory.needed_bytes(PlanReport.of(free).memory.phases[-1]) > between * 1e9
+    assert PlanReport.of(tight).schedule.makespan_seconds >= PlanReport.of(free).schedule.makespan_seconds
     words = r"memory: training needs .* per rank .*; the least of any schedule is .*a rank of this a100 has .*; lower "
     with pytest.raises(InputError, match=words + ".*recompute.*trainer.memory_limit_gb"):
         drafted(run(**ON_GPU, trainer__memory_limit_gb=below), SPECS, 4)
@@ -234,11 +235,11 @@ def test_a_given_schedule_that_does_not_fit_is_refused(tmp_path, source):
     drafted(run(**ON_GPU, **keys, trainer__memory_limit_gb=enough), SPECS, 4)
     with pytest.raises(InputError, match=f"with {source}.*set fusion.intra_stage=search without fusion.schedule"):
         drafted(run(**ON_GPU, **keys, trainer__memory_limit_gb=between), SPECS, 4)
-    assert shared_plan(**ON_GPU, trainer__memory_limit_gb=between).report.memory.limit == between * 1e9
+    assert PlanReport.of(shared_plan(**ON_GPU, trainer__memory_limit_gb=between)).memory.limit == between * 1e9
 
 
 def test_weight_moves_are_in_the_plan():
-    plan = shared_plan().report
+    plan = PlanReport.of(shared_plan())
     actor, critic = plan.weight_moves
     assert plan.seconds.weight_moves == actor.seconds + critic.seconds > 0
     for seconds, side in ((plan.seconds.serial, "serial"), (plan.seconds.fused, "fused")):
@@ -250,7 +251,7 @@ def test_weight_moves_are_in_the_plan():
     whole = 4 * SPECS["actor"].parameters()
     assert actor.traffic.stays == whole and actor.traffic.within == 3 * whole and actor.traffic.across == 0
     assert critic.traffic.stays == critic.traffic.within == 2 * 4 * SPECS["actor"].parameters(scalar_head=True)
-    assert "critic_train d2t1p2 -> critic_inference d4t1p1" in shared_plan().report.render()
+    assert "critic_train d2t1p2 -> critic_inference d4t1p1" in PlanReport.of(shared_plan()).render()
 
 
 ROWS = ("generation", "reference_inference", "reward_inference", "critic_inference")
@@ -266,7 +267,7 @@ ONE_INSTANCE = {f"parallel__{row}": "d1t4p1" for row in ROWS}
     ],
 )
 def test_threshold_from_the_config(keys, world, expected, reason):
-    plan = shared_plan(**keys).report
+    plan = PlanReport.of(shared_plan(**keys))
     assert plan.threshold.samples == expected
     assert any(reason in sentence for sentence in plan.threshold.reasons)
 
@@ -274,13 +275,13 @@ def test_threshold_from_the_config(keys, world, expected, reason):
 def test_the_plan_says_what_the_reward_function_counts(tmp_path):
     """Unknown before anything was measured; with the costs of a run it delays the predicted end."""
     file, called = tmp_path / "costs.json", dict(reward__function="rewards:slow", reward__workers=2)
-    unknown = shared_plan(**called).report
+    unknown = PlanReport.of(shared_plan(**called))
     assert any("reward.function takes is unknown" in sentence for sentence in unknown.reasons)
     reports = []
     for keys in ({}, called):
         made_for = facts_of(resolve_device(run(**keys)), SPECS)
         write_json(file, linear_cost(reward=2.0).to_dict() | {"made_for": made_for})
-        reports.append(planned(run(fusion__profile=str(file), **keys)).report)
+        reports.append(PlanReport.of(planned(run(fusion__profile=str(file), **keys))))
     fast, slow = reports
     assert not any("reward.function" in sentence for sentence in fast.reasons)
     assert any("reward.function counts 2 s, 2 at once" in sentence for sentence in slow.reasons)
@@ -288,10 +289,10 @@ def test_the_plan_says_what_the_reward_function_counts(tmp_path):
 
 
 def test_threshold_file_is_used_and_checked(tmp_path):
-    made = planned(run(), lengths=long_tail(500)).report.threshold.curve
+    made = PlanReport.of(planned(run(), lengths=long_tail(500))).threshold.curve
     file = tmp_path / "threshold.json"
     write_json(file, to_json(made))
-    plan = planned(run(fusion__threshold_file=str(file))).report
+    plan = PlanReport.of(planned(run(fusion__threshold_file=str(file))))
     assert plan.threshold.curve == made and plan.seconds.gen_infer_fused == made.fused_seconds
     raw = json.loads(file.read_text())
     for change, message in (
@@ -307,8 +308,8 @@ def test_schedule_file_is_used_and_checked(tmp_path):
     file = tmp_path / "schedule.json"
     save_schedule(file, serial_1f1b(problem_of(run())))
     plan = planned(run(fusion__schedule=str(file)))
-    assert str(file) in plan.report.schedule.source
-    assert plan.report.schedule.makespan_seconds > shared_plan().report.schedule.makespan_seconds
+    assert str(file) in PlanReport.of(plan).schedule.source
+    assert PlanReport.of(plan).schedule.makespan_seconds > PlanReport.of(shared_plan()).schedule.makespan_seconds
     assert plan.likeliest.orders == serial_1f1b(problem_of(run())).orders
 
 
@@ -317,7 +318,7 @@ def slow_at(model: str, made) -> ProfiledCost:
     return trained(made, SPECS, {role: training(0.1 if role == model else 0.01, 0.001) for role in made.trained()})
 
 
-def weight_steps(plan: RunPlan) -> dict[int, list[tuple[int, str]]]:
+def weight_steps(plan: Plan) -> dict[int, list[tuple[int, str]]]:
     """Positions of what sums gradients and steps optimizers, by rank."""
     kinds = (Kind.TE, Kind.RG, Kind.ST)
     return {
@@ -344,8 +345,8 @@ def test_a_profile_reaches_the_programs(tmp_path):
 
         transfer = plan.likeliest.problem.transfer * TICK_SECONDS
         spent = makespan(program_times(plan.programs[4].by_rank, plan.ranks, seconds, transfer))
-        assert plan.report.schedule.makespan_seconds == pytest.approx(spent, rel=1e-9)
-        received = parse_plan(drafted(run(**keys), SPECS, 4), plan.to_text())
+        assert PlanReport.of(plan).schedule.makespan_seconds == pytest.approx(spent, rel=1e-9)
+        received = Plan.parse(plan.to_text())
         assert received == plan
     assert plans["actor"].likeliest.orders == plans["critic"].likeliest.orders
     assert weight_steps(plans["actor"]) != weight_steps(plans["critic"])
@@ -360,7 +361,7 @@ def test_a_profile_reaches_the_search(tmp_path):
 
 
 def test_bad_plans_are_refused():
-    for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({"version": 4}, "run: ranks is missing")):
+    for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({"version": 5}, "run: ranks is missing")):
         with pytest.raises(InputError, match=message):
             PlanReport.from_dict(raw, "run")
 
@@ -369,7 +370,7 @@ def test_bad_plans_are_refused():
 def test_programs_for_a_gpu_run_with_one_queue_per_rank(hardware, reduce):
     plan = planned(run(trainer__hardware=hardware))
     assert plan.programs == {4: lower(plan.likeliest, plan.ranks, reduce=reduce)}
-    assert parse_plan(drafted(run(trainer__hardware=hardware), SPECS, 4), plan.to_text()).programs == plan.programs
+    assert Plan.parse(plan.to_text()).programs == plan.programs
     assert verify(plan.programs[4], plan.likeliest, plan.ranks).one_queue or reduce == "early"
 
 
@@ -390,9 +391,9 @@ def test_the_start_on_gpus_by_hand():
 def test_a_search_begins_with_what_the_library_knows_and_keeps_what_it_finds(tmp_path):
     draft = drafted(run(fusion__library=str(tmp_path), fusion__search_seconds=0.2), SPECS, 4)
     first, second = make_plan(draft), make_plan(draft)
-    assert "from a schedule of" not in first.report.schedule.source
-    assert f"from a schedule of {tmp_path}" in second.report.schedule.source
-    assert second.report.schedule.makespan_seconds <= first.report.schedule.makespan_seconds
+    assert "from a schedule of" not in PlanReport.of(first).schedule.source
+    assert f"from a schedule of {tmp_path}" in PlanReport.of(second).schedule.source
+    assert PlanReport.of(second).schedule.makespan_seconds <= PlanReport.of(first).schedule.makespan_seconds
 
 
 def test_a_resumed_run_goes_on_in_the_order_of_its_plan(tmp_path):
@@ -402,8 +403,8 @@ def test_a_resumed_run_goes_on_in_the_order_of_its_plan(tmp_path):
     old = serial_1f1b(draft.training.problem)
     save_schedule(file, old)
     plan = make_plan(draft, file)
-    assert plan.likeliest == old and plan.report.schedule.source == f"as before, from {file}"
+    assert plan.likeliest == old and PlanReport.of(plan).schedule.source == f"as before, from {file}"
     assert not (tmp_path / "library").exists()
-    assert make_plan(draft, tmp_path / "missing.json").report.schedule.source.startswith("annealed")
+    assert PlanReport.of(make_plan(draft, tmp_path / "missing.json")).schedule.source.startswith("annealed")
     other = drafted(run(**keys, fusion__actor_microbatches=2), SPECS, 4)
-    assert make_plan(other, file).report.schedule.source.startswith("annealed")
+    assert PlanReport.of(make_plan(other, file)).schedule.source.startswith("annealed")

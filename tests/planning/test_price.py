@@ -11,7 +11,6 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning import draft as drafts
 from rlhfuse.planning.draft import PlanDraft
-from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.price import (
     ideal_limits,
@@ -22,6 +21,8 @@ from rlhfuse.planning.price import (
     simulate_generation,
     weight_moves,
 )
+from rlhfuse.planning.report.report import PlanReport
+from rlhfuse.planning.rooflines import optimizer_step_seconds
 from rlhfuse.planning.search.search import TOP, Ranking, Row
 from rlhfuse.schedule.ir.evaluate import evaluate
 
@@ -59,7 +60,7 @@ def test_a_plan_says_what_the_search_priced_and_its_parts_add_up(seed):
     if (found := winner(seed)) is None:
         return  # some have too little memory
     row, draft = found
-    made, report = row.price, make_plan(draft).report
+    made, report = row.price, PlanReport.of(make_plan(draft))
     said, count = report.seconds, draft.batch.optimizer_steps
     assert (said.gen_infer_serial, said.gen_infer_fused) == (made.generation.serial, made.generation.fused)
     assert report.threshold.samples == made.generation.threshold_samples

@@ -15,9 +15,10 @@ from rlhfuse.costs.collectives import ring_gather_seconds
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning import draft as drafts
 from rlhfuse.planning.draft import PlanDraft
-from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.memory.memory_budget import TRAINED
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.report.report import PlanReport
+from rlhfuse.planning.rooflines import optimizer_step_seconds
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.problem import FusionProblem
@@ -156,7 +157,7 @@ def test_cores_of_a_machine(monkeypatch):
             given = draft.training.problem, draft.ranks.shape, draft.host_seconds, TICK_SECONDS
             least = float(draft.inputs.cores.least_time(*given)) * TICK_SECONDS
             found.append(max(schedule_seconds(draft.training.problem), least) + optimizer_step_seconds(draft.analytic))
-            assert make_plan(draft).report.seconds.training_fused >= 8 * found[-1] * (1 - 1e-9)
+            assert PlanReport.of(make_plan(draft)).seconds.training_fused >= 8 * found[-1] * (1 - 1e-9)
         return found
 
     on_slow_cores(monkeypatch)
@@ -173,8 +174,8 @@ def test_ranks_that_share_cores_generate_slower(monkeypatch):
         drafts_of[cores] = on_cpu("d1t1p4")
     alone, shared = (drafts_of[cores].costs.decode_step_seconds(8, 800) for cores in (4, 2))
     assert shared == pytest.approx(2 * alone)
-    assert "4 ranks share this machine's 2 cores: " in make_plan(drafts_of[2]).report.render()
-    assert " cores: work of all at once" not in make_plan(drafts_of[4]).report.render()
+    assert "4 ranks share this machine's 2 cores: " in PlanReport.of(make_plan(drafts_of[2])).render()
+    assert " cores: work of all at once" not in PlanReport.of(make_plan(drafts_of[4])).render()
 
 
 def test_threads_of_a_rank_take_cores_of_others(monkeypatch):
@@ -193,7 +194,7 @@ def test_contexts_and_communicators(monkeypatch):
     """Without them a table fits whose models are as large as the memory, and which is refused beside another."""
     keys = {"rollout__kv_blocks_per_instance": 64 * 128, "trainer__memory_limit_gb": 15.7}
     keys |= {"trainer__offload_optimizer": "false"}
-    report = make_plan(drafted("d2t4p8", 32, **keys)).report.render()
+    report = PlanReport.of(make_plan(drafted("d2t4p8", 32, **keys))).render()
     assert "communicators 1.31 GiB of the process, assumed" in report
     refused = r"memory: inference needs .* the process 3.18 GiB\), but a rank of this h800"
     with pytest.raises(InputError, match=refused):

@@ -16,10 +16,12 @@ from rlhfuse.config.load import load_config
 from rlhfuse.costs.hardware import hardware_by_name, load_hardware, save_hardware
 from rlhfuse.costs.profiled import made_for
 from rlhfuse.decisions.layouts import given_tasks, planned_world_size
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.memory_plan import NEARLY_FULL
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
-from rlhfuse.planning.settle import Facts, settle, settle_but_layouts
+from rlhfuse.planning.settle import settle, settle_but_layouts
 from rlhfuse.planning.training.passing import with_room
 from rlhfuse.planning.training.training_orders import short_search
 from rlhfuse.schedule.ir.evaluate import loosen, memory_profile
@@ -67,14 +69,16 @@ def test_what_stages_receive_has_room_beside_the_schedule():
 
 
 def test_a_plan_above_95_percent_warns_and_below_does_not():
-    whole = shared_plan(**ON_GPU).report.memory
+    whole = PlanReport.of(shared_plan(**ON_GPU)).memory
     needs = max(map(whole.needed_bytes, whole.phases))
     for share, count in ((0.99, True), (0.93, False)):
         memory = replace(whole, limit=needs / share)
         assert bool(memory.warnings()) == count and (share > NEARLY_FULL) == count
         assert any("warning" in line for line in memory.lines()) == count
     # layouts that are given may fill what the headroom leaves, and then say so
-    tight = planned(run(**ON_GPU, fusion__intra_stage=False, trainer__memory_limit_gb=needs / 0.97e9)).report.memory
+    tight = PlanReport.of(
+        planned(run(**ON_GPU, fusion__intra_stage=False, trainer__memory_limit_gb=needs / 0.97e9))
+    ).memory
     assert any("training" in line for line in tight.warnings())
 
 
@@ -94,7 +98,7 @@ def open_run():
         scorers = ("reference_inference", "reward_inference", "critic_inference")
         opened = {f"parallel__{row}": "auto" for row in (*layouts, *scorers)}
         config = run(**{**opened, "fusion__actor_microbatches": "auto", "trainer__recompute": "auto", **keys})
-        return settle_but_layouts(config, Facts(specs, world))
+        return settle_but_layouts(Job(config, specs, world))
 
     return settled
 
@@ -142,10 +146,10 @@ def test_a_layout_that_is_given_is_kept_or_refused():
     """Also where micro-batches alone are searched."""
     keys = {"fusion__actor_microbatches": "auto", "parallel__reward_inference": "d2t2p1"}
     with pytest.raises(InputError, match="parallel.reward_inference=d2t2p1"):
-        settle(run(**keys), Facts(SPECS, 4))
+        settle(Job(run(**keys), SPECS, 4))
     rows = ("inference", "reference_inference", "reward_inference", "critic_inference")
     same = {f"parallel__{row}": "d2t2p1" for row in rows}
-    made = settle(run(fusion__actor_microbatches="auto", **same, parallel__generation="d2t2p1"), Facts(SPECS, 4)).config
+    made = settle(Job(run(fusion__actor_microbatches="auto", **same, parallel__generation="d2t2p1"), SPECS, 4)).config
     assert {getattr(made.parallel, row) for row in rows} == {"d2t2p1"}
 
 

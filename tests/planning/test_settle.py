@@ -12,12 +12,13 @@ from testkit.search_cases import OPEN, SCORERS, SearchCase
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.auto_layouts import layout_rows, searched_keys
 from rlhfuse.config.values import AUTO
-from rlhfuse.decisions.layouts import TASK_ROLES
 from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.job import Job, StoredLayouts
 from rlhfuse.planning.search.search import Ranking
-from rlhfuse.planning.settle import Facts, StoredLayouts, settle
+from rlhfuse.planning.settle import settle
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.rules.builders import greedy
+from rlhfuse.tasks.task import TASKS
 
 GIVEN = {"generation": "d2t2p1", "actor_train": "d1t1p4", "critic_train": "d2t1p2", **dict.fromkeys(SCORERS, "d4t1p1")}
 STORED = StoredLayouts(
@@ -44,7 +45,7 @@ def changes(asked, made) -> dict:
 
 
 def settled(made, specs=SPECS, **found):
-    return settle(made, Facts(specs, 4, **found))
+    return settle(Job(made, specs, 4, **found))
 
 
 def is_settled(made) -> bool:
@@ -148,7 +149,7 @@ def test_a_resumed_run_has_the_layouts_that_it_had():
     found = settled(everything(), stored=STORED)
     parallel = found.config.parallel
     assert is_settled(found.config)
-    assert all(getattr(parallel, name) == STORED.layouts[name] for name, _ in TASK_ROLES)
+    assert all(getattr(parallel, name) == STORED.layouts[name] for name in TASKS)
     assert parallel.sequence_parallel is False and found.config.fusion.actor_microbatches == 2
     (line,) = found.lines
     told = "layouts of run/checkpoints/iteration-3, which had: generation=d2t2p1 inference=d2t2p1 actor"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from testkit.profiles import examples
 
 from rlhfuse.config.algorithm import AlgorithmConfig
-from rlhfuse.ppo.losses import add_stats, critic_metrics, kl_loss, policy_loss, value_loss
+from rlhfuse.ppo.losses import add_stats, kl_loss, loss_metrics, policy_loss, value_loss
 
 FAR = math.exp(20)  # where log-ratios are clamped
 
@@ -80,7 +80,7 @@ def test_value_loss_and_its_gradient_equal_the_loop(seed, eps):
         slopes.append(0.0 if clipped > plain else v - r)
     assert loss == pytest.approx(expected, rel=1e-10) and leaf.grad.tolist() == pytest.approx(slopes, rel=1e-9)
     assert stats["vf_clipfrac"].item() == clips
-    metrics, residual = critic_metrics(stats, 30), returns - values
+    metrics, residual = loss_metrics("critic", stats, 30), returns - values
     explained = 1 - (residual.var(correction=0) / returns.var(correction=0)).item()
     assert metrics["critic/vf_explained_var"] == pytest.approx(explained)
     assert metrics["critic/vpred_mean"] == pytest.approx(values.mean().item())
@@ -150,3 +150,17 @@ def test_no_token_at_all():
     ):
         losses.sum().backward()
         assert len(losses) == 0 and all(value.item() == 0.0 for value in stats.values())
+
+
+def test_metrics_of_one_token():
+    _, stats = clipped_loss(wide(-1.0), wide(-2.0), wide(3.0), 0.2)
+    metrics = loss_metrics("actor", stats, 1)
+    assert metrics["actor/pg_loss"] == pytest.approx(-3.0 * 1.2) and metrics["actor/ppo_kl"] == -1.0
+    assert metrics["actor/pg_clipfrac"] == 1.0
+    _, stats = value_loss(wide(1.0), wide(1.0), wide(3.0), 0.0)
+    assert loss_metrics("critic", stats, 1) == {
+        "critic/vf_loss": 2.0,
+        "critic/vf_clipfrac": 0.0,
+        "critic/vpred_mean": 1.0,
+        "critic/vf_explained_var": 0.0,
+    }

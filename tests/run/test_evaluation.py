@@ -12,6 +12,7 @@ from run_report.report import render_report
 from run_report.run_files import RunFiles
 from testkit.runs_table import BEST, HELD_OUT, assert_same_bits, begin_again, by_function, metrics_of
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.monitor.samples import read_samples
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.run.checkpoint.checkpoint import checkpoints_in
@@ -60,11 +61,12 @@ def test_noise_of_held_out_samples_is_none_of_trainings():
 
 
 def test_what_runs_between_iterations_is_not_counted_as_their_books(monkeypatch):
-    recorder = IterationRecorder.__new__(IterationRecorder)
-    recorder._rank, recorder._closed = 0, 10.0
+    clock, recorder = Clock(), IterationRecorder.__new__(IterationRecorder)
+    monkeypatch.setattr(clock, "now", lambda: 10.0)
+    recorder._clock, recorder._log = clock, clock.begin()
     recorder.skip(4.0)
-    monkeypatch.setattr("rlhfuse.run.iteration_recorder.wall_seconds", lambda: 14.5)
-    recorder.begin(3)
+    monkeypatch.setattr(clock, "now", lambda: 14.5)
+    recorder.begin()
     assert recorder._logging == 0.5
 
 

@@ -12,6 +12,7 @@ from testkit.runs_table import assert_same_bits, curves_of, metrics_of
 from testkit.small_disk import small_disk, small_files
 from testkit.tiny import write_checkpoint, write_run
 
+from rlhfuse.base.clock import Span
 from rlhfuse.base.errors import InputError, writing
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf import hf_tensors, load_weights
@@ -19,7 +20,7 @@ from rlhfuse.models.hf_folder import export_checkpoint
 from rlhfuse.monitor.loggers import TensorBoardLogger
 from rlhfuse.monitor.metrics import MetricsWriter, read_metrics
 from rlhfuse.monitor.samples import SampleText, SampleWriter, read_samples
-from rlhfuse.monitor.trace import Span, load_trace, save_trace
+from rlhfuse.monitor.trace import load_trace, save_trace
 from rlhfuse.run.checkpoint.checkpoint import Checkpoint, checkpoints_in
 
 ROOM = 128 << 10  # bytes

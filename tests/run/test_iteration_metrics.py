@@ -41,8 +41,8 @@ def test_utilisation_is_of_all_ranks_for_the_seconds_that_it_took():
 
 def minibatch(tokens: int, lengths, parts: int) -> MinibatchResult:
     step, each = StepResult(2.0, True, 1e-3), sum(map(sum, lengths)) // parts
-    report = StepReport((), {}, {}, {"actor": step}, (), 0, 0.0)
-    return MinibatchResult({}, tokens, lengths, (each,) * parts, {"actor": step}, report, {})
+    report = StepReport((), {}, {"actor": step}, (), 0, 0.0, 0, 0.0)
+    return MinibatchResult({}, tokens, lengths, (each,) * parts, {"actor": step}, report)
 
 
 def test_what_was_left_out_counts_in_scores_and_not_in_means_of_training():

@@ -1,15 +1,17 @@
-"""Machines that differ: the least of each is planned for and it is said; drafts that differ all the same are named."""
+"""The start of a job: rank 0 plans for the smallest machine; ranks that found other inputs, or fail, are named."""
 
 from dataclasses import replace
+from datetime import date
+from types import SimpleNamespace
 
 import pytest
 from testkit.four_ranks import drafted, run
 from testkit.tiny import change_json, write_run
 
-from rlhfuse.base.errors import JointError
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config
 from rlhfuse.costs.machine import Host
-from rlhfuse.planning.draft_facts import difference, draft_facts
+from rlhfuse.planning.plan import Plan
 
 
 @pytest.mark.parametrize(
@@ -30,52 +32,52 @@ def test_gpus_of_two_kinds_are_planned_as_the_slower(monkeypatch):
     assert mixed.config.trainer.hardware == "a100:2,h200:2"
 
 
-def test_drafts_are_told_apart_by_what_differs():
-    here = drafted(run())
-    assert difference([draft_facts(here)] * 3) == ""
-    hardware = replace(here.inputs.hardware, devices_per_node=3)
-    other = replace(here, inputs=replace(here.inputs, hardware=hardware))
-    told = difference([draft_facts(one) for one in (here, here, other)])
-    assert told.startswith("ranks plan otherwise than rank 0: rank 2: ranks of a machine 3, not 64, costs ")
-    changed = drafted(run(trainer__seed=7))
-    assert "rank 1: trainer.seed 7, not" in difference([draft_facts(one) for one in (here, changed)])
+def jobs(rank: int, config, settings: list[str], host: Host, lack: int | None = None):
+    """What a start leaves on a rank whose machine is `host`: day, first token, cores; or its error and the text."""
+    import torch.distributed as dist
 
-
-def on_its_machine(rank: int, config, settings: list[str], cores: list[float]):
-    """What `on_every_machine` leaves of a start on a machine with so many cores: cores, seconds; or what it raises."""
-    from rlhfuse.run.launch import on_every_machine
-    from rlhfuse.run.preflight import check_inputs
+    from rlhfuse.run import handshake, preflight
+    from rlhfuse.run.launch import joint_inputs
 
     made = load_config(config, [word.replace("{rank}", str(rank)) for word in settings])
-    inputs = check_inputs(made, len(cores), host=Host(cores[rank], 10**11))
-    try:
-        inputs = on_every_machine(made, inputs, rank)
-    except JointError as error:
-        return str(error)
-    return inputs.draft.inputs.cores.count, inputs.draft.training.problem.to_dict()
+    store = dist.PrefixStore(f"{settings}{lack}", dist.distributed_c10d._get_default_store())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "this_host", lambda trainer: replace(host, cores=host.cores + rank))
+        patch.setattr(handshake, "date", SimpleNamespace(today=lambda: date(2026, 11, 28 - rank)))
+        if rank == lack:
+            patch.setattr(preflight, "check_output", refuse)
+        try:
+            inputs = joint_inputs(made, store, rank, dist.get_world_size())
+        except InputError as error:
+            return type(error).__name__, str(error)
+    return inputs.day, inputs.prompts[0].tokens[0], inputs.plan.cores, inputs.plan.to_text()
 
 
-def test_ranks_on_machines_that_differ_draft_alike_or_are_named(workers, tmp_path):
-    layouts = ["parallel.actor_train=d1t1p4", "parallel.critic_train=d2t1p2", "parallel.generation=d4t1p1"]
-    config = write_run(tmp_path, fusion__threshold=16)
-    drafts = workers.run(on_its_machine, config, layouts, [4.0, 2.0, 8.0, 8.0])
-    assert drafts[0][0] == 2.0 and all(draft == drafts[0] for draft in drafts)
-    told = workers.run(on_its_machine, config, [*layouts, "trainer.seed={rank}"], [4.0] * 4)
-    assert len({*told}) == 1 and all(f"rank {rank}: trainer.seed {rank}, not 0" in told[0] for rank in (1, 2, 3))
+def refuse(config):
+    raise InputError("no folder")
 
 
-def on_its_day(rank: int, config, days: list[str]):
-    """Day and first token of what `on_every_machine` leaves of a start on that day."""
-    from rlhfuse.run.launch import on_every_machine
-    from rlhfuse.run.preflight import check_inputs
-
-    inputs = on_every_machine(config, check_inputs(config, len(days), day=days[rank]), rank)
-    return inputs.day, inputs.prompts[0].tokens[0]
+HOST = Host(2.0, 10**11)
+LAYOUTS = ["parallel.actor_train=d1t1p4", "parallel.critic_train=d2t1p2", "parallel.generation=d4t1p1"]
 
 
-def test_ranks_that_start_around_midnight_write_the_day_of_rank_0(workers, tmp_path):
-    file, days = write_run(tmp_path, data__apply_chat_template=True), [f"2026-11-{day}" for day in (28, 29, 28, 27)]
+def test_rank_0_plans_for_the_smallest_machine_and_its_day(workers, tmp_path):
+    file = write_run(tmp_path, data__apply_chat_template=True, fusion__search_seconds=0.1)
     change_json(tmp_path / "actor/tokenizer_config.json", chat_template="w{{ strftime_now('%d')|int }} w9")
-    layouts = ["parallel.actor_train=d1t1p4", "parallel.critic_train=d2t1p2", "parallel.generation=d4t1p1"]
-    found = workers.run(on_its_day, load_config(file, layouts), days)
-    assert set(found) == {("2026-11-28", 28 + 3)}
+    found = workers.run(jobs, file, LAYOUTS, HOST)
+    assert len({text for *_, text in found}) == 1 and "fusion" in Plan.parse(found[1][3]).config.model_dump()
+    assert {row[:3] for row in found} == {("2026-11-28", 28 + 3, 2.0)}
+
+
+def test_ranks_with_other_inputs_end_the_job_by_name(workers, tmp_path):
+    file = write_run(tmp_path)
+    found = workers.run(jobs, file, [*LAYOUTS, "trainer.seed={rank}"], HOST)
+    assert [kind for kind, _ in found] == ["InputError", *["JointError"] * 3] and len({text for _, text in found}) == 1
+    assert all(f"rank {rank}: trainer.seed {rank}, not 0" in found[0][1] for rank in (1, 2, 3))
+
+
+@pytest.mark.parametrize("lack, kinds", [(2, ["JointError"] * 4), (0, ["InputError", *["JointError"] * 3])])
+def test_a_rank_that_lacks_a_file_ends_all_with_its_line(workers, tmp_path, lack, kinds):
+    found = workers.run(jobs, write_run(tmp_path), LAYOUTS, HOST, lack)
+    assert [kind for kind, _ in found] == kinds
+    assert {text for _, text in found} == {"rank 2: no folder" if lack else "no folder"}

@@ -23,6 +23,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.data.prompts import load_prompts
 from rlhfuse.models.tokenizer import load_tokenizer
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.run.preflight import check_inputs, encoder
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.rules.builders import serial_1f1b
@@ -60,7 +61,7 @@ def test_the_dry_run_prints_the_plan_that_the_planner_makes(good, capsys):
     settings = ["fusion.intra_stage=false", "trainer.device=cpu"]  # nothing is searched, so nothing depends on time
     assert dry_run(load_config(good, settings), 2) == 0
     config, out = load_config(good, settings), capsys.readouterr().out
-    assert out.endswith(make_plan(drafted(config, read_specs(config), 2)).report.render() + "\n")
+    assert out.endswith(PlanReport.of(make_plan(drafted(config, read_specs(config), 2))).render() + "\n")
     told = "warning: without effect here: fusion.search_seconds=0.2 (fusion.intra_stage is not search)"
     assert out.splitlines().count(told) == 1
 
@@ -183,7 +184,7 @@ def test_only_the_models_of_the_run_are_looked_for(folder):
     settings += ["algorithm.name=grpo", "reference.path=none", "algorithm.kl_coef=0"]
     inputs = check_inputs(load_config(folder / "run.yaml", settings), 2)
     assert set(inputs.models.specs) == {"actor"} and list(inputs.draft.ranks.shape.layouts) == ["actor"]
-    plan = make_plan(inputs.draft).report
+    plan = PlanReport.of(make_plan(inputs.draft))
     assert "critic" not in plan.render() and plan.seconds.fused > 0
 
 

@@ -2,12 +2,12 @@
 
 import statistics
 from dataclasses import astuple, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from testkit.flat_profile import facts_of
 from testkit.four_ranks import SPECS, planned, run
+from testkit.manual_clock import ManualClock
 from testkit.sim_helpers import limits, linear_cost, long_tail, with_turns
 
 from rlhfuse.base.files import write_json
@@ -17,6 +17,7 @@ from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.fusion.inter.report import OBSERVED, GenInferReport
 from rlhfuse.parallel.device import choose_device
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.run.threshold_controller import (
     LOOK_SHARE,
@@ -73,7 +74,7 @@ def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
 def test_instances_are_the_plans_whatever_the_costs(alone):
     """On a GPU models come early to score; what the costs change is BS_max."""
     config = run(trainer__hardware="h100")
-    controller, planned_limits = control(config), planned(resolve_device(config)).report.generation.limits
+    controller, planned_limits = control(config), PlanReport.of(planned(resolve_device(config))).generation.limits
     assert planned_limits.early_models > 0 and controller._instance_limits() == planned_limits
     observe(controller, 0)
     fitted = controller._instance_limits()
@@ -128,8 +129,8 @@ def test_pauses_of_its_samples_are_simulated_and_kept(alone):
 def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypatch):
     """The first two iterations, and then when a hundred times what a look took has passed; costs follow each time."""
     followed = control(run())
-    clock = SimpleNamespace(seconds=0.0)
-    followed._looks = TimeBudget(LOOK_SHARE, lambda: clock.seconds)
+    clock = ManualClock()
+    followed._looks = TimeBudget(LOOK_SHARE, clock)
     choose, looked = followed._choose, []
 
     def choose_slowly(limits):

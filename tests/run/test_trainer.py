@@ -13,7 +13,7 @@ from rlhfuse.run.trainer import Trainer
 def test_a_failed_sample_moves_neither_the_scale_of_scores_nor_the_weight_of_the_kl():
     trainer = Trainer.__new__(Trainer)
     algorithm = AlgorithmConfig(scale_scores=True, kl_coef=0.1, kl_target=6.0)
-    trainer.config = SimpleNamespace(algorithm=algorithm, held_iterations=0)
+    trainer.config = SimpleNamespace(algorithm=algorithm, held_iterations=lambda _: 0)
     trainer.scores, trainer.kl = RunningMoments(), KLController(0.1, target=6.0, horizon=100)
     rollouts = [
         Rollout(i, (1,), (2,), torch.zeros(1), "stop", torch.full((1,), -kl), score=score, failed=i == 1)

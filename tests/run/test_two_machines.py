@@ -12,8 +12,8 @@ from testkit.paths import ROOT, TESTS
 from testkit.programs import call_tool, ended, eventually, ranks_of
 from testkit.runs_table import Runs, assert_same_bits, begin_again, in_the_checkout, metrics_of
 
-from rlhfuse.planning.run_plan import PlanReport
-from rlhfuse.planning.traffic import traffic_lines
+from rlhfuse.planning.report.report import PlanReport
+from rlhfuse.planning.report.traffic import traffic_lines
 
 CONFIG = ROOT / "examples" / "quickstart.yaml"
 COUNTED = TESTS / "testkit" / "counted_training.py"

@@ -8,14 +8,15 @@ from pathlib import Path
 from run_report.program_times import makespan, program_times
 from run_report.timeline import simulate_gen_infer
 
+from rlhfuse.base.clock import Span
 from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.monitor.metrics import MetricsWriter
-from rlhfuse.monitor.trace import Span, save_trace
+from rlhfuse.monitor.trace import save_trace
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Action
 from rlhfuse.simulator.lengths import SampleLengths
@@ -59,7 +60,7 @@ def write_run(folder: Path, iterations: int = 5, reward: float | None = None) ->
     costs, function = costs_of(reward), ", function: rewards:slow, workers: 2" if reward else ""
     config = load_config(write_config(folder / "config.yaml", "intra_stage: false", function))
     run_plan = make_plan(drafted(config, read_specs(config), RANKS))
-    plan = run_plan.report
+    plan = PlanReport.of(run_plan)
     write_json(folder / "plan.json", plan.to_dict())
     save_schedule(folder / "schedule.json", run_plan.likeliest)
     write_json(folder / "costs.json", costs.to_dict())

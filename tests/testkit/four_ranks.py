@@ -9,9 +9,10 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs import hardware, machine
 from rlhfuse.planning.draft import PlanDraft, draft_plan
+from rlhfuse.planning.job import Job
+from rlhfuse.planning.plan import Plan
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.run_plan import RunPlan
-from rlhfuse.planning.settle import Facts, settle
+from rlhfuse.planning.settle import settle
 from rlhfuse.simulator.lengths import SampleLengths
 
 TINY = ModelSpec("llama", 8, 64, 8, 4, 8, 192, 512, 512)
@@ -60,14 +61,14 @@ def full(made: RunConfig) -> SampleLengths:
 
 def drafted(made: RunConfig, specs=SPECS, world_size=4, lengths=None, **found) -> PlanDraft:
     """The draft of a run as its programs settle it; `found`: further facts."""
-    return draft_plan(settle(made, Facts(specs, world_size, **found)), lengths)
+    return draft_plan(settle(Job(made, specs, world_size, **found)), lengths)
 
 
-def planned(made: RunConfig, specs=SPECS, lengths=None) -> RunPlan:
+def planned(made: RunConfig, specs=SPECS, lengths=None) -> Plan:
     return make_plan(drafted(made, specs, 4, lengths))
 
 
 @cache
-def shared_plan(**keys) -> RunPlan:
+def shared_plan(**keys) -> Plan:
     """The plan of `run(**keys)` on the machine as it is, made once."""
     return planned(run(**keys))

@@ -20,6 +20,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.migration import FusionLimits, SampleMoveCost
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.gen.core.sequence import SamplingParams
+from rlhfuse.tasks.role import role_named
 from testkit.programs import eventually
 from testkit.tiny import write_checkpoint
 
@@ -192,7 +193,7 @@ def inter_stage(rank, folders, case, number, progress=lambda _: None, rewarder=N
 
     made = built(rank, folders, case)
     scorer = Scorer(
-        *(made.frozen[role] if role in case.scorers else None for role in SCORERS),
+        {role_named(role): made.frozen[role] for role in SCORERS if role in case.scorers},
         vocab=64,
         temperature=1.0,
         device=torch.device("cpu"),

@@ -10,9 +10,10 @@ from rlhfuse.config.load import ALL_AUTO
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.run_plan import PlanReport
-from rlhfuse.planning.settle import Facts, settle
+from rlhfuse.planning.report.report import PlanReport
+from rlhfuse.planning.settle import settle
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ALGORITHMS = ("ppo", "grpo")
@@ -59,8 +60,8 @@ def spec_of(model: str) -> ModelSpec:
 
 def plan_of(model: str, gpus: int, algorithm: str, **trainer) -> PlanReport:
     config = config_of(algorithm, **trainer)
-    run = settle(config, Facts(dict.fromkeys(config.roles(), spec_of(model)), gpus))
-    return make_plan(draft_plan(run)).report
+    run = settle(Job(config, dict.fromkeys(config.roles(), spec_of(model)), gpus))
+    return PlanReport.of(make_plan(draft_plan(run)))
 
 
 def main() -> None:

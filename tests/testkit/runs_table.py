@@ -298,8 +298,7 @@ def job(
     from rlhfuse.monitor.guard import Guard
     from rlhfuse.monitor.watchdog import Watchdog
     from rlhfuse.parallel.device import choose_device
-    from rlhfuse.run.launch import run_job
-    from rlhfuse.run.preflight import check_inputs
+    from rlhfuse.run.launch import joint_inputs, run_job
 
     multiprocessing.current_process()._config["daemon"] = False  # a daemon may not start the reward's processes
     progress = Watchdog.progress
@@ -312,7 +311,8 @@ def job(
     with ExitStack() as around:
         around.enter_context(pytest.MonkeyPatch.context()).setattr(Watchdog, "progress", heard)
         seen = around.enter_context(watch())
-        inputs = check_inputs(load_config(config, settings), dist.get_world_size())
+        store = dist.PrefixStore(f"start/{name}", dist.distributed_c10d._get_default_store())
+        inputs = joint_inputs(load_config(config, settings), store, rank, dist.get_world_size())
         guard = around.enter_context(Guard(rank, 540))
         try:
             run_job(inputs, name, rank, device or choose_device("cpu", 0, 1), guard)

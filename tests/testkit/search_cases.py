@@ -18,18 +18,18 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.costs.machine import Host
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.decisions.batch_arithmetic import resolve_batch
 from rlhfuse.decisions.layouts import given_tasks
 from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.price import Price, price, price_generation, weight_moves
 from rlhfuse.planning.search.search import Ranking, Row, check_headroom
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import Space
 from rlhfuse.planning.search.table import NUMBER, TOKENS, CutSetting, Table
-from rlhfuse.planning.settle import Facts, settle_but_layouts
+from rlhfuse.planning.settle import settle_but_layouts
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.lengths import SampleLengths
@@ -58,7 +58,7 @@ class SearchCase:
     @property
     def setting(self) -> Setting:
         config = resolve_batch(resolve_device(self.config))  # rows that cannot be are in it too
-        return Setting.of(SettledRun(self.config, config, self.specs, self.world_size, Host.here()), self.lengths)
+        return Setting.of(SettledRun(Job(self.config, self.specs, self.world_size), config), self.lengths)
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def everything(**keys):
 
 
 def setting(world_size: int = 2, specs=SPECS, **keys) -> Setting:
-    return Setting.of(settle_but_layouts(everything(**keys), Facts(specs, world_size)))
+    return Setting.of(settle_but_layouts(Job(everything(**keys), specs, world_size)))
 
 
 def all_rows(made: Setting) -> list[Row]:

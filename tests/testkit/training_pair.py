@@ -202,7 +202,7 @@ def build_pair(
     roles = build_roles(rank, folders, plan, "d4t1p1", parallel={"sequence_parallel": sequence_parallel}, **settings)
     ranks, schedule = plan.ranks, plan.schedule
     tied = frozenset(
-        role for role, model in roles.trained.items() if model.spec.tied_embeddings and not model.scalar_head
+        role for role, model in roles.trained.items() if model.spec.tied_embeddings and not model.role.scalar_head
     )
     pair = Pair(rank, roles, plan, ranks, schedule, edit(lower(schedule, ranks, tied=tied)))
     pair.set_step(progress=progress)

@@ -82,6 +82,7 @@ def build_models(rank: int, case: Case, device: Any) -> tuple[dict[str, Any], An
     from rlhfuse.models.build import Activations
     from rlhfuse.parallel.groups import GroupMaker, trained_grid
     from rlhfuse.schedule.ir.ranks import neighbour_pairs
+    from rlhfuse.tasks.role import Role
 
     maker, models, pairs, recipe = GroupMaker(600), {}, [], case.recipe
     config = OptimizerConfig(
@@ -98,9 +99,8 @@ def build_models(rank: int, case: Case, device: Any) -> tuple[dict[str, Any], An
         grid = trained_grid(case.ranks, name)
         groups = maker.for_model(name, grid, rank)
         built = load(rank, grid, groups, folder, scalar_head(name), activations, config, device)
-        models[name] = TrainedModel(
-            name, built.spec, grid, built.head, built.stages, built.optimizer, groups.tp, torch.float32
-        )
+        role = Role(name, *(("value", "value") if built.head else ("logprobs", "policy")))
+        models[name] = TrainedModel(role, built.spec, grid, built.stages, built.optimizer, groups.tp, torch.float32)
         pairs += neighbour_pairs(grid.cells, grid.layout)
     channels = Channels(rank, maker.channels("pipeline", pairs), device.torch_device)
     channels.connect()

@@ -11,7 +11,7 @@ from testkit.tiny import write_tokenizer
 
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.planning.price import CAPTURE, OFFLOAD
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.ir.problem import load_problem
 from tools.try_plans import by_phase, read_search
 

@@ -10,12 +10,12 @@ from itertools import product
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import layout_rows
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.search.space import LONGEST_TIMES
+from rlhfuse.tasks.role import Role
 
 SMALLEST_CONTEXT = 64
 SMALLEST_TOKENS = 64

@@ -17,7 +17,6 @@ from cost_profiles.work import Builder, GenerationWork, ScoreWork, TrainingWork,
 
 from rlhfuse.base.launcher import local_rank
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.fits import Grid
@@ -28,6 +27,7 @@ from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.connect import GroupUse, connect
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
+from rlhfuse.tasks.role import POLICY, Role
 
 REPEATS = 5
 AT_LEAST = 4  # points of every kind, whatever the time limit: the line through the others needs them
@@ -63,7 +63,7 @@ class Profiler:
         self._points: Points = points_of(config)
         builder = Builder(rank, world, device, dtype, GroupMaker(config.trainer.hang_seconds))
         say("building models with random weights")
-        self._generation = GenerationWork(config, specs[Role.ACTOR], self._points, builder, self._tp["generation"])
+        self._generation = GenerationWork(config, specs[POLICY], self._points, builder, self._tp["generation"])
         self._score = {
             role: ScoreWork(config, role, specs[role], builder, self._tp[f"{role}_inference"])
             for role in config.scorers()

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from cost_profiles.points import Points
 
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, SamplingParams
@@ -26,6 +25,7 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
 from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.run.rank_models import engine_options
+from rlhfuse.tasks.role import POLICY, Role
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class GenerationWork:
     """An engine of the run's size."""
 
     def __init__(self, config: RunConfig, spec: ModelSpec, points: Points, builder: Builder, tp: int) -> None:
-        model, group = builder.build("generation", Role.ACTOR, spec, tp)
+        model, group = builder.build("generation", POLICY, spec, tp)
         model.requires_grad_(False)
         self._random = random.Random(0)  # the same on every rank of the instance
         self._vocab, self._context = spec.vocab, spec.context

@@ -9,9 +9,10 @@ from rlhfuse.planning.search.search import MORE, Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import TOKENS, CutSetting
 from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.tasks.task import TRAINED
 
 DOUBLINGS = 6  # of the number of ranks
-ROWS = ("generation", "inference", "actor_train", "critic_train")
+ROWS = ("generation", "inference", *TRAINED)
 
 
 def with_enough_ranks(refusal: str, run: SettledRun) -> str:
@@ -38,6 +39,7 @@ def fits(setting: Setting, ranks: int) -> bool:
     given, longest = setting.given, sum(setting.config.longest_sample)
     lean = replace(given, cut=given.cut or CutSetting(TOKENS, longest), recompute=given.recompute or "full")
     try:
-        return Ranking(replace(setting, run=replace(setting.run, world_size=ranks), given=lean)).has_room()
+        run = replace(setting.run, job=replace(setting.run.job, world_size=ranks))
+        return Ranking(replace(setting, run=run, given=lean)).has_room()
     except InputError:
         return False

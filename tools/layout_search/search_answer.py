@@ -21,6 +21,7 @@ from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.planning.price import CAPTURE, GENERATION, MOVES, OFFLOAD, SCHEDULES, STEPS
 from rlhfuse.planning.search.search import FastestTables, Ranking, Row
 from rlhfuse.planning.training.training_problem import equal_microbatch
+from rlhfuse.tasks.task import TRAINED
 
 VERSION = 1
 PHASES = {  # columns of the table, and the parts of a price that each sums
@@ -29,8 +30,8 @@ PHASES = {  # columns of the table, and the parts of a price that each sums
     "moves": (MOVES,),
     "other": (OFFLOAD, CAPTURE),
 }
-HEAD = ("", "seconds", "bound", "by rule", *PHASES, "peak GiB", "phase", "generation", "inference", "actor_train")
-HEAD += ("critic_train", "cut", "recompute", "sequence_parallel")
+HEAD = ("", "seconds", "bound", "by rule", *PHASES, "peak GiB", "phase", "generation", "inference", *TRAINED)
+HEAD += ("cut", "recompute", "sequence_parallel")
 LEFT = range(HEAD.index("phase"), len(HEAD))  # columns that begin at the left
 
 

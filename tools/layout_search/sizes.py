@@ -13,10 +13,10 @@ from mpi_ranks import MpiRanks
 from text_table import aligned
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.settings import RunConfig
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.search.search import Ranking, Row
 from rlhfuse.planning.search.setting import Setting
-from rlhfuse.planning.settle import Facts, settle_but_layouts
+from rlhfuse.planning.settle import settle_but_layouts
 
 HEAD = ("ranks", "seconds", "samples/s", "per rank", "rank-s/sample", "generation", "inference", "actor_train")
 HEAD += ("critic_train", "cut", "recompute")
@@ -49,11 +49,11 @@ class Size:
         return values
 
 
-def sizes_of(config: RunConfig, facts: Facts, world_sizes: Sequence[int], ranks: MpiRanks) -> tuple[Size, ...]:
+def sizes_of(job: Job, world_sizes: Sequence[int], ranks: MpiRanks) -> tuple[Size, ...]:
     """Each searched on its own, shared out over `ranks`; a row that is given holds for all."""
 
     def work(world_size: int, _: Any) -> Size:
-        return _searched(config, replace(facts, world_size=world_size))
+        return _searched(replace(job, world_size=world_size))
 
     return tuple(ranks.shared(world_sizes, work))
 
@@ -72,10 +72,10 @@ def render_sizes(sizes: Sequence[Size]) -> str:
     return "\n".join(lines)
 
 
-def _searched(config: RunConfig, facts: Facts) -> Size:
-    world_size, samples = facts.world_size, config.samples_per_iteration
+def _searched(job: Job) -> Size:
+    world_size, samples = job.world_size, job.config.samples_per_iteration
     try:
-        ranking = Ranking(Setting.of(settle_but_layouts(config, facts)))
+        ranking = Ranking(Setting.of(settle_but_layouts(job)))
         return Size(world_size, samples, ranking.fastest(1).best)
     except InputError as error:
         return Size(world_size, samples, None, str(error))

@@ -9,7 +9,6 @@ from dataclasses import replace
 from placements.problem import Option
 from placements.run_work import RunWork
 
-from rlhfuse.config.role import Role
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.job_cost import JobCost
@@ -19,6 +18,7 @@ from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import GenerationMemory
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.simulation import Simulation
+from rlhfuse.tasks.task import DESTINATIONS
 
 CACHES = (1, 2, 4, 8)  # of the cache that has room for all samples at full length: the whole, a half, ...
 
@@ -68,7 +68,7 @@ def scoring_options(
         limits = replace(limits, scoring_models=1, reward_workers=0)
         simulated = Simulation(batches, layout.dp, costs, limits).seconds([0])[0]
         seconds, fetch = simulated.total - simulated.generation, 0.0
-        if task == f"{Role.CRITIC}_inference":  # rests on the host until then
+        if task in DESTINATIONS.values():  # rests on the host until then
             loading = costs.swap_in
             seconds, fetch = seconds - loading, 2 * loading + _fetch_seconds(cost, world_size)
         yield Option(layout, seconds, 0.0, need, fetch)

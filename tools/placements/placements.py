@@ -18,7 +18,7 @@ from placements.run_problem import RunProblem
 from placements.walk import greedy_plan, walk
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.decisions.layouts import TRAINED
+from rlhfuse.tasks.task import TRAINED
 
 WALK_STEPS, WALK_SEED = 4000, 1
 Places = Mapping[str, Callable[[Mesh], bool]]  # by call: where it may run

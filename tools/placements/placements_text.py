@@ -11,7 +11,7 @@ from typing import Any
 from placements.mesh import Mesh
 from placements.placements import OVERLAPPED, Placement
 
-from rlhfuse.decisions.layouts import TASK_ROLES, TRAINED
+from rlhfuse.tasks.task import TASKS, TRAINED
 
 TODAY = "colocated, fused"
 TEXT_COLUMNS = 110
@@ -72,7 +72,7 @@ def _row_of(seconds: float | None, today_seconds: float | None) -> tuple[str, st
 def _meshes(placement: Placement) -> list[str]:
     """A text for each mesh: what runs there, in the order of an iteration."""
     there: dict[Mesh, list[str]] = defaultdict(list)
-    for task, _ in TASK_ROLES:
+    for task in TASKS:
         if task in placement.plan:
             option, trains = placement.plan[task].option, task in TRAINED
             note = f" ({option.note})" if trains and option.note else ""

@@ -15,12 +15,11 @@ from placements.training_options import training_options
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.base.readable_bytes import readable_bytes
-from rlhfuse.config.auto_layouts import SCORERS
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.machine import communicator_bytes, memory_limit
-from rlhfuse.decisions.layouts import TASK_ROLES, TRAINED
 from rlhfuse.schedule.ir.ranks import rank_map
+from rlhfuse.tasks.task import SCORERS, TASKS, TRAINED
 
 SOURCES = {"generation": "actor_train", "critic_inference": "critic_train"}
 SPLITS = 8  # two blocks divide the ranks at multiples of so large a part of them
@@ -166,7 +165,7 @@ class _Pricer:
         is no part."""
         if not self._talks or layout.size == 1:
             return 0
-        role = dict(TASK_ROLES)[task]
+        role = TASKS[task].role
         run, ranks = self.work.run, rank_map({role: layout})
         held = communicator_bytes(hardware, {task: layout}, ranks, run.tied, run.norms_by_pipeline)
         return held - hardware.communicator_bytes * (layout.size == self.machines.ranks)

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.config.values import AUTO, Recompute
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.decisions.layouts import TASK_ROLES, Task, possible_layouts
+from rlhfuse.decisions.layouts import Task, possible_layouts
 from rlhfuse.planning.draft import DraftInputs
 from rlhfuse.planning.rooflines import Rooflines
 from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.tasks.role import Role
+from rlhfuse.tasks.task import TASKS
 
 ENDLESS_GB = 1e6  # of a rank
 
@@ -66,11 +67,11 @@ class RunWork:
         """The roofline of a task in a layout; the last two are of training."""
         rooflines = Rooflines.of(self.run, hardware, self.inputs.cores)
         rooflines = replace(rooflines, recompute=recompute, sequence_parallel=sequence_parallel)
-        return rooflines.cost(Task(task, dict(TASK_ROLES)[task], layout, (0, layout.size - 1)))
+        return rooflines.cost(Task(task, TASKS[task].role, layout, (0, layout.size - 1)))
 
     def layouts(self, task: str, ranks: int, devices_per_node: int) -> Iterator[ParallelLayout]:
         """Layouts of a task on so many ranks: whole tensor groups in a node, pipelines for training alone, and a sample
         at least for each replica."""
-        role, trains = dict(TASK_ROLES)[task], task.endswith("_train")
+        role, trains = TASKS[task].role, task.endswith("_train")
         most = self.config.samples_per_iteration // (int(self.config.algorithm.minibatches) if trains else 1)
         return possible_layouts(self.specs[role], ranks, devices_per_node, most, (1,) if trains else ())

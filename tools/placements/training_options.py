@@ -23,7 +23,6 @@ from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.decisions.layouts import TASK_ROLES
 from rlhfuse.planning.memory.memory_budget import RESTING, OptimizerOffload, input_bytes
 from rlhfuse.planning.search.floors import work_bound
 from rlhfuse.planning.search.space import token_budgets
@@ -31,6 +30,7 @@ from rlhfuse.planning.training.stage_cuts import with_cut
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, longest_microbatch, training_problem
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import fused_shape
+from rlhfuse.tasks.task import TASKS
 
 
 def training_options(work: RunWork, task: str, ranks: int, hardware: HardwareSpec, room: float) -> list[Option]:
@@ -45,7 +45,7 @@ def training_options(work: RunWork, task: str, ranks: int, hardware: HardwareSpe
 
 def _layout_options(work: RunWork, task: str, uncut: AnalyticCost, room: float) -> Iterator[Option]:
     """One layout with each budget of a micro-batch, for which its layers are cut as a run would."""
-    config, role, layout = work.config, dict(TASK_ROLES)[task], uncut.layout
+    config, role, layout = work.config, TASKS[task].role, uncut.layout
     offloading, on_gpu = config.trainer.offload_optimizer, uncut.hardware.device.own_memory
     known: dict[ParallelLayout, AnalyticCost] = {}  # by cut: what a cost has computed it keeps
     samples, tokens = config.samples_per_iteration // int(config.algorithm.minibatches), sum(config.longest_sample)

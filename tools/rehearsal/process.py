@@ -6,7 +6,7 @@ import json
 import sys
 import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rehearsal.shim import load_shim
@@ -22,11 +22,11 @@ def main(job: Path, out: Path) -> None:
     from rehearsal.stages import rehearsal_draft
 
     from rlhfuse.config.load import load_config
-    from rlhfuse.planning.planner import parse_plan
+    from rlhfuse.planning.plan import Plan
 
     asked, begin = json.loads(job.read_text()), time.perf_counter()
     draft = rehearsal_draft(load_config(asked["config"], asked["overrides"]), asked["world_size"])
-    plan = parse_plan(draft, asked["plan"])
+    plan = replace(Plan.parse(asked["plan"]), costs=draft.costs)
 
     def progress(text: str) -> None:
         print(f"rank {asked['rank']}, {time.perf_counter() - begin:4.0f} s: {text}", flush=True)

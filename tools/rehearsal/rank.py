@@ -33,7 +33,7 @@ from rlhfuse.decisions.weight_moves import shards_of_move
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.reshard import Resharder, Shards
 from rlhfuse.planning.draft import PlanDraft
-from rlhfuse.planning.run_plan import RunPlan
+from rlhfuse.planning.plan import Plan
 from rlhfuse.run import rank_models
 from rlhfuse.run.checkpoint.checkpoint import Checkpoint, folder_of
 from rlhfuse.run.checkpoint.compatibility import RunCompatibility
@@ -41,6 +41,7 @@ from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.rank_models import ModelFolders
 from rlhfuse.run.run_directory import RunDirectory
 from rlhfuse.run.run_loop import RunLoop
+from rlhfuse.tasks.role import POLICY
 
 ITERATIONS = 2  # the first has no moments, and keeps nothing of one before it
 
@@ -48,7 +49,7 @@ ITERATIONS = 2  # the first has no moments, and keeps nothing of one before it
 class Rehearsal:
     """Runs phases on `rank`. The process is given to it: torch is patched and has one rank's process groups."""
 
-    def __init__(self, draft: PlanDraft, plan: RunPlan, rank: int, progress: Callable[[str], None]) -> None:
+    def __init__(self, draft: PlanDraft, plan: Plan, rank: int, progress: Callable[[str], None]) -> None:
         self._draft, self._plan, self._config = draft, plan, draft.config
         self._rank, self._samples = rank, Samples.of(draft)
         self._mode = FakeCuda(Meter())
@@ -101,11 +102,11 @@ class Rehearsal:
         prompt = Prompt(self._samples.tokens(0, config.data.max_prompt_tokens), {})
         words = SimpleNamespace(decode=lambda tokens, **_: "")
         folders = ModelFolders({}, dict(draft.specs))  # without paths: weights stay unset
-        inputs = RunInputs(draft, (), folders, words, PromptSet((prompt,)), PromptSet(()), facts, resume)
+        inputs = RunInputs(self._plan, (), folders, words, PromptSet((prompt,)), PromptSet(()), facts, resume)
         watchdog: Any = SimpleNamespace(progress=self._mode.note)
         store: Any = FakeStore()
         rank_models.TrainingStage = partial(SampledStage, self._mode)  # type: ignore[misc,assignment]
-        trainer = RehearsedTrainer(inputs, self._plan, self._rank, self._device, store, watchdog.progress, folder)
+        trainer = RehearsedTrainer(inputs, self._rank, self._device, store, watchdog.progress, folder)
         trainer.resharder = Resharder(
             self._device, bucket_bytes=config.fusion.bucket_mib << 20, gather=self._everyones_shards
         )
@@ -133,25 +134,25 @@ class Rehearsal:
         engine, params = trainer.engine, self._samples.sampling()
         length = self._samples.longest - RESPONSE_STEPS
         different = max(1, 2 * self._config.rollout.max_batched_tokens // length)  # the others find their blocks
-        count = min(self._plan.report.batch.samples_per_instance, self._config.rollout.max_sequences_per_instance)
+        count = min(self._plan.batch.samples_per_instance, self._config.rollout.max_sequences_per_instance)
         for sample in range(count):
             engine.add(sample, self._samples.tokens(sample % different, length), params)
         # Beneath the end of generation, where samples that moved as tokens, or lost their blocks, are prefilled too.
-        trainer.scorer.begin_load(self._plan.report.generation.limits.early_models)
+        trainer.scorer.begin_load(self._plan.limits.early_models)
         while engine.has_unfinished():
             engine.step()
         engine.pause()
         trainer._release_generation()
 
     def _score(self, trainer: RehearsedTrainer) -> None:
-        samples = max(1, self._draft.generation.limits.score_tokens // self._samples.longest)
+        samples = max(1, self._plan.limits.score_tokens // self._samples.longest)
         for pack in range(PACKS):
             trainer.scorer.score([self._samples.rollout(pack * samples + number) for number in range(samples)])
 
     def _train(self, trainer: RehearsedTrainer) -> None:
-        batch = self._samples.training_batch(MINIBATCHES, self._plan.report.batch)
+        batch = self._samples.training_batch(MINIBATCHES, self._plan.batch)
         algorithm = self._config.algorithm.model_copy(update={"minibatches": MINIBATCHES, "epochs": 1})
-        trainer._train(self._config.held_iterations, batch, algorithm)
+        trainer._train(self._config.held_iterations(POLICY), batch, algorithm)
 
     def _save(self, loop: RunLoop, done: int) -> None:
         """A checkpoint that is all written when this returns."""

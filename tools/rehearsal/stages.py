@@ -16,8 +16,9 @@ from rlhfuse.config.load import read_specs
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
 from rlhfuse.planning.draft import PlanDraft, draft_plan
-from rlhfuse.planning.run_plan import RunPlan
-from rlhfuse.planning.settle import Facts, settle
+from rlhfuse.planning.job import Job
+from rlhfuse.planning.plan import Plan
+from rlhfuse.planning.settle import settle
 
 WHOLE = ("iteration", "checkpoint")  # after the start
 PHASES = ("iteration", "moves", "generation", "inference", "training", "checkpoint")  # to be asked for
@@ -34,7 +35,7 @@ def rehearsal_draft(config: RunConfig, world_size: int) -> PlanDraft:
         trainer={"device": "cuda"},
     )
     specs = read_specs(config)
-    return draft_plan(settle(config, Facts(specs, world_size)))
+    return draft_plan(settle(Job(config, specs, world_size)))
 
 
 def places_of(draft: PlanDraft, rank: int) -> tuple[int, ...]:
@@ -50,12 +51,12 @@ def distinct_ranks(draft: PlanDraft) -> tuple[int, ...]:
     return tuple(first.values())
 
 
-def planned_bytes(draft: PlanDraft, plan: RunPlan, rank: int) -> dict[str, int]:
+def planned_bytes(draft: PlanDraft, plan: Plan, rank: int) -> dict[str, int]:
     """What the phases of a rank hold on the device, and the rank in host memory, as planned.
 
     A checkpoint is saved when training is over, and resumed before anything else is there.
     """
-    budget = draft.memory.with_generation_kept() if plan.report.memory.keeps_generation else draft.memory
+    budget = draft.memory.with_generation_kept() if plan.keeps_generation else draft.memory
     phases = budget.of(places_of(draft, rank)).phases(draft.memory.held_by(*plan.schedules.values()))
     trained, begun = phases[-1], draft.memory.of(places_of(draft, rank)).static[-1]
     others = {"checkpoint": trained.device - trained.activations, "resume": begun.weights + begun.optimizer}
@@ -65,13 +66,13 @@ def planned_bytes(draft: PlanDraft, plan: RunPlan, rank: int) -> dict[str, int]:
 def rehearse(
     config: Path,
     overrides: Sequence[str],
-    plan: RunPlan,
+    plan: Plan,
     rank: int,
     phases: Sequence[str],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """A RankRehearsal as a dict, from a process of its own. Raises CalledProcessError after that has said why."""
-    world_size = plan.report.ranks.count
+    world_size = plan.world_size
     job = dict(config=str(config), overrides=list(overrides), world_size=world_size, rank=rank, phases=list(phases))
     with tempfile.TemporaryDirectory() as folder:
         asked, out = Path(folder) / "job.json", Path(folder) / "out.json"

@@ -14,7 +14,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from svg_text import SVG_STYLE, svg_text
 
-from rlhfuse.monitor.phase_times import number, phase_seconds
+from rlhfuse.monitor.phase_times import UTILISATION, number, phase_seconds
+from rlhfuse.tasks.role import LEARNERS
 
 _SIZE = (4.2, 2.3)  # inches
 _MIDDLE, _WIDE = (5.6, 2.7), (8.4, 2.6)
@@ -150,8 +151,8 @@ CURVES = (
     Curve("clipped tokens", "% of tokens", {"actor/pg_clipfrac": "actor", "critic/vf_clipfrac": "critic"}, factor=100),
     Curve("value loss", "loss per token", {"critic/vf_loss": "value loss"}, NO_CRITIC),
     Curve("explained variance of values", "share, 1 is all", {"critic/vf_explained_var": "values"}, NO_CRITIC),
-    Curve("gradient norm", "norm before clipping", {"actor/grad_norm": "actor", "critic/grad_norm": "critic"}),
-    Curve("learning rate", "per step", {"actor/lr": "actor", "critic/lr": "critic"}),
+    Curve("gradient norm", "norm before clipping", {f"{role}/grad_norm": role for role in LEARNERS}),
+    Curve("learning rate", "per step", {f"{role}/lr": role for role in LEARNERS}),
     Curve(
         "log-probability, generation against training",
         "nats per token, mean |difference|",
@@ -164,11 +165,7 @@ CURVES = (
     Curve(
         "use of the hardware (MFU)",
         "% of peak FLOP/s",
-        {
-            "perf/mfu/actor": "actor's training",
-            "perf/mfu/critic": "critic's training",
-            "perf/mfu/gen_infer": "generation, inference",
-        },
+        {metric: label for metric, label in UTILISATION.items() if metric != "perf/mfu/step"},
         "this machine's peak is not known: trainer.peak_tflops",
         100,
     ),

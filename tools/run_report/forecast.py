@@ -18,21 +18,20 @@ from run_report.program_times import TimedAction, makespan, program_times
 from run_report.run_files import RunFiles
 from run_report.timeline import GenInferTimeline, simulate_gen_infer
 
+from rlhfuse.base.clock import Span
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import read_json
 from rlhfuse.config.spec import DeviceKind
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import load_measured_cost
 from rlhfuse.decisions.layouts import training_layouts
-from rlhfuse.monitor.trace import Span
-from rlhfuse.planning.draft import priced_limits
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.training.training_orders import RULES
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
-from rlhfuse.simulator.instance_limits import InstanceLimits
+from rlhfuse.simulator.instance_limits import InstanceLimits, priced_limits
 from rlhfuse.simulator.lengths import TURNS, SampleLengths, read_turns
 
 PHASES = ("reshard", "gen", "infer", "adv", "train", "step")  # as in the metrics timing_s/*

@@ -14,8 +14,8 @@ from typing import Any
 from run_report.forecast import PHASES, Forecast, Forecaster, Row
 from run_report.run_files import RunFiles
 
+from rlhfuse.base.clock import GROUPS, Span
 from rlhfuse.base.errors import InputError
-from rlhfuse.monitor.trace import GROUPS, Span
 
 NAMES = {
     "reshard": "weights moved",

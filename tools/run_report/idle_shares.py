@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlhfuse.base.clock import Span
 from rlhfuse.monitor.phase_times import PHASES
-from rlhfuse.monitor.trace import Span
 
 WORK = ("reshard", "generate", "migrate", "load", "score")  # kinds of spans, beside those of training
 

@@ -10,8 +10,8 @@ from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from rlhfuse.base.clock import GROUPS, Span
 from rlhfuse.base.errors import InputError
-from rlhfuse.monitor.trace import GROUPS, Span
 
 
 def draw_iteration(spans: Sequence[Span], path: str | Path, title: str = "") -> None:

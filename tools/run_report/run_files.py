@@ -13,13 +13,14 @@ from typing import Any
 
 import yaml
 
+from rlhfuse.base.clock import Span
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import read_text
 from rlhfuse.base.json_values import read_json
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.monitor.samples import SampleText, read_samples
-from rlhfuse.monitor.trace import Span, load_trace
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.monitor.trace import load_trace
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.io import load_family, load_schedule
 from rlhfuse.schedule.ir.schedule import Schedule
 

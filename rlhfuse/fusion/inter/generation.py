@@ -7,11 +7,12 @@ barrier. In the tail every sample is published as it ends, and an instance witho
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
 
+from rlhfuse.base.clock import Piece
 from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.base.token_spans import drawn_spans
 from rlhfuse.fusion.inter.group_stream import GroupStream, LiveGroups
@@ -19,7 +20,7 @@ from rlhfuse.fusion.inter.inference import Rewarder
 from rlhfuse.fusion.inter.iteration_store import IterationStore, StoreReporter
 from rlhfuse.fusion.inter.report import RankEvents
 from rlhfuse.fusion.inter.request import Request
-from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, TensorParallelGroup
+from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, StepDecision, TensorParallelGroup
 from rlhfuse.fusion.inter.tools import Pauses, Tools
 from rlhfuse.gen.core.sequence import GenerationResult
 from rlhfuse.gen.engine import Engine
@@ -27,8 +28,6 @@ from rlhfuse.monitor.heartbeat import WaitingForWork
 from rlhfuse.ppo.rollout import Rollout
 
 IDLE_SECONDS = 0.002  # sleep of an instance that has nothing left to decode before the trigger
-GO_ON, STOP = 0, 1
-NO_PLACE = -1
 
 
 @dataclass(eq=False)
@@ -48,7 +47,6 @@ class Generation:
     tools: Tools | None = None  # who is paused is unfinished
     began: list[int] = field(default_factory=list)  # ids of the samples that this instance has begun
     _begin: float = 0.0
-    _in_engine: float = 0.0  # seconds of the running step
     _stopping: bool = False  # the leader has decided to stop: what it decides from then on is never heard
 
     def __post_init__(self) -> None:
@@ -67,62 +65,61 @@ class Generation:
 
     def decode_until(self, threshold: int) -> list[Rollout]:
         """Decode until at most `threshold` samples of the whole batch remain; returns those that ended here."""
-        decision, samples, steps = DelayedBroadcast(self.group, GO_ON, NO_PLACE, self._end, 0), [], 0
-        start = busy_until = self._begin = self._clock.now()
-        while True:
-            step_start, decoded = self._clock.now(), self.engine.has_unfinished()
-            if decoded:
-                finished = self._step()
-                self._report_finished(len(finished))
-                samples += finished
-                busy_until = self._clock.now()
-            else:
-                self._clock.sleep(IDLE_SECONDS)
-            steps += 1
-            if not threshold and not self.engine.scheduler.waiting:
-                self.load_scorers()
-            reached = self._trigger_reached(threshold, decision, steps, decoded)
-            if decoded:
-                self._observe(step_start)
-            if reached:
-                break
-        decision.close()
-        if self._pauses:
-            self._pauses.stop()
-        if last := self._taken(self.engine.settle()):
-            self._report_finished(len(last))
-            samples += last
-            busy_until = self._clock.now()
-        self.events.span("generate", start, busy_until)
-        self.events.span("wait", busy_until, self._clock.now())
-        self.events.generation_seconds = busy_until - self._begin
+        decision, samples, steps = DelayedBroadcast(self.group, StepDecision(end=self._end)), [], 0
+        with self._clock.work("generate") as busy:
+            self._begin = busy.end = busy.start
+            reached = False
+            while not reached:
+                step, decoded = self._clock.begin(), self.engine.has_unfinished()
+                if decoded:
+                    finished = self._step(step)
+                    self._report_finished(len(finished))
+                    samples += finished
+                    busy.finish()
+                else:
+                    self._clock.sleep(IDLE_SECONDS)
+                steps += 1
+                if not threshold and not self.engine.scheduler.waiting:
+                    self.load_scorers()
+                reached = self._trigger_reached(threshold, decision, steps, decoded)
+                if decoded:
+                    self._observe(step)
+            decision.close()
+            if self._pauses:
+                self._pauses.stop()
+            if last := self._taken(self.engine.settle()):
+                self._report_finished(len(last))
+                samples += last
+                busy.finish()
+        self._clock.span("wait", busy.end)
+        self.events.generation_seconds = busy.seconds
         return samples
 
     def decode_tail(self) -> None:
         """Decode what is left here, publishing each sample as it ends."""
-        start = self._clock.now()
-        self.load_scorers()
-        announced = DelayedBroadcast(self.group, 0)
-        while self.engine.samples or self.engine.has_unfinished():
-            step_start = self._clock.now()
-            if self._pauses:
-                self._pauses.deliver(*announced.pass_on(self._pauses.announce()))
-                if not self.engine.has_unfinished():
-                    self.progress(self._pauses.waiting("generation of the long tail"))
-                    self._clock.sleep(IDLE_SECONDS)
-                    continue
-            self.progress(f"generation of the long tail: {self.engine.samples} samples left here")
-            finished = self._step()
-            self._report_finished(len(finished), [rollout.to_bytes() for rollout in finished])
-            self._observe(step_start)
-        announced.close()
-        self.events.span("generate", start, self._clock.now())
+        with self._clock.work("generate"):
+            self.load_scorers()
+            announced = DelayedBroadcast(self.group, StepDecision())
+            while self.engine.samples or self.engine.has_unfinished():
+                step = self._clock.begin()
+                if self._pauses:
+                    self._pauses.deliver(announced.pass_on(StepDecision(answers=self._pauses.announce())).answers)
+                    if not self.engine.has_unfinished():
+                        self.progress(self._pauses.waiting("generation of the long tail"))
+                        self._clock.sleep(IDLE_SECONDS)
+                        continue
+                self.progress(f"generation of the long tail: {self.engine.samples} samples left here")
+                finished = self._step(step)
+                self._report_finished(len(finished), [rollout.to_bytes() for rollout in finished])
+                self._observe(step)
+            announced.close()
         self.events.generation_seconds = self._clock.now() - self._begin
 
-    def _step(self) -> list[Rollout]:
-        start = self._clock.now()
-        results = self.engine.step()
-        self._in_engine = self._clock.now() - start
+    def _step(self, step: Piece) -> list[Rollout]:
+        """The engine, which times itself, is not the step's own work."""
+        with self._clock.work() as engine:
+            results = self.engine.step()
+        step.waited = engine.seconds
         return self._taken(results)
 
     def _taken(self, results: list[GenerationResult]) -> list[Rollout]:
@@ -140,25 +137,23 @@ class Generation:
     def _failed(self) -> Collection[int]:
         return self._pauses.failed if self._pauses else ()
 
-    def _observe(self, step_start: float) -> None:
+    def _observe(self, step: Piece) -> None:
         stats = self.engine.last_step
         if not stats.batch:  # launched and not read yet: its seconds come with the next step's
             return
         # From boundary to boundary: small models spend a good part of their time between the engine's steps.
-        seconds = stats.seconds + self._clock.now() - step_start - self._in_engine
-        self.events.observe("step", *stats.observation()._replace(seconds=seconds))
+        self._clock.observe("step", *stats.observation()._replace(seconds=stats.seconds + step.seconds))
 
     def _report_finished(self, count: int, samples: Sequence[bytes] = ()) -> None:
-        start = self._clock.now()
+        agreeing = self._clock.begin()
         if self.reporter and count:
             self.reporter.report(count, samples)
-        self.events.agreement_seconds += self._clock.now() - start
+        self.events.agreement_seconds += agreeing.seconds
 
     def _trigger_reached(self, threshold: int, decision: DelayedBroadcast, steps: int, decoded: bool) -> bool:
         """Whether this step boundary is the one to stop at; groups begin here and are dropped, and paused samples go
         on; alike on all tensor ranks."""
-        start = self._clock.now()
-        decided, known = (GO_ON, NO_PLACE, self._end), ""
+        agreeing, decided, known = self._clock.begin(), StepDecision(end=self._end), ""
         if self.reporter:
             finished = self.reporter.finished
             known = f", {finished} of {self.total} samples finished"
@@ -169,19 +164,21 @@ class Generation:
         elif not decoded:
             doing = WaitingForWork(f"generation: nothing left to decode here{known}")
         self.progress(doing)
-        stop, place, end, answers = decision.pass_on(*decided, self._pauses.announce() if self._pauses else 0)
+        if self._pauses:
+            decided = replace(decided, answers=self._pauses.announce())
+        now = decision.pass_on(decided)
         if self.stream:
-            self._follow(self.stream, place, end)
-        if self._pauses and stop != STOP:
-            self._pauses.deliver(answers)
+            self._follow(self.stream, now.place, now.end)
+        if self._pauses and not now.stop:
+            self._pauses.deliver(now.answers)
         if self.engine.has_unfinished():  # who has nothing to decode loses nothing by waiting
-            self.events.agreement_seconds += self._clock.now() - start
-        return stop == STOP
+            self.events.agreement_seconds += agreeing.seconds
+        return now.stop
 
-    def _decide(self, threshold: int, finished: int) -> tuple[int, int, int]:
-        """The leader's decision: to go on or not, which group to begin, the first place that is not needed."""
+    def _decide(self, threshold: int, finished: int) -> StepDecision:
+        """The leader's decision, but for answers."""
         if not self._live:
-            return (STOP if self.total - finished <= threshold else GO_ON), NO_PLACE, self._end
+            return StepDecision(self.total - finished <= threshold, end=self._end)
         live = self._live
         live.update(self._failed)
         stops = live.remaining(self.total) <= threshold and (threshold > 0 or live.selection.done)
@@ -190,11 +187,11 @@ class Generation:
         place, free = None, self.engine.options.max_sequences - self.engine.samples
         if not self._stopping and (free >= self.stream.copies or not self.engine.samples):
             place = live.next_place(self.store.begin_places)
-        return STOP if stops else GO_ON, NO_PLACE if place is None else place, live.selection.end
+        return StepDecision(stops, place, live.selection.end)
 
-    def _follow(self, stream: GroupStream, place: int, end: int) -> None:
+    def _follow(self, stream: GroupStream, place: int | None, end: int) -> None:
         """Begin the group of a place, and drop all from `end` on."""
-        if place != NO_PLACE:
+        if place is not None:
             self.progress(f"generation: beginning the group at place {place}")
             self.add(stream.requests(place))
         if end < self._end:

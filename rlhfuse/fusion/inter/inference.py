@@ -1,4 +1,4 @@
-"""Scoring of finished samples by the frozen models: reference log-probabilities, values and a reward.
+"""Scoring of finished samples by frozen models, each as its role says: log-probabilities, values or a score.
 
 Samples are packed up to a token budget; the result for a sample does not depend on the pack it was in (CPU, float32).
 Weights come in from host memory for the first pack, each model while the one before it scores, or earlier where there
@@ -7,18 +7,19 @@ is room; they go out afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from rlhfuse.base.clock import Clock, Hold, unpaced
+from rlhfuse.base.clock import Clock
 from rlhfuse.fusion.inter.iteration_store import IterationStore
 from rlhfuse.models.stage import PackedTokens, PipelineStage
 from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
+from rlhfuse.tasks.role import Role
 
 
 @dataclass(frozen=True)
@@ -65,21 +66,18 @@ class Rewarder(Protocol):
 
 @dataclass(eq=False)
 class Scorer:
-    """Reference, critic and reward model of one inference replica, those of them that the run has."""
+    """The models of one inference replica, which score in this order. Outputs of one kind are added up."""
 
-    reference: FrozenModel | None
-    critic: FrozenModel | None
-    reward: FrozenModel | None
+    models: Mapping[Role, FrozenModel]
     vocab: int
     temperature: float
     device: torch.device
-    hold: Hold = unpaced  # of a model's pack, with tokens and samples, and of its load
     clock: Clock = Clock()
 
     def __post_init__(self) -> None:
-        self._models = [model for model in (self.reference, self.critic, self.reward) if model is not None]
+        self._models = [*self.models.values()]
         self._loaders: list[WeightLoader] = []  # of the first models, and of those after them
-        self._waited = 0.0  # seconds of the running pack for weights
+        self.waited_seconds = 0.0  # of packs, for weights
         self._begun = 0.0  # when the running model had its own
 
     @property
@@ -95,7 +93,7 @@ class Scorer:
         begun = sum(loader.count for loader in self._loaders)
         if missing := [model.offloaded for model in self._models[begun:most]]:
             before = self._loaders[-1] if self._loaders else None
-            self._loaders.append(WeightLoader(missing, self.device, before, self.hold, self.clock))
+            self._loaders.append(WeightLoader(missing, self.device, before, self.clock))
 
     def wait_for_first(self) -> None:
         """Until scoring can begin: the first model is there."""
@@ -112,49 +110,38 @@ class Scorer:
             model.offloaded.release()
 
     @torch.no_grad()
-    def score(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], float]:
-        """One pack: each rollout with ref_logprobs, values and score, as far as there are models.
-
-        With the seconds that it took, without waiting for weights.
-        """
+    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """One pack: each rollout with the outputs of the models."""
         self.begin_load()
-        start, self._waited = self.clock.perf_counter(), 0.0
         ordered = sorted(rollouts, key=lambda r: r.sample_id)
         batch = RolloutBatch.from_rollouts(ordered)
         others = [batch.prediction_index, batch.tokens[batch.response_index], batch.cu_seqlens[1:].long() - 1]
         packed, (predictions, targets, last) = PackedTokens.beside(others, batch.tokens, batch.cu_seqlens, self.device)
         drawn = batch.drawn_lengths.tolist()
-        ref: Sequence[torch.Tensor | None] = [None] * len(ordered)
-        values: Sequence[torch.Tensor | None] = [None] * len(ordered)
-        scores: Sequence[float | None] = [None] * len(ordered)
-        if self.reference is not None:
-            output = self._outputs(self.reference, packed)
-            logprobs, _ = output.logprobs(predictions, targets, self.vocab, self.temperature)
-            ref = logprobs.cpu().split(drawn)
-            self.hold("score", self._begun, len(packed), len(ordered))
-        if self.critic is not None:
-            values = self._outputs(self.critic, packed)[predictions].float().cpu().split(drawn)
-            self.hold("score", self._begun, len(packed), len(ordered))
-        if self.reward is not None:
-            scores = self._outputs(self.reward, packed)[last].float().cpu().tolist()
-            self.hold("score", self._begun, len(packed), len(ordered))
-        scored = [r.with_scores(*given) for r, given in zip(ordered, zip(ref, values, scores))]
-        return scored, self.clock.perf_counter() - start - self._waited
-
-    def _outputs(self, model: FrozenModel, packed: PackedTokens) -> Any:
-        self._wait(model)
-        return model.stage.forward(packed, None)
+        read: Mapping[str, Callable[[Any], torch.Tensor]] = {  # of the numbers of a model
+            "logprobs": lambda output: output.logprobs(predictions, targets, self.vocab, self.temperature)[0],
+            "value": lambda output: output[predictions].float(),
+            "score": lambda output: output[last].float(),
+        }
+        scored: dict[str, Sequence[Any]] = {}
+        for role, model in self.models.items():
+            self._wait(model)
+            numbers = read[role.output](model.stage.forward(packed, None)).cpu()
+            given = numbers.tolist() if role.output == "score" else numbers.split(drawn)
+            scored[role.field] = [a + b for a, b in zip(scored[role.field], given)] if role.field in scored else given
+            self.clock.hold(self._begun, "score", len(packed), len(ordered))
+        return [one.with_scores(**{field: of[i] for field, of in scored.items()}) for i, one in enumerate(ordered)]
 
     def _wait(self, model: FrozenModel) -> None:
-        start = self.clock.perf_counter()
+        waiting = self.clock.begin()
         self.begin_load()
         index = next(i for i, other in enumerate(self._models) if other is model)
         for loader in self._loaders:
             if 0 <= index < loader.count:
                 loader.wait(index)
             index -= loader.count
-        self._begun = self.clock.perf_counter()
-        self._waited += self._begun - start
+        self.waited_seconds += waiting.seconds
+        self._begun = self.clock.now()
 
 
 class WeightLoader:
@@ -169,11 +156,10 @@ class WeightLoader:
         models: Sequence[OffloadedWeights],
         device: torch.device,
         before: WeightLoader | None = None,
-        hold: Hold = unpaced,
         clock: Clock = Clock(),
     ) -> None:
         """Begins once all models of the loader `before` are there."""
-        self._models, self._device, self._before, self._hold, self._clock = models, device, before, hold, clock
+        self._models, self._device, self._before, self._clock = models, device, before, clock
         self.count = len(models)
         for model in models:
             model.allocate()
@@ -207,10 +193,9 @@ class WeightLoader:
                 self._before.close()
             with torch.cuda.stream(stream):
                 for model, loaded in zip(self._models, self._loaded):
-                    start = self._clock.perf_counter()
-                    model.copy_in()
-                    self._hold("load", start)
-                    self.seconds += self._clock.perf_counter() - start
+                    with self._clock.work(price=("load",)) as loading:
+                        model.copy_in()
+                    self.seconds += loading.seconds
                     loaded.set()
         except BaseException as failure:  # raised by the thread that waits
             self._failure = failure

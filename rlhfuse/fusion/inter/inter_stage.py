@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -50,7 +50,7 @@ class InterStage:
     tools: Tools | None = None  # on every rank, where samples have turns
     # called on every rank when its engine is paused, before what scores comes in: give back the actor's weights
     generation_done: Callable[[], None] = lambda: None
-    clock: Clock = Clock()
+    clock: Clock = field(default_factory=Clock)  # this rank's, whose observations each iteration takes
 
     def run(
         self,
@@ -97,14 +97,13 @@ class GenInferIteration:
         self._clock = stage.clock
         self._decoders = stage.place.decoders
         self._instance, self._instances = stage.place.instance, len(stage.place.placement.instances)
-        self._events = RankEvents(stage.place.rank, self._decoders.is_leader)
+        self._events = RankEvents()
         self._finished: list[Rollout] = []  # at the barrier, of the whole batch
         self._tail: list[int] = []  # ids of those unfinished then: they will be published
         self._begun = 0  # samples of all instances
-        self._begin = 0.0
+        self._whole = self._clock.begin()
 
     def run(self) -> GenInferReport:
-        self._begin = self._clock.now()
         try:
             with ExitStack() as stack:
                 reporter = None
@@ -115,7 +114,7 @@ class GenInferIteration:
         finally:
             self._stage.scorer.release()  # where something failed
         report = self._gather(scored)
-        report.total_seconds = self._clock.now() - self._begin
+        report.total_seconds = self._whole.seconds
         if self._place.rank == 0:
             self._store.clear(self._instances)
         return report
@@ -141,34 +140,37 @@ class GenInferIteration:
         for i in split_samples(total // unit, instances)[self._instance]:
             generation.add(self._requests[i * unit : (i + 1) * unit])
         finished = generation.decode_until(self._threshold if instances > 1 else 0)
-        stopped = self._clock.now()
-        self._stage.progress(Waiting("inter-stage: barrier of all instances"))
-        self._finished, barrier = gather_states(self._place, self._engine, finished, generation.began)
-        self._events.span("meet", stopped, self._clock.now())
+        with self._clock.work("meet") as met:
+            self._stage.progress(Waiting("inter-stage: barrier of all instances"))
+            self._finished, barrier = gather_states(self._place, self._engine, finished, generation.began)
         self._tail, self._begun = [state.sample_id for state in barrier.states], sum(map(len, barrier.began))
         if self._stage.rewarder and self._decoders.is_leader:
             meeting = Meeting(self._instance, barrier.began, self._finished, self._tail, self._store)
             self._stage.rewarder.meet(meeting)
         plan = plan_at_threshold(self._threshold, barrier.states, barrier.free_blocks, self._limits)
         if plan:
-            self._migrate(barrier, plan)
-        self._events.add_barrier(self._clock.now() - stopped)
+            with self._clock.work("migrate"):
+                self._migrate(barrier, plan)
+        if self._decoders.is_leader:
+            moved = sum(pair.seconds for pair in self._events.migrations)
+            self._events.barrier_seconds = max(0.0, self._clock.now() - met.start - moved)
         if plan and self._instance in plan.destinations:
             generation.decode_tail()
-        self._events.add_captures(forward.recorded_shapes - shapes, forward.recording_seconds - seconds)
-        start = self._clock.now()
-        self._engine.pause()
-        self._stage.generation_done()
-        self._events.observe("release", self._clock.now() - start)
+        self._events.capture_seconds = forward.recording_seconds - seconds
+        if recorded := forward.recorded_shapes - shapes:
+            self._clock.observe("capture", recorded, self._events.capture_seconds)
+        with self._clock.work() as release:
+            self._engine.pause()
+            self._stage.generation_done()
+        self._clock.observe("release", release.seconds)
 
     def _migrate(self, barrier: MigrationBarrier, plan: MigrationPlan) -> None:
-        start = self._clock.now()
         stage, engine, events = self._stage, self._engine, self._events
         stage.progress(f"inter-stage: migration of {len(plan.moves)} samples")
         tools = stage.tools if self._decoders.is_leader else None
         if tools and (leaving := [move.sample_id for move in plan.moves_from(self._instance)]):
             tools.hand_over(leaving, self._store)
-        pairs = execute_migration(plan, self._place, engine, stage.bucket_bytes, stage.scorer.hold, self._clock)
+        pairs = execute_migration(plan, self._place, engine, stage.bucket_bytes, self._clock)
         if tools and (come := [move.sample_id for move in plan.moves if move.destination == self._instance]):
             tools.adopt(come, self._store)
         block_tokens = engine.options.block_tokens
@@ -177,7 +179,6 @@ class GenInferIteration:
         events.bytes_needed = barrier.bytes_needed(plan, block_tokens, block_bytes)
         if self._decoders.is_leader:
             events.migrations += pairs
-        events.span("migrate", start, self._clock.now())
 
     def _infer(self) -> list[Rollout]:
         """Score until no work is left; returns this worker's samples, at its leader."""
@@ -197,18 +198,20 @@ class GenInferIteration:
 
     def _gather(self, scored: list[Rollout]) -> GenInferReport:
         """Every rank gets every scored sample, the scores alone where it has the rest, and sums of what happened."""
-        rewarder, scored_at = self._stage.rewarder, self._clock.now()
+        rewarder, self._events.scored_seconds = self._stage.rewarder, self._whole.seconds
         if rewarder and self._decoders.is_leader:
-            self._stage.progress("inference: waiting for the reward function")
-            self._events.function_scores = rewarder.finish()
-            self._events.observe("reward", *rewarder.take_calls())
-            self._events.span("reward", scored_at, self._clock.now())
-        self._events.scored_seconds = scored_at - self._begin
-        self._events.rewarded_seconds = self._clock.now() - self._begin
+            with self._clock.work("reward"):
+                self._stage.progress("inference: waiting for the reward function")
+                self._events.function_scores = rewarder.finish()
+                self._clock.observe("reward", *rewarder.take_calls())
+        self._events.rewarded_seconds = self._whole.seconds
+        observed = self._clock.take_observed()
+        if self._decoders.is_leader:  # what tensor ranks do together counts once
+            self._events.observed = observed
         self._stage.progress(Waiting("inter-stage: gathering scored samples"))
         known = {rollout.sample_id: rollout for rollout in self._finished}
         own = [(r.sample_id, r.scores_alone()) if r.sample_id in known else r for r in scored]
-        everyone = self._place.gather((replace(self._events, spans=[]), own))
+        everyone = self._place.gather((self._events, own))
         report = summarize([events for events, _ in everyone])
         rollouts = [
             one if isinstance(one, Rollout) else known[one[0]].with_scores(*one[1])
@@ -229,5 +232,4 @@ class GenInferIteration:
         given = report.function_scores
         if rewarder and (missing := [r.sample_id for r in report.rollouts if r.sample_id not in given]):
             raise RewardError(f"sample {missing[0]}: the reward function gave it no score")
-        report.spans = self._events.spans
         return report

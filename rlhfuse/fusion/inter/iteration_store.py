@@ -30,8 +30,8 @@ class IterationStore:
     put/NAME      what was left under a name; put/J is the J-th name, puts how many there are
     """
 
-    def __init__(self, store: Store, iteration: int | str, timeout_seconds: float, clock: Clock = Clock()) -> None:
-        self._store, self.clock = store, clock
+    def __init__(self, store: Store, iteration: int | str, timeout_seconds: float, clock: Clock | None = None) -> None:
+        self._store, self.clock = store, clock or Clock()
         self._iteration = iteration
         self._prefix = f"iteration/{iteration}/"
         self._timeout = timeout_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfuse.base.clock import Clock, Hold, unpaced
+from rlhfuse.base.clock import Clock
 from rlhfuse.decisions.migration import MigrationPlan, UnfinishedSample, transfer_order
 from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.inter.report import PairMigration
@@ -53,30 +53,28 @@ def execute_migration(
     place: RankPlace,
     engine: Engine,
     bucket_bytes: int,
-    hold: Hold = unpaced,
     clock: Clock = Clock(),
 ) -> list[PairMigration]:
     """This rank's part of the moves; afterwards every sample is in the engine that the plan names.
 
-    `bucket_bytes`: most memory that moving keys and values takes here beside the caches. `hold`: of a pair, with the
-    tokens whose keys and values move. Waits for the partner's ranks only, in the one order of `transfer_order`. Raises
-    RuntimeError where a destination refuses samples.
+    `bucket_bytes`: most memory that moving keys and values takes here beside the caches. Waits for the partner's
+    ranks only, in the one order of `transfer_order`. Raises RuntimeError where a destination refuses samples.
     """
     instance, pairs = place.instance, []
     for source, destination in transfer_order(plan):
         if instance not in (source, destination):
             continue
-        start, kv_bytes = clock.perf_counter(), 0
         sources, destinations = (place.placement.instances[end] for end in (source, destination))
         heads = HeadPlan.between(sources, destinations, engine.spec.kv_heads)
         moves = [move for move in plan.moves_from(source) if move.destination == destination]
-        if instance == destination:
-            place.receive(engine, heads, bucket_bytes)
-        else:
-            ids = [move.sample_id for move in moves]
-            with engine.export_sequences(ids, {move.sample_id: move.mode for move in moves}) as transfer:
-                sent = place.send(transfer, heads, bucket_bytes)
-            kv_bytes = sent * len(sources)  # each rank of an instance holds an equal share of the heads
-        hold("migration", start, sum(move.kv_tokens for move in moves if move.mode == "kv"))
-        pairs.append(PairMigration(source, destination, kv_bytes, clock.perf_counter() - start))
+        kv_bytes, kv_tokens = 0, sum(move.kv_tokens for move in moves if move.mode == "kv")
+        with clock.work(price=("migration", kv_tokens)) as moving:
+            if instance == destination:
+                place.receive(engine, heads, bucket_bytes)
+            else:
+                ids = [move.sample_id for move in moves]
+                with engine.export_sequences(ids, {move.sample_id: move.mode for move in moves}) as transfer:
+                    sent = place.send(transfer, heads, bucket_bytes)
+                kv_bytes = sent * len(sources)  # each rank of an instance holds an equal share of the heads
+        pairs.append(PairMigration(source, destination, kv_bytes, moving.seconds))
     return pairs

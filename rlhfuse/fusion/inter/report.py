@@ -1,16 +1,14 @@
 """What happened in one iteration of generation and inference: events of each rank, and the report made of all of them.
 
-At the end the ranks exchange their `RankEvents`, and every rank makes the same report of them, but for the spans.
+At the end the ranks exchange their `RankEvents`, and every rank makes the same report of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from rlhfuse.decisions.migration import MigrationPlan
-from rlhfuse.monitor.trace import Span
 from rlhfuse.ppo.rollout import Rollout
 
 OBSERVED = ("step", "score", "load", "migration", "meeting", "release", "reward", "capture", "pause")
@@ -18,7 +16,7 @@ OBSERVED = ("step", "score", "load", "migration", "meeting", "release", "reward"
 
 @dataclass
 class GenInferReport:
-    """All samples, scored and sorted, and what happened; equal on every rank but for `spans` and `total_seconds`."""
+    """All samples, scored and sorted, and what happened; equal on every rank but for `total_seconds`."""
 
     rollouts: list[Rollout] = field(default_factory=list)
     begun: int = 0  # samples, and of them those that were dropped as their groups were not needed
@@ -38,7 +36,6 @@ class GenInferReport:
     turns: dict[int, list[list]] = field(default_factory=dict)  # sample id -> see `turns_of`; {} without tools
     ended: dict[int, float] = field(default_factory=dict)  # sample id -> seconds of generation until its end; likewise
     observations: dict[str, list[list]] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
 
 
 def joined(rounds: Sequence[GenInferReport]) -> GenInferReport:
@@ -72,9 +69,9 @@ class PairMigration:
 
 @dataclass
 class RankEvents:
-    """What happened on this rank. Only the leader of an instance keeps what would count twice.
+    """What happened on this rank. Only the leader of an instance has what would count twice.
 
-    Observations are rows of numbers:
+    Observations are rows of numbers, which the rank's clock gathers:
 
     step        sequences, tokens of context, tokens of prompts, seconds, guesses, and how many of them were drawn
     score       tokens, samples, seconds               a pack, by all models that there are
@@ -87,10 +84,7 @@ class RankEvents:
     pause       seconds, tokens                        from a turn's end to its answer; observed tokens of it
     """
 
-    rank: int
-    is_leader: bool
-    spans: list[Span] = field(default_factory=list)
-    observed: dict[str, list[list]] = field(default_factory=lambda: {kind: [] for kind in OBSERVED})
+    observed: dict[str, list[list]] = field(default_factory=dict)  # the leader's
     migrations: list[PairMigration] = field(default_factory=list)
     barrier_seconds: float | None = None  # without what was moved; the leader's
     bytes_needed: int = 0
@@ -105,35 +99,11 @@ class RankEvents:
     pauses: dict[tuple[int, int], float] = field(default_factory=dict)  # (sample id, turn) -> seconds behind it
     ended: dict[int, float] = field(default_factory=dict)  # sample id -> see GenInferReport
 
-    def span(self, kind: str, start: float, end: float, **args: Any) -> None:
-        """Note what this rank did, in `wall_seconds`; `args`: facts about it.
-
-        Kinds: generate, meet, migrate, load, score, reward (waiting for the function), wait, call (of tools, beside
-        the others).
-        """
-        if end > start:
-            self.spans.append(Span(kind, kind, self.rank, start, end, args=args))
-
-    def observe(self, kind: str, *row: float) -> None:
-        if self.is_leader:
-            self.observed[kind].append(list(row))
-
-    def add_captures(self, shapes: int, seconds: float) -> None:
-        """So many decode steps were recorded in this generation."""
-        self.capture_seconds = seconds
-        if shapes:
-            self.observe("capture", shapes, seconds)
-
-    def add_barrier(self, seconds: float) -> None:
-        """This instance was at the barrier for so long, what it moved there included."""
-        if self.is_leader:
-            self.barrier_seconds = max(0.0, seconds - sum(pair.seconds for pair in self.migrations))
-
 
 def summarize(ranks: Sequence[RankEvents]) -> GenInferReport:
     """The report of all ranks' events, without samples, spans and the times of the whole."""
     plan = ranks[0].plan  # the same on all
-    observations = {kind: [row for rank in ranks for row in rank.observed[kind]] for kind in OBSERVED}
+    observations = {kind: [row for rank in ranks for row in rank.observed.get(kind, ())] for kind in OBSERVED}
     migrations = merge_sides([side for rank in ranks for side in rank.migrations])
     observations["migration"] = [[pair.kv_bytes, pair.seconds] for pair in migrations]
     # who came last did not wait for the others

@@ -44,7 +44,7 @@ class ScoringQueue:
         self._clock = self.store.clock
         self._scored: list[Rollout] = []
         self._fetched: dict[int, Rollout] = {}
-        self._asked = 0.0  # when the leader last looked for work and found some
+        self._asked = self._clock.begin()  # when the leader last looked for work and found some
         self._packs_left = True
         self._joined = False
 
@@ -52,7 +52,7 @@ class ScoringQueue:
         """Serial: this worker's share of all samples, balanced by tokens."""
         own = [finished[i] for i in deal([tokens_of(sample) for sample in finished], self._workers)[self._worker]]
         for pack in self._packs(own, 1):
-            self._asked = self._clock.now()
+            self._asked = self._clock.begin()
             self.progress(f"inference: {len(self._scored)} of {len(own)} samples scored here")
             self._score(pack)
         return self._finish()
@@ -78,7 +78,7 @@ class ScoringQueue:
             if kind == WAIT:
                 continue
             if not self._group.is_leader:
-                self._asked = self._clock.now()
+                self._asked = self._clock.begin()
             self.register()
             pack = packs[first] if kind == PACK else [self._fetch(index) for index in range(first, last)]
             self.progress(f"inference: {'pack' if kind == PACK else 'long tail'} {first}")
@@ -87,24 +87,24 @@ class ScoringQueue:
                 self.events.scored_early += len(pack)
 
     def _next(self, packs: Sequence[Sequence[Rollout]], streamed: int) -> Work:
-        self._asked = self._clock.now()
+        self._asked = self._clock.begin()
         self._join()
         if self._packs_left:
             ticket = self.store.next_ticket()
             if ticket < len(packs):
                 return PACK, ticket, ticket + 1
             self._packs_left = False
-        start, ready = self._clock.now(), bool(self._scored)
-        self.store.add_ready(ready)
-        work = self._take_streamed(streamed)
-        self.store.add_ready(-ready)
-        self.events.span("wait", start, self._clock.now())
+        with self._clock.work("wait"):
+            ready = bool(self._scored)
+            self.store.add_ready(ready)
+            work = self._take_streamed(streamed)
+            self.store.add_ready(-ready)
         return work
 
     def _take_streamed(self, streamed: int) -> Work:
         deadline, pause = self._clock.now() + WAIT_SECONDS, FIRST_PAUSE_SECONDS
         while self._clock.now() < deadline:
-            self._asked = self._clock.now()
+            self._asked = self._clock.begin()
             taken, published = self.store.taken(), self.store.published()
             if taken == streamed:
                 return DONE, 0, 0
@@ -132,23 +132,19 @@ class ScoringQueue:
 
     def _score(self, pack: Sequence[Rollout]) -> None:
         """Score the pack that was asked for last. Pulling and fetching are its time, waiting for weights is not."""
-        start = self._clock.now()
+        waited = self.scorer.waited_seconds
         if not self._scored:
-            self.scorer.wait_for_first()
-            self.events.span("load", start, self._clock.now())
-        loaded = self._clock.now()
-        scored, scoring_seconds = self.scorer.score(pack)
-        end = self._clock.now()
-        self._scored += scored
-        self.events.span("score", loaded, end)
-        waited = end - start - scoring_seconds
-        seconds = self._clock.now() - self._asked - waited
-        self.events.observe("score", sum(map(tokens_of, pack)), len(pack), max(seconds, scoring_seconds))
+            with self._clock.work("load"):
+                self.scorer.wait_for_first()
+        with self._clock.work("score"):
+            self._scored += self.scorer.score(pack)
+        self._asked.waited = self.scorer.waited_seconds - waited
+        self._clock.observe("score", sum(map(tokens_of, pack)), len(pack), self._asked.seconds)
 
     def _finish(self) -> list[Rollout]:
         """This worker's samples, from its leader."""
         if self._scored:  # all models have been waited for
-            self.events.observe("load", self.scorer.load_seconds)
+            self._clock.observe("load", self.scorer.load_seconds)
         self.scorer.release()
         return self._scored if self._group.is_leader else []
 

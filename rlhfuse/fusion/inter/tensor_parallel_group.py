@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -34,19 +35,38 @@ class TensorParallelGroup:
         return work, tensor
 
 
+@dataclass(frozen=True)
+class StepDecision:
+    """What a leader tells its tensor ranks at a step boundary."""
+
+    stop: bool = False  # decoding, for the barrier
+    place: int | None = None  # in the draw, of the group to begin
+    end: int = 0  # first place that is not needed
+    answers: int = 0  # numbers that the answers of tools are, which follow
+
+    def encode(self) -> tuple[int, ...]:
+        return int(self.stop), -1 if self.place is None else self.place, self.end, self.answers
+
+    @staticmethod
+    def decode(numbers: Sequence[int]) -> StepDecision:
+        """Inverse of `encode`."""
+        stop, place, end, answers = numbers
+        return StepDecision(bool(stop), None if place < 0 else place, end, answers)
+
+
 class DelayedBroadcast:
     """The leader's decisions at step boundaries, in force one call later; all ranks call `pass_on` equally often."""
 
-    def __init__(self, group: TensorParallelGroup, *initial: int) -> None:
+    def __init__(self, group: TensorParallelGroup, initial: StepDecision) -> None:
         self._group = group
         self._latest = initial
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
-    def pass_on(self, *values: int) -> tuple[int, ...]:
+    def pass_on(self, decision: StepDecision) -> StepDecision:
         """Give what is in force from the next call on; returns what is in force now. One rank needs no delay."""
         if self._group.size == 1:
-            return values
-        started = self._group.start_broadcast(*values)
+            return decision
+        started = self._group.start_broadcast(*decision.encode())
         self.close()
         self._pending = started
         return self._latest
@@ -56,4 +76,4 @@ class DelayedBroadcast:
         if self._pending is not None:
             work, tensor = self._pending
             work.wait()
-            self._latest, self._pending = tuple(tensor.tolist()), None
+            self._latest, self._pending = StepDecision.decode(tensor.tolist()), None

@@ -72,7 +72,7 @@ class Pauses:
         engine: Engine,
         group: TensorParallelGroup,
         events: RankEvents,
-        clock: Clock = Clock(),
+        clock: Clock,
     ) -> None:
         self._tools, self._engine, self._group, self._events, self._clock = tools, engine, group, events, clock
         self._begin = clock.now()
@@ -139,5 +139,5 @@ class Pauses:
         if seq := self._engine.parked.get(answer.sample_id):
             number, now = len(seq.observed), self._clock.now()
             self._events.pauses[answer.sample_id, number] = answer.seconds
-            self._events.observe("pause", answer.seconds, len(answer.tokens))
-            self._events.span("call", now - answer.seconds, now, sample=answer.sample_id, turn=number)
+            self._clock.observe("pause", answer.seconds, len(answer.tokens))
+            self._clock.span("call", now - answer.seconds, now, sample=answer.sample_id, turn=number)

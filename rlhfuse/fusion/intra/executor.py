@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from time import perf_counter as clock
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from rlhfuse.base.clock import Hold, unpaced
+from rlhfuse.base.clock import Clock, Piece, Span
 from rlhfuse.base.errors import InputError
 from rlhfuse.fusion.intra.p2p import Channels
-from rlhfuse.fusion.intra.step_report import ActionSpan, KindTimes, StepReport, Stopwatch
+from rlhfuse.fusion.intra.step_report import StepReport, Stopwatch
 from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage
 from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
@@ -41,7 +40,6 @@ class PipelineParts:
     stages: Mapping[int, TrainingStage]
     optimizer: ModelOptimizer
     dtype: torch.dtype
-    hold: Hold = unpaced  # of actions: with the model, the action, and tokens of its micro-batch
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,10 @@ class ProgramExecutor:
         pipelines: Mapping[str, PipelineParts],
         channels: Channels,
         progress: Callable[[str], None],
+        clock: Clock = Clock(),
     ) -> None:
         self.program = program
+        self.clock = clock
         self.pipelines = pipelines
         self.channels = channels
         self.progress = progress
@@ -175,6 +175,7 @@ class ProgramRun:
         self._executor = executor
         self._channels = executor.channels
         self._progress = executor.progress
+        self._clock = executor.clock
         self._work = work
         self._outputs: dict[Key, Tensor] = {}  # computed here, waiting for a send or for an adjacent stage here
         self._inputs: dict[Key, tuple[dist.Work, Tensor]] = {}  # on their way here
@@ -184,13 +185,13 @@ class ProgramRun:
         self._losses: dict[Action, Tensor] = {}
         self._results: dict[str, StepResult] = {}
         self._live = self._peak_live = 0
-        self._times = {kind: KindTimes() for kind in _RUN}
-        self._stopwatch = Stopwatch(self._channels.device)
-        self._marks: list[tuple[Action, Any, Any]] = []
+        self._inside_seconds = self._overhead_seconds = 0.0  # of the loop: in what it calls, and of its own
+        self._stopwatch = Stopwatch(self._channels.device, self._clock)
+        self._marks: list[tuple[PreparedInstruction, Any, Any]] = []
 
     def execute(self) -> StepReport:
         """All instructions, then the sends that nobody has received yet."""
-        begin = clock()
+        whole = self._clock.begin()
         if self._channels.ahead:
             for peer in self._unposted:
                 self._post_ahead(peer)
@@ -204,35 +205,29 @@ class ProgramRun:
             lambda number: self._progress(Waiting(f"{sends[-number].text} waits until it is received"))
         )
         self._stopwatch.stop()
-        return self._report(clock() - begin)
+        return self._report(whole.seconds)
 
     def _loop(self) -> None:
         profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]  # no public way
         progress, quiet = self._progress, contextlib.nullcontext()
-        index = 0
-        before = clock()
+        index, loop = 0, self._clock.begin()
         try:
             for index, step in enumerate(self._executor.steps):
                 progress(step.text)
                 with record_function(step.profiler_label) if profiled else quiet:
                     step.run(self, step)
-                now = clock()
-                times = self._times[step.action.kind]
-                times.count += 1
-                times.total_seconds += now - before
-                before = now
         except Exception as error:
             program = self._executor.program
             lines = list(enumerate(program.instructions))[max(index - 4, 0) : index + 3]
             marked = "\n".join(f"  {n} {line}{'   <-- here' if n == index else ''}" for n, line in lines)
             where = f"rank {program.rank}, instruction {index}:\n{marked}"
             raise RuntimeError(f"{type(error).__name__}: {error}\n{where}") from error
+        self._overhead_seconds = loop.seconds - self._inside_seconds
 
     def forward(self, step: PreparedInstruction) -> None:
         work = self._work[step.action.pipeline]
         batch = work.packed(step.microbatch)  # before the wait
         hidden = self._take_input(step)
-        start, mark = clock(), self._stopwatch.mark()
 
         def loss(output: Tensor, microbatch: int) -> Tensor:
             value = work.loss(output, microbatch)
@@ -240,70 +235,75 @@ class ProgramRun:
             self._check(step, value)
             return value
 
-        out = step.stage.forward(step.microbatch, batch, hidden, loss)
-        if out is not None:
-            self._outputs[step.target] = out
-            self._check(step, out)
-        self._live += 1
-        self._peak_live = max(self._peak_live, self._live)
-        self._computed(step, start, mark)
+        with self._computing(step):
+            out = step.stage.forward(step.microbatch, batch, hidden, loss)
+            if out is not None:
+                self._outputs[step.target] = out
+                self._check(step, out)
+            self._live += 1
+            self._peak_live = max(self._peak_live, self._live)
 
     def backward(self, step: PreparedInstruction) -> None:
         gradient = self._take_input(step)
-        start, mark = clock(), self._stopwatch.mark()
-        out = step.stage.backward(step.microbatch, gradient)
-        if out is not None:
-            self._outputs[step.target] = out
-            self._check(step, out)
-        self._live -= not step.stage.splits
-        self._computed(step, start, mark)
+        with self._computing(step):
+            out = step.stage.backward(step.microbatch, gradient)
+            if out is not None:
+                self._outputs[step.target] = out
+                self._check(step, out)
+            self._live -= not step.stage.splits
 
     def add_weight_gradients(self, step: PreparedInstruction) -> None:
-        start, mark = clock(), self._stopwatch.mark()
-        step.stage.backward_weight(step.microbatch)
-        self._live -= 1
-        self._computed(step, start, mark)
+        with self._computing(step):
+            step.stage.backward_weight(step.microbatch)
+            self._live -= 1
 
     def _take_input(self, step: PreparedInstruction) -> Tensor | None:
         """What was received for this action, waited for; else what an adjacent stage on this rank computed."""
         if step.receive is None:
             return self._outputs.pop(step.source, None)
         work, buffer = self._inputs.pop(step.target)
-        start = clock()
-        if not work.is_completed():  # gloo never says so before the wait; its transfers are always waited for by name
-            self._progress(step.waiting_text)
-        work.wait()
-        self._progress(step.text)
-        self._times[step.action.kind].waiting_seconds += clock() - start
+        with self._inside():
+            if not work.is_completed():  # gloo never says so before the wait; its transfers are waited for by name
+                self._progress(step.waiting_text)
+            work.wait()
+            self._progress(step.text)
         return buffer
 
     def _check(self, step: PreparedInstruction, value: Tensor) -> None:
         # one number instead of one per element: NaN and infinity survive summing
         self._checks.append((step.action, torch.isfinite(value.detach().sum())))
 
-    def _computed(self, step: PreparedInstruction, start: float, mark: Any) -> None:
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[Piece]:
+        """The block is none of the executor's own time."""
+        with self._clock.work() as piece:
+            yield piece
+        self._inside_seconds += piece.seconds
+
+    @contextlib.contextmanager
+    def _computing(self, step: PreparedInstruction) -> Iterator[None]:
+        """The block is what the instruction computes; in a paced run it lasts as long as that is priced."""
         tokens = 0 if step.microbatch < 0 else self._work[step.action.pipeline].rows[step.microbatch]
-        # a step begins when all ranks of the model have come to it, which its norm has waited for
-        begun = clock() if step.action.kind is Kind.ST else start
-        step.parts.hold("action", begun, step.parts.model, step.action, tokens)
-        self._marks.append((step.action, mark, self._stopwatch.mark()))
-        self._times[step.action.kind].stage_seconds += clock() - start
+        with self._inside() as piece:
+            mark = self._stopwatch.mark()
+            yield
+            # a step begins when all ranks of the model have come to it, which its norm has waited for
+            begun = self._clock.now() if step.action.kind is Kind.ST else piece.start
+            self._clock.hold(begun, "action", step.parts.model, step.action, tokens)
+            self._marks.append((step, mark, self._stopwatch.mark()))
         for sender, slot in step.frees:
             self._channels.rings[sender].free(slot)
 
     def send(self, step: PreparedInstruction) -> None:
-        tensor = self._outputs.pop(step.target)
-        start = clock()
-        self._channels.send(tensor, step.peer)
-        self._times[step.action.kind].transport_seconds += clock() - start
+        with self._inside():
+            self._channels.send(self._outputs.pop(step.target), step.peer)
 
     def receive(self, step: PreparedInstruction) -> None:
         # A receive stands where its sender is done, which may be before other work of this rank: it is waited for
         # only where its tensor is used, so the rank never idles with work at hand.
         self._inputs[step.target] = self._posted[step.peer].popleft()
-        start = clock()
-        self._post_ahead(step.peer)
-        self._times[step.action.kind].transport_seconds += clock() - start
+        with self._inside():
+            self._post_ahead(step.peer)
 
     def _post_ahead(self, peer: int) -> None:
         unposted, posted = self._unposted[peer], self._posted[peer]
@@ -316,51 +316,51 @@ class ProgramRun:
         return step.stage.stage.hidden_shape(self._work[step.action.pipeline].rows[step.microbatch])
 
     def receive_in_ring(self, step: PreparedInstruction) -> None:
-        start = clock()
-        posted = self._channels.post_in_ring(self._shape(step), step.parts.dtype, step.peer, step.slot)
-        self._inputs[step.target] = posted
-        self._times[step.action.kind].transport_seconds += clock() - start
+        with self._inside():
+            posted = self._channels.post_in_ring(self._shape(step), step.parts.dtype, step.peer, step.slot)
+            self._inputs[step.target] = posted
 
     def sum_tied(self, step: PreparedInstruction) -> None:
-        start, mark = clock(), self._stopwatch.mark()
-        step.parts.optimizer.sum_tied_gradients()
-        self._computed(step, start, mark)
+        with self._computing(step):
+            step.parts.optimizer.sum_tied_gradients()
 
     def reduce(self, step: PreparedInstruction) -> None:
-        start, mark = clock(), self._stopwatch.mark()
-        # All models' checks so far: whatever this rank knows to be wrong stops this model's step too.
-        finite = torch.stack([finite for _, finite in self._checks]).all() if self._checks else None
-        step.parts.optimizer.start_reduction(step.action.stage, finite)
-        self._computed(step, start, mark)
+        with self._computing(step):
+            # All models' checks so far: whatever this rank knows to be wrong stops this model's step too.
+            finite = torch.stack([finite for _, finite in self._checks]).all() if self._checks else None
+            step.parts.optimizer.start_reduction(step.action.stage, finite)
 
     def optimize(self, step: PreparedInstruction) -> None:
         optimizer = step.parts.optimizer
-        start = clock()
-        for stage in step.parts.stages:
-            if not optimizer.reduction_done(stage):
-                self._progress(step.waiting_text)
-            optimizer.finish_reduction(stage)
-        self._progress(step.text)
-        self._times[step.action.kind].waiting_seconds += clock() - start
-        start, mark = clock(), self._stopwatch.mark()
-        pipeline = step.action.pipeline
-        if all(result.finite for result in self._results.values()):  # the same on all ranks: nobody waits in the step
-            self._results[pipeline] = optimizer.step(self._work[pipeline].lr)
-        self._computed(step, start, mark)
+        with self._inside():
+            for stage in step.parts.stages:
+                if not optimizer.reduction_done(stage):
+                    self._progress(step.waiting_text)
+                optimizer.finish_reduction(stage)
+            self._progress(step.text)
+        with self._computing(step):
+            pipeline = step.action.pipeline
+            if all(result.finite for result in self._results.values()):  # alike on all ranks: nobody waits in the step
+                self._results[pipeline] = optimizer.step(self._work[pipeline].lr)
 
     def _report(self, seconds: float) -> StepReport:
         at = self._stopwatch.seconds
         # one reading each, for on a GPU every one waits for the device
         losses = torch.stack([loss.double() for loss in self._losses.values()]).tolist() if self._losses else []
         finite = torch.stack([finite for _, finite in self._checks]).tolist() if self._checks else []
+        rank = self._executor.program.rank
         return StepReport(
-            spans=tuple(ActionSpan(action, at(start), at(stop)) for action, start, stop in self._marks),
-            times={kind: times for kind, times in self._times.items() if times.count},
+            spans=tuple(
+                Span(str(step.action), f"{step.parts.model} {step.action.kind}", rank, at(start), at(stop))
+                for step, start, stop in self._marks
+            ),
             losses=dict(zip(self._losses, losses)),
             steps=self._results,
             faults=tuple(action for (action, _), good in zip(self._checks, finite) if not good),
             peak_live=self._peak_live,
             seconds=seconds,
+            instructions=len(self._executor.steps),
+            overhead_seconds=self._overhead_seconds,
         )
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhfuse.base.clock import Hold, unpaced
+from rlhfuse.base.clock import Clock
 from rlhfuse.base.errors import InputError, NotFiniteError
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.spec import ModelSpec
@@ -49,18 +49,18 @@ from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.program import Programs
+from rlhfuse.tasks.role import Role
 
 AddLoss = Callable[[dict[str, Tensor], Stats, slice], Tensor]  # (losses by term, statistics, which tokens) -> their sum
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """One model that trains on this rank: with a scalar head on values, else on log-probabilities."""
+    """One model that trains on this rank, by the loss of its role."""
 
-    role: str  # its name in programs: actor, critic, ...
+    role: Role  # its name in programs
     spec: ModelSpec  # of its vocabulary the ids that take part
     grid: ModelGrid
-    scalar_head: bool
     stages: Mapping[int, TrainingStage]  # by real pipeline stage
     optimizer: ModelOptimizer
     tp_group: dist.ProcessGroup
@@ -77,7 +77,6 @@ class MinibatchResult:
     parts_tokens: tuple[int, ...]  # of every micro-batch
     steps: Mapping[str, StepResult]  # role -> its optimizer step
     report: StepReport
-    roles: Mapping[str, str]  # pipeline -> role, of those on this rank
 
 
 class TrainingStep:
@@ -98,25 +97,27 @@ class TrainingStep:
         channels: Channels,
         temperature: float,
         progress: Callable[[str], None],
-        hold: Hold = unpaced,
+        clock: Clock | None = None,
     ) -> None:
-        """`hold`: of actions, with their model's role, the action, and tokens of its micro-batch."""
+        """`clock`: the rank's, which records every action."""
         needed = [share.model for share in ranks.shape.shares]
         if missing := [name for name in needed if name not in models]:
             raise InputError(f"the program trains {', '.join(needed)}, but {', '.join(missing)} is not built; build it")
         for rung in cut.rungs:
             programs[rung].refuse_unless_for(schedules[rung], ranks)
-        self._rank, self._cut = rank, cut
+        self._rank, self._cut, self._clock = rank, cut, clock or Clock(rank)
         self._problem = schedules[cut.rungs[0]].problem
         self._models = models
         self._temperature = temperature
         self._device = channels.device
         self._roles = {ranks.pipeline_of(role, rank): role for role in needed}
         parts = {
-            pipeline: PipelineParts(role, models[role].stages, models[role].optimizer, models[role].dtype, hold)
+            pipeline: PipelineParts(role, models[role].stages, models[role].optimizer, models[role].dtype)
             for pipeline, role in self._roles.items()
         }
-        self._executors = {rung: ProgramExecutor(programs[rung][rank], parts, channels, progress) for rung in cut.rungs}
+        self._executors = {
+            rung: ProgramExecutor(programs[rung][rank], parts, channels, progress, self._clock) for rung in cut.rungs
+        }
         self._progress = progress
         self._outboxes = {pipeline: Outbox() for pipeline in parts}
         self.dry_run_first = self._device.type == "cuda"  # nothing on a CPU is made at first use that others wait for
@@ -153,6 +154,7 @@ class TrainingStep:
             losses.stats.clear()
             self.dry_run_first = False
         report = executor.run(work)
+        self._clock.spans += report.spans
         if not report.finite:
             self._raise_fault(report)
         steps = {role: report.steps[name] for name, role in self._roles.items()}
@@ -160,7 +162,7 @@ class TrainingStep:
         computed = sorted(chain(*parts))
         counted = int(batch.counted_lengths[computed].sum())
         computed = tuple((prompts[sample], responses[sample]) for sample in computed)
-        return MinibatchResult(losses.stats, counted, computed, tokens, steps, report, self._roles)
+        return MinibatchResult(losses.stats, counted, computed, tokens, steps, report)
 
     def _raise_fault(self, report: StepReport) -> None:
         """Gather what each rank saw, and raise the same NotFiniteError everywhere; a collective."""
@@ -197,7 +199,7 @@ class Losses:
         """The loss of a model's last stage, by micro-batch; `counts`: this tensor rank's statistics are kept."""
 
         def loss(output: Any, microbatch: int) -> Tensor:
-            compute = self._value_loss if model.scalar_head else self._policy_loss
+            compute = {"policy": self._policy_loss, "value": self._value_loss}[model.role.loss]
             lengths, tokens = cuts[microbatch].lengths, len(cuts[microbatch].targets)
             sizes = per_token(lengths.float(), lengths, tokens)
 

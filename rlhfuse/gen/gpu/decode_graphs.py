@@ -5,7 +5,6 @@ Shapes are rounded up so that few occur (decisions/decode_shapes.py). All graphs
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.decisions.decode_shapes import rounded_rows, rounded_width
 from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
@@ -149,10 +149,10 @@ class DecodeGraphs:
             packed = torch.empty(sum(array.size for array in arrays), dtype=torch.int32, device=self._device)
         inputs = DecodeInputs(*staging.send(arrays, packed))
         if replay is None:
-            start = time.perf_counter()
-            replay = self._recorder.record(lambda: work(inputs))
+            with Clock().work() as recording:
+                replay = self._recorder.record(lambda: work(inputs))
             self._recorded[shape] = packed, replay
-            self.recording_seconds += time.perf_counter() - start
+            self.recording_seconds += recording.seconds
             self.recorded_shapes += 1
         replay()
 

@@ -14,7 +14,6 @@ from itertools import accumulate
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.readable_bytes import readable_bytes
-from rlhfuse.config.auto_layouts import SCORERS
 from rlhfuse.config.settings import RolloutConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
@@ -22,12 +21,12 @@ from rlhfuse.costs.machine import communicator_bytes, host_memory, memory_limit,
 from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.costs.speculation import guess_bytes
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.decisions.layouts import TRAINED
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.tasks.task import SCORERS, TRAINED
 
 TOKEN_BYTES, RESPONSE_BYTES = 16, 36  # of a mini-batch: ids and positions; which row, which id, and five numbers
 KEEPING_PART = 0.9  # of the limit, where generation is kept: graphs have a memory pool of their own, two fragment more

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.role import Role
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.planning.efficiency import optimizer_step_seconds
+from rlhfuse.planning.rooflines import optimizer_step_seconds
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import TrainingRow
 from rlhfuse.planning.training.stage_cuts import with_cut
@@ -34,6 +33,7 @@ from rlhfuse.schedule.ir.problem import FusionProblem, Number, StageCosts, fused
 from rlhfuse.schedule.ir.ranks import ModelShare
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.role import Role, role_named
 
 NO_TIME = 1e-12  # ticks of a part of a problem's backward, which must take some
 Bound = Callable[[FusionProblem], Number]  # ticks that no schedule beats
@@ -67,7 +67,7 @@ class TrainingFloors:
         micro = equal_microbatch(self.setting.inputs.drawn, row.batch, rung, share)
         key = "work", share.model, share.layout.tp, share.layout.stages, row.recompute, row.sequence_parallel, micro
         if key not in self._known:
-            cost = self._cost(row, Role(share.model))
+            cost = self._cost(row, role_named(share.model))
             seconds = self.setting.training_cost(share.model, cost).stage_seconds(micro)
             forward, backward = seconds.layer
             if seconds.split:
@@ -108,7 +108,7 @@ class TrainingFloors:
         stages, transfer = {}, 0
         longest = longest_microbatch(self.setting.config.longest_sample, row.batch)
         for share in row.shape.shares:
-            cost = self._cut(row, share.layout, Role(share.model))
+            cost = self._cut(row, share.layout, role_named(share.model))
             micro = equal_microbatch(self.setting.inputs.drawn, row.batch, rung, share)
             cut, split = (cost.layout.tp, cost.layout.pp, cost.layout.chunks, cost.layout.cut), splits[share.model]
             key = "stages", share.model, cut, row.recompute, row.sequence_parallel, micro, longest, split

@@ -9,7 +9,6 @@ from functools import cached_property
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.base.remembered import remembered
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
@@ -28,6 +27,7 @@ from rlhfuse.planning.training.split_choice import given_split
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.role import POLICY, Role
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Setting:
         """Tasks that train nothing, generation first."""
         every = (0, self.world_size - 1)
         scoring = [Task(f"{role}_inference", role, inference, every) for role in self.config.scorers()]
-        return [Task("generation", Role.ACTOR, generation, every), *scoring]
+        return [Task("generation", POLICY, generation, every), *scoring]
 
     def _trainings(self, layouts: Mapping[Role, ParallelLayout]) -> list[Task]:
         return [Task(f"{role}_train", role, layout, (0, self.world_size - 1)) for role, layout in layouts.items()]

@@ -16,7 +16,6 @@ from typing import get_args
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import auto_layouts
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO, Recompute, known
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic, multiple_of
@@ -25,6 +24,7 @@ from rlhfuse.planning.search.table import NUMBER, TOKENS, CutSetting, Table
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
+from rlhfuse.tasks.role import LEARNERS, POLICY, Role
 
 CHUNKS = (1, 2)  # virtual stages of a rank
 LONGEST_TIMES = (1, 1.5, 2, 3, 4)  # tokens of a micro-batch that are tried, over those of the longest sample
@@ -45,7 +45,7 @@ class TrainingRow:
 
     @property
     def layouts(self) -> dict[Role, ParallelLayout]:
-        return {Role.ACTOR: self.actor, **({Role.CRITIC: self.critic} if self.critic else {})}
+        return {role: layout for role, layout in zip(LEARNERS, (self.actor, self.critic)) if layout}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _training_rows(
 ) -> Iterator[TrainingRow]:
     config, specs = run.config, run.specs
     samples = config.samples_per_iteration // config.algorithm.minibatches
-    rows = {Role.ACTOR: given.actor_train, Role.CRITIC: given.critic_train}
+    rows = dict(zip(LEARNERS, (given.actor_train, given.critic_train)))
     options = [
         [layout]
         if (layout := rows[role])
@@ -175,7 +175,7 @@ def _batch(
     config = run.config
     samples = config.samples_per_iteration // config.algorithm.minibatches
     if cut.name == NUMBER:
-        if cut.value % multiple_of(actor, critic, by_rule=False):
+        if cut.value % multiple_of([actor, critic] if critic else [actor], by_rule=False):
             refused["K1*M1 != K2*M2"] += 1
             return None
         if actor.dp * cut.value > samples:
@@ -191,7 +191,7 @@ def _batch(
 def _generation_rows(run: SettledRun, devices: int, given: Given) -> Iterator[GenerationRow]:
     config, specs, world_size = run.config, run.specs, run.world_size
     sizes = world_size, devices, config.samples_per_iteration
-    decoding = [given.generation] if given.generation else possible_layouts(specs[Role.ACTOR], *sizes)
+    decoding = [given.generation] if given.generation else possible_layouts(specs[POLICY], *sizes)
     scorers = [specs[role] for role in config.scorers()]
     for generation in decoding:
         if not scorers:

@@ -9,11 +9,11 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.decisions.layouts import TASK_ROLES, TRAINED
 from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
+from rlhfuse.tasks.task import TASKS, TRAINED
 
 TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
 
@@ -56,7 +56,7 @@ def training_problem(
     Times are for the micro-batches of `drawn`, in ticks of TICK_SECONDS: measured where `costs` has them, else
     analytic. Activations are for the `longest`, in bytes.
     """
-    trained = {dict(TASK_ROLES)[task]: analytic[task] for task in TRAINED if task in analytic}
+    trained = {TASKS[task].role: analytic[task] for task in TRAINED if task in analytic}
     layouts: dict[str, ParallelLayout] = {model: cost.layout for model, cost in trained.items()}
     stages: dict[str, StageCosts] = {}
     shape, transfer = fused_shape(layouts, alternate), 0

@@ -15,10 +15,10 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.layouts import Task
+from rlhfuse.tasks.role import Role
 
 FREE_GROUPS = ("fusion", "trainer", "parallel", "eval")  # layouts are compared as layouts, with their defaults filled
 FREE_KEYS = (

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import is_listed
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.models.hf import checkpoint_index
 from rlhfuse.models.hf_folder import carried_files
 from rlhfuse.run.checkpoint.shard_files import file_digest
+from rlhfuse.tasks.role import Role
 
 # In this order, and others behind them, as in the digests of all checkpoints.
 FIRST = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "added_tokens.json")

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rlhfuse.base.clock import wall_seconds
+from rlhfuse.base.clock import Clock, Piece
 from rlhfuse.base.errors import InputError, JointError, writing
 from rlhfuse.base.files import sync, write_text
 from rlhfuse.parallel.collectives import all_gather_objects, raise_on_all_ranks
@@ -67,7 +67,7 @@ class CheckpointWriter:
         The checkpoint of iteration `best` stays, however old it is.
         """
         self.finish()
-        begin = wall_seconds()
+        saving = Clock().begin()
         self._state, self._partial = state, folder_of(self._run_dir) / f"iteration-{iteration}.partial"
         self._written.clear()
         self._all_written.clear()
@@ -76,9 +76,8 @@ class CheckpointWriter:
         except BaseException:
             self._written.set()  # never, that is
             raise
-        copied = wall_seconds() - begin
         self._thread = threading.Thread(
-            target=self._run, args=(iteration, copies, begin, copied, best), name="checkpoint", daemon=True
+            target=self._run, args=(iteration, copies, saving, saving.seconds, best), name="checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -160,7 +159,7 @@ class CheckpointWriter:
         self,
         iteration: int,
         copies: Mapping[str, Sequence[Fragment]],
-        begin: float,
+        saving: Piece,
         copied: float,
         best: int | None,
     ) -> None:
@@ -181,7 +180,7 @@ class CheckpointWriter:
                 with writing(file), self._committing:
                     assert self._state is not None, "given before the thread began"
                     size = self._commit(partial, done, Manifest(iteration, self._facts, self._state, files))
-                told = f"{size / 1e6:.1f} MB in {wall_seconds() - begin:.2f} s, {copied:.2f} s of it in the step"
+                told = f"{size / 1e6:.1f} MB in {saving.seconds:.2f} s, {copied:.2f} s of it in the step"
                 print(f"saved checkpoints/{done.name}: {told}", flush=True)
                 self._prune(best)
         except InputError as error:

@@ -196,8 +196,8 @@ class SearchWorker:
 def load_kernels() -> None:
     """Load every numba kernel of a search by a few moves on a tiny problem; compiles what is not cached: seconds."""
     times = ((1, 1), (2, 2), (1, 1))
-    actor = Pipeline("actor", "actor", (0, 1), 8, *times)
-    problem = FusionProblem(2, (actor, Pipeline("critic", "critic", (1, 0), 8, *times)))
+    one = Pipeline("one", "one", (0, 1), 8, *times)
+    problem = FusionProblem(2, (one, Pipeline("two", "two", (1, 0), 8, *times)))
     start = Incumbent.of(greedy(problem))
     worker = SearchWorker(build_graph(problem), Objective(problem, "memory"), [start], 1, 0)
     for _ in range(2):  # the first may bring nothing but a start

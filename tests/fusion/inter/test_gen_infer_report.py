@@ -12,18 +12,15 @@ def test_of_the_two_sides_of_a_pair_the_one_that_did_not_wait_counts():
 
 
 def test_the_report_adds_up_what_ranks_saw():
-    freed, stays = (RankEvents(rank, is_leader=True, plan=PLAN) for rank in (0, 1))
-    freed.observe("score", 10, 2, 0.5)
+    freed, stays = (RankEvents(plan=PLAN) for _ in range(2))
+    freed.observed = {"score": [[10, 2, 0.5]], "reward": [[8, 1, 0.4]], "capture": [[4, 0.5]]}
     freed.migrations.append(PairMigration(0, 1, 640, 0.5))
     freed.scored_early, stays.scored_early = 2, 1
     freed.agreement_seconds, stays.generation_seconds, stays.bytes_needed = 0.01, 4.0, 700
-    freed.observe("reward", 8, 1, 0.4)
     freed.scored_seconds, freed.rewarded_seconds = 5.0, 5.25  # done while the other still scored
     stays.scored_seconds, stays.rewarded_seconds = 5.5, 6.25
-    freed.add_captures(4, 0.5)
-    stays.add_captures(0, 0.0)
-    freed.add_barrier(0.75)
-    stays.add_barrier(0.3125)  # came last, and moved nothing itself
+    freed.capture_seconds = 0.5
+    freed.barrier_seconds, stays.barrier_seconds = 0.25, 0.3125
     report = summarize([freed, stays])
     assert report.plan == PLAN and report.migrated_samples == 2 and report.recomputed_samples == 1
     assert report.migrated_bytes == 640 and report.bytes_needed == 700 and report.scored_before_generation_end == 3
@@ -32,4 +29,4 @@ def test_the_report_adds_up_what_ranks_saw():
     assert report.observations["score"] == [[10, 2, 0.5]]
     assert report.observations["reward"] == [[8, 1, 0.4]] and report.reward_seconds == 0.75
     assert report.observations["migration"] == [[640, 0.5]]
-    assert report.observations["meeting"] == [[0.25]], "without what was moved; who waited least"
+    assert report.observations["meeting"] == [[0.25]], "who waited least"

@@ -1,5 +1,7 @@
 """What instances bring to a barrier and the plan that they make of it; the groups of ranks that act as one."""
 
+import pytest
+
 from rlhfuse.decisions.migration import (
     FusionLimits,
     MigrationPlan,
@@ -9,7 +11,7 @@ from rlhfuse.decisions.migration import (
     plan_at_threshold,
 )
 from rlhfuse.fusion.inter.migration import MigrationBarrier
-from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, TensorParallelGroup
+from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, StepDecision, TensorParallelGroup
 
 LIMITS = FusionLimits(4, 1.0, 100.0, 8, SampleMoveCost(1, 0.0, 0.0, 1.0, 1.0), 64)
 
@@ -34,5 +36,12 @@ def test_shared_blocks_are_needed_once_by_a_destination():
 def test_one_rank_needs_no_group():
     group = TensorParallelGroup((5,), 5, None)
     assert group.is_leader and group.broadcast(1, 2) == (1, 2)
-    decision = DelayedBroadcast(group, 0)
-    assert [decision.pass_on(value) for value in (0, 1)] == [(0,), (1,)]
+    decision, told = DelayedBroadcast(group, StepDecision()), [StepDecision(), StepDecision(stop=True)]
+    assert [decision.pass_on(each) for each in told] == told
+
+
+@pytest.mark.parametrize("place", [None, 0, 7])
+def test_a_decision_comes_back_from_its_numbers(place):
+    decision = StepDecision(place == 0, place, 9, 4)
+    assert StepDecision.decode(decision.encode()) == decision
+    assert all(type(number) is int for number in decision.encode())

@@ -20,7 +20,8 @@ PLACEMENT = Placement(((0,), (1,)), ((0,), (1,)))
 class Scorer:
     """Takes no time."""
 
-    load_seconds, loads = 0.0, False
+    load_seconds = waited_seconds = 0.0
+    loads = False
 
     def begin_load(self) -> None:
         self.loads = True
@@ -28,7 +29,7 @@ class Scorer:
     def wait_for_first(self) -> None: ...
 
     def score(self, pack):
-        return list(pack), 0.0
+        return list(pack)
 
     def release(self) -> None: ...
 
@@ -41,7 +42,7 @@ def store():
 
 def queue(store, rank: int) -> ScoringQueue:
     place = RankPlace(rank, PLACEMENT, None, None)
-    return ScoringQueue(store.reconnect(), place, Scorer(), 64, RankEvents(rank, True), lambda _: None)
+    return ScoringQueue(store.reconnect(), place, Scorer(), 64, RankEvents(), lambda _: None)
 
 
 def sample(number: int) -> Rollout:

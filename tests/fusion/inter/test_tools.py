@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from testkit.gen_models import engine_of
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.fusion.inter.generation import as_rollout
 from rlhfuse.fusion.inter.report import GenInferReport, RankEvents, joined, turns_of
 from rlhfuse.fusion.inter.tools import Answer, Pauses
@@ -51,17 +52,17 @@ class ToldTools:
 @pytest.fixture
 def paused():
     """Two samples whose first turns, of a token each, are over."""
-    engine, tools, events = engine_of(), ToldTools(), RankEvents(0, True)
+    engine, tools, events, clock = engine_of(), ToldTools(), RankEvents(), Clock()
     for sample in (1, 2):
         stop = SamplingParams(max_tokens=20, stop_token_ids=range(301), turns=True)
         engine.add(sample, [9, 10], stop)
-    pauses = Pauses(tools, engine, Alone(), events)
+    pauses = Pauses(tools, engine, Alone(), events, clock)
     assert pauses.finished(engine.step()) == [] and not engine.has_unfinished()
     assert [(sample, number, len(turn), room) for sample, number, turn, room in tools.submitted] == [
         (1, 0, 1, 18),
         (2, 0, 1, 18),
     ]
-    return SimpleNamespace(engine=engine, tools=tools, pauses=pauses, events=events)
+    return SimpleNamespace(engine=engine, tools=tools, pauses=pauses, events=events, clock=clock)
 
 
 def go_on(paused) -> list:
@@ -83,8 +84,8 @@ def test_turns_follow_one_another_to_the_end(paused):
     turns = turns_of([rollout], [paused.events])
     assert turns == {1: [[1, 0.25, 2], [1, 1.25, 2], [1, 0.0, 0]]}
     assert joined([GenInferReport(turns=turns), GenInferReport(turns={7: []})]).turns == turns | {7: []}
-    assert paused.events.observed["pause"] == [[0.25, 2], [1.25, 2]]
-    assert [(span.kind, span.args) for span in paused.events.spans] == [
+    assert paused.clock.observed["pause"] == [[0.25, 2], [1.25, 2]]
+    assert [(span.kind, span.args) for span in paused.clock.spans] == [
         ("call", {"sample": 1, "turn": 0}),
         ("call", {"sample": 1, "turn": 1}),
     ]
@@ -105,7 +106,7 @@ def test_answers_of_samples_that_were_dropped_go_to_nobody(paused):
     assert not paused.engine.parked and paused.tools.taken == [1, 2] and paused.engine.samples == 1
     paused.tools.ready = [Answer(7, (5,))]
     assert paused.pauses.announce() == 0 and paused.tools.taken == [1, 2, 7]
-    assert len(paused.events.observed["pause"]) == 1
+    assert len(paused.clock.observed["pause"]) == 1
 
 
 def test_what_was_announced_and_not_delivered_stays_an_answer(paused):

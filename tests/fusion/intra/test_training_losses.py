@@ -22,8 +22,9 @@ from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.fusion.intra.microbatches import Microbatch
 from rlhfuse.fusion.intra.training_step import Losses
 from rlhfuse.models.stage import Outbox
-from rlhfuse.ppo.losses import actor_metrics, critic_metrics, highest_entropies
+from rlhfuse.ppo.losses import highest_entropies, loss_metrics
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
+from rlhfuse.tasks.role import Role
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
@@ -216,7 +217,8 @@ class Model:
         self.rows, self.entropies = (
             [torch.tensor(row, dtype=torch.float64).requires_grad_() for row in table] for table in (rows, entropies)
         )
-        self.role, self.scalar_head, self.spec, self.weights = "model", scalar_head, SimpleNamespace(vocab=9), weights
+        kind = ("value", "value") if scalar_head else ("logprobs", "policy")
+        self.role, self.spec, self.weights = Role("model", *kind), SimpleNamespace(vocab=9), weights
 
     def packed(self, batch: RolloutBatch, part: list[int], leaves: list[torch.Tensor]) -> torch.Tensor:
         """One number for each token of packed samples; what predicts a response token lies before it."""
@@ -234,7 +236,7 @@ class Model:
         loss = losses.of(self, microbatches, counts=True)
         for number, part in enumerate(parts):
             output = self.packed(batch, part, self.rows)
-            if not self.scalar_head:
+            if not self.role.scalar_head:
                 both = output, self.packed(batch, part, self.entropies)
                 output = SimpleNamespace(loss=functools.partial(loss_of_both, both))
             value = loss(output, number)
@@ -331,5 +333,5 @@ def test_a_mini_batch_in_which_nothing_counts_has_no_loss():
             model = Model(case.now, case.entropies, scalar_head)
             loss, stats = model.run(batch, cut(random.Random(1), len(case.now)), algorithm)
             assert loss == 0.0 and not any(leaf.grad.any() for leaf in model.rows)
-            metrics = critic_metrics(stats, 0) if scalar_head else actor_metrics(stats, 0)
+            metrics = loss_metrics("model", stats, 0)
             assert set(metrics.values()) == {0.0}

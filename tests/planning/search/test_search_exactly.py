@@ -26,6 +26,7 @@ from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.planning.memory.memory_budget import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.price import Price, bound_seconds, with_schedules
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.search import search
 from rlhfuse.planning.search.search import TOP, FastestTables, Ranking
 from rlhfuse.schedule.ir.evaluate import loosen
@@ -113,7 +114,7 @@ def test_the_plan_of_the_best_takes_what_the_search_says(seed):
     fusion = {"intra_stage": "search", "split_backward": "auto", "search_seconds": 2.0}
     case = replace(case, config=case.config.with_(fusion=fusion, trainer={"memory_limit_gb": 0.0}))
     best = found_of(case, 1).best
-    plan = make_plan(drafted(best.table.of(case.config), case.specs, case.world_size)).report
+    plan = PlanReport.of(make_plan(drafted(best.table.of(case.config), case.specs, case.world_size)))
     assert best.bound * (1 - 1e-9) <= plan.seconds.fused <= best.seconds * (1 + 1e-9)
 
 

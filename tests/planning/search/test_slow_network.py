@@ -10,6 +10,7 @@ from testkit.search_cases import SearchCase, auto_config, long_tail, profiles_of
 from rlhfuse.base.files import write_json
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.search.search import Ranking
 from tools.cost_profiles.measured_grid import grid_of
 
@@ -29,7 +30,7 @@ def best_at(tmp_path, monkeypatch):
         write_json(file, TensorProfiles(tuple(replace(one, move=move) for one in profiles)).to_dict())
         profiled = {"fusion": {"profile": str(file), "search_seconds": 0.1}, "parallel": {"sequence_parallel": "auto"}}
         setting = replace(case, config=case.config.with_(**profiled)).setting
-        return setting, make_plan(setting.draft(Ranking(setting).fastest(1).best.table)).report
+        return setting, PlanReport.of(make_plan(setting.draft(Ranking(setting).fastest(1).best.table)))
 
     return made
 

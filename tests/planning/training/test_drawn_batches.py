@@ -16,6 +16,7 @@ from rlhfuse.decisions.balance import deal, split_minibatches
 from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.planning.planned_lengths import assumed_lengths
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.training import drawn_batches
 from rlhfuse.planning.training.drawn_batches import DRAWS, DrawnBatches
 from rlhfuse.planning.training.training_problem import equal_microbatch, training_problem
@@ -168,7 +169,7 @@ def test_waiting_for_heavy_microbatches_is_idle_time():
     training, tokens = [], []
     for lengths in (tail, equal(100, 16, 1300)):
         draft = drafted(run(trainer__hardware="h200", fusion__intra_stage=False, **keys), specs, 4, lengths)
-        training.append(make_plan(draft).report.efficiency.training)
+        training.append(PlanReport.of(make_plan(draft)).efficiency.training)
         tokens.append(replace(draft.inputs.drawn, even=True).microbatch(by_samples(16, 1, 1), 1, 1, 1).tokens)
     busy = [use.useful + use.products + use.other for use in training]
     assert busy[0] / tokens[0] == pytest.approx(busy[1] / tokens[1], rel=0.05)

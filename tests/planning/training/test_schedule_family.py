@@ -8,7 +8,9 @@ from testkit.four_ranks import SPECS, drafted, run
 from testkit.sim_helpers import long_tail
 
 from rlhfuse.config.values import AUTO
-from rlhfuse.planning.planner import make_plan, parse_plan
+from rlhfuse.planning.plan import Plan
+from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.training.schedule_family import schedule_family
 from rlhfuse.planning.training.training_orders import derived
 from rlhfuse.schedule.bounds.bounds import latency_bound
@@ -55,12 +57,12 @@ def test_a_rule_orders_every_rung():
 def test_a_file_of_one_run_orders_the_next(tmp_path):
     """All of a family are read again; of a file of one schedule those that have fewer micro-batches are derived."""
     plan, file = make_plan(by_tokens()), tmp_path / "schedule.json"
-    likeliest = plan.report.schedule.likeliest.microbatches
+    likeliest = PlanReport.of(plan).schedule.likeliest.microbatches
     save_schedule(file, plan.likeliest, {}, [one for m, one in plan.schedules.items() if m != likeliest])
     assert {m: one.orders for m, one in load_family(file).items()} == {m: s.orders for m, s in plan.schedules.items()}
     again = make_plan(by_tokens(fusion__schedule=str(file)))
     orders = ({m: one.orders for m, one in made.schedules.items()} for made in (again, plan))
-    assert next(orders) == next(orders) and str(file) in again.report.schedule.source
+    assert next(orders) == next(orders) and str(file) in PlanReport.of(again).schedule.source
     save_schedule(file, plan.likeliest)
     alone = make_plan(by_tokens(fusion__schedule=str(file)))
     for rung, schedule in alone.schedules.items():
@@ -71,18 +73,18 @@ def test_a_file_of_one_run_orders_the_next(tmp_path):
 def test_the_plan_says_what_will_occur_and_what_it_takes():
     draft = by_tokens()
     plan = make_plan(draft)
-    summary, shares = plan.report.schedule, draft.training.shares
+    summary, shares = PlanReport.of(plan).schedule, draft.training.shares
     assert {one.microbatches: one.share for one in summary.by_microbatches if one.share} == shares
     for one in summary.by_microbatches:
         seconds = float(evaluate(plan.schedules[one.microbatches]).makespan) * 1e-6
         assert one.makespan_seconds == pytest.approx(seconds) == summary.seconds_of(one.microbatches)
         assert one.lower_bound_seconds <= one.makespan_seconds * (1 + 1e-9)
-        assert (f"{one.microbatches} micro-batches: {one.share:.0%} of mini-batches" in plan.report.render()) == (
-            one.share > 0
-        )
+        assert (
+            f"{one.microbatches} micro-batches: {one.share:.0%} of mini-batches" in PlanReport.of(plan).render()
+        ) == (one.share > 0)
     mean = sum(shares.get(one.microbatches, 0) * one.makespan_seconds for one in summary.by_microbatches)
     assert summary.makespan_seconds == pytest.approx(mean)
-    received = parse_plan(by_tokens(), plan.to_text())
+    received = Plan.parse(plan.to_text())
     assert received.schedules == plan.schedules and received.programs == plan.programs
 
 

@@ -11,7 +11,8 @@ from testkit.four_ranks import SPECS, full, on_slow_cores, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
-from rlhfuse.planning.planner import parse_plan
+from rlhfuse.planning.plan import Plan
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.training import split_choice
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.io import save_schedule
@@ -76,17 +77,19 @@ def test_the_fewest_models_that_reach_the_least_bound_are_split(keys, expected):
 def test_the_plan_says_what_splitting_gains_and_what_it_holds():
     plan = planned(run(), lengths=full(run()))
     assert plan.likeliest.problem.pipeline("actor").split
-    whole = next(one for one in plan.report.schedule.others if one.setting == "fusion.split_backward=false")
-    off = planned(run(fusion__split_backward="false", fusion__search_seconds=2.0), lengths=full(run())).report.schedule
+    whole = next(one for one in PlanReport.of(plan).schedule.others if one.setting == "fusion.split_backward=false")
+    off = PlanReport.of(
+        planned(run(fusion__split_backward="false", fusion__search_seconds=2.0), lengths=full(run()))
+    ).schedule
     assert off.makespan_seconds <= whole.makespan_seconds * 1.0001
-    assert plan.report.schedule.makespan_seconds < 0.95 * off.makespan_seconds
-    assert plan.report.schedule.serial_makespan_seconds == off.serial_makespan_seconds  # of whole backwards
-    text = plan.report.render()
+    assert PlanReport.of(plan).schedule.makespan_seconds < 0.95 * off.makespan_seconds
+    assert PlanReport.of(plan).schedule.serial_makespan_seconds == off.serial_makespan_seconds  # of whole backwards
+    text = PlanReport.of(plan).render()
     assert f"fusion.split_backward=false: at most {whole.makespan_seconds:.4g} s" in text
     assert "backwards of actor and critic are split: the lower bound is" in text
     kinds = {one.action.kind for program in plan.programs[4].by_rank.values() for one in program.instructions}
     assert Kind.W in kinds
-    assert parse_plan(drafted(), plan.to_text()) == plan
+    assert Plan.parse(plan.to_text()) == plan
 
 
 def test_splitting_costs_what_it_costs():
@@ -133,7 +136,7 @@ def test_a_schedule_file_says_what_is_split(tmp_path):
     file, free = tmp_path / "schedule.json", drafted()
     save_schedule(file, greedy(replace(free.training.problem, memory_cap=None)))
     plan = planned(run(fusion__schedule=str(file), fusion__actor_microbatches=4), lengths=full(run()))
-    assert split_models(plan.likeliest.problem) == {"actor", "critic"} and str(file) in plan.report.render()
+    assert split_models(plan.likeliest.problem) == {"actor", "critic"} and str(file) in PlanReport.of(plan).render()
     save_schedule(file, greedy(replace(free.training.split.whole, memory_cap=None)))
     assert not split_models(drafted(fusion__schedule=str(file)).training.problem)
     with pytest.raises(InputError, match="has split False, this run has True"):

@@ -8,9 +8,8 @@ from testkit.four_ranks import SPECS, TINY, drafted, full, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
-from rlhfuse.config.role import Role
-from rlhfuse.planning.planner import parse_plan
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.planning.plan import Plan
+from rlhfuse.planning.report.report import PlanReport
 
 WIDE = dict.fromkeys(SPECS, replace(TINY, hidden=1024, mlp=2816, head_dim=128, vocab=64_000))
 H100 = {"trainer__hardware": "h200"}
@@ -26,19 +25,19 @@ def training(made, specs=WIDE) -> dict[str, tuple[int, ...]]:
 
 def test_the_stage_with_the_output_layer_has_fewer_layers():
     plan = planned(run(**H100), WIDE, full(run(**H100)))
-    cut = {task.role: task.layout.cut for task in plan.report.tasks if task.training}
-    assert cut[Role.ACTOR][-1] == 1 and sum(cut[Role.ACTOR]) == 8  # the vocabulary is 4.6 layers' worth
-    assert cut[Role.CRITIC] is None or cut[Role.CRITIC][0] < 4  # its embedding makes the first rank the fullest
-    received = parse_plan(drafted(run(**H100), WIDE, 4, full(run(**H100))), plan.to_text())
-    assert received == plan and PlanReport.from_dict(plan.report.to_dict()) == plan.report
-    actor = next(balance for balance in plan.report.schedule.stages if balance.model == Role.ACTOR)
+    cut = {task.role: task.layout.cut for task in PlanReport.of(plan).tasks if task.training}
+    assert cut["actor"][-1] == 1 and sum(cut["actor"]) == 8  # the vocabulary is 4.6 layers' worth
+    assert cut["critic"] is None or cut["critic"][0] < 4  # its embedding makes the first rank the fullest
+    received = Plan.parse(plan.to_text())
+    assert received == plan and PlanReport.from_dict(PlanReport.of(plan).to_dict()) == PlanReport.of(plan)
+    actor = next(balance for balance in PlanReport.of(plan).schedule.stages if balance.model == "actor")
     pipeline = plan.likeliest.problem.pipeline("actor")
     stages = [(f + b) * 1e-6 for f, b in zip(pipeline.forward, pipeline.backward)]
     assert actor.slowest_seconds == pytest.approx(max(stages), rel=1e-2)
     assert actor.mean_seconds == pytest.approx(sum(stages) / 4, rel=1e-2)
-    text = plan.report.render()
+    text = PlanReport.of(plan).render()
     assert f"slowest stage {actor.slowest_seconds / actor.mean_seconds - 1:.1%} above the mean" in text
-    assert f"d1t1p4:{','.join(map(str, cut[Role.ACTOR]))} ranks 0-3" in text
+    assert f"d1t1p4:{','.join(map(str, cut['actor']))} ranks 0-3" in text
 
 
 def test_a_cpu_run_has_the_even_cut_unless_another_is_faster():

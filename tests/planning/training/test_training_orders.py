@@ -4,7 +4,8 @@ import pytest
 from testkit.four_ranks import SPECS, drafted, planned, run, shared_plan
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.planning.planner import parse_plan
+from rlhfuse.planning.plan import Plan
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.rules.builders import serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
@@ -17,7 +18,7 @@ BUILDERS = {"serial": serial_1f1b, "interleaved": interleaved_1f1b, "time_sharin
 
 
 def promised(plan) -> dict:
-    return {other.setting.split("=")[1]: other for other in plan.report.schedule.others}
+    return {other.setting.split("=")[1]: other for other in PlanReport.of(plan).schedule.others}
 
 
 @pytest.mark.parametrize(
@@ -34,36 +35,36 @@ def test_a_rule_is_planned_and_compared(rule, layouts):
     settings, build = run(**layouts, fusion__intra_stage=rule), BUILDERS[rule if layouts is FLAT else "interleaved"]
     plan = shared_plan(**layouts, fusion__intra_stage=rule)
     assert plan.likeliest.orders == build(plan.likeliest.problem).orders
-    assert f"fusion.intra_stage={rule}" in plan.report.schedule.source
+    assert f"fusion.intra_stage={rule}" in PlanReport.of(plan).schedule.source
     assert "search" in promised(plan) and rule not in promised(plan)
-    assert parse_plan(drafted(settings, SPECS, 4), plan.to_text()) == plan
-    assert planned(settings).report.schedule == plan.report.schedule  # no clock decided it
-    searched = shared_plan(**layouts, fusion__search_seconds=2.0).report.schedule
+    assert Plan.parse(plan.to_text()) == plan
+    assert PlanReport.of(planned(settings)).schedule == PlanReport.of(plan).schedule  # no clock decided it
+    searched = PlanReport.of(shared_plan(**layouts, fusion__search_seconds=2.0)).schedule
     found = promised(plan)["search"].makespan_seconds
-    assert searched.makespan_seconds <= found * 1.0001 < plan.report.schedule.makespan_seconds * 1.0001
-    assert f"fusion.intra_stage=search: at most {found:.4g} s" in plan.report.render()
+    assert searched.makespan_seconds <= found * 1.0001 < PlanReport.of(plan).schedule.makespan_seconds * 1.0001
+    assert f"fusion.intra_stage=search: at most {found:.4g} s" in PlanReport.of(plan).render()
 
 
 def test_what_is_promised_is_what_the_choice_takes():
     fused = shared_plan(**FLAT, fusion__split_backward="false")
     assert list(promised(fused)) == ["interleaved", "time_sharing", "serial"]
     for rule in ("time_sharing", "serial"):
-        chosen, other = shared_plan(**FLAT, fusion__intra_stage=rule).report.schedule, promised(fused)[rule]
+        chosen, other = PlanReport.of(shared_plan(**FLAT, fusion__intra_stage=rule)).schedule, promised(fused)[rule]
         assert other.makespan_seconds == pytest.approx(chosen.makespan_seconds)
         assert other.peak_activation_bytes == chosen.peak_activation_bytes
         line = f"fusion.intra_stage={rule}: {other.makespan_seconds:.4g} s (x"
-        assert line in fused.report.render()
+        assert line in fused.summary
     why = "parallel.actor_train=d1t1p4 has no virtual stages; give it some, as in d1t1p2v2"
     assert promised(fused)["interleaved"].why_not == why
-    assert f"fusion.intra_stage=interleaved: not here: {why}" in fused.report.render()
+    assert f"fusion.intra_stage=interleaved: not here: {why}" in fused.summary
 
 
 def test_both_models_of_a_time_shared_run_stand_alike_on_the_ranks():
     plan = shared_plan(**FLAT, fusion__intra_stage="time_sharing")
     for rank in range(4):
         assert plan.ranks.locate("critic", rank) == plan.ranks.locate("actor", rank)
-    assert not plan.report.schedule.alternates and shared_plan(**FLAT).report.schedule.alternates
-    assert sum(move.traffic.stays + move.traffic.within for move in plan.report.weight_moves) > 0
+    assert not PlanReport.of(plan).schedule.alternates and PlanReport.of(shared_plan(**FLAT)).schedule.alternates
+    assert sum(move.traffic.stays + move.traffic.within for move in PlanReport.of(plan).weight_moves) > 0
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,9 @@ def published_after_it_was_counted() -> Patch:
 def stop_heard_by_one_tensor_rank() -> Patch:
     """The leader's decision is in force on the leader at once."""
 
-    def pass_on(self: Any, *values: int) -> tuple[int, ...]:
-        heard = original(self, *values)
-        return values if self._group.is_leader else heard
+    def pass_on(self: Any, decision: Any) -> Any:
+        heard = original(self, decision)
+        return decision if self._group.is_leader else heard
 
     original = tensor_parallel_group.DelayedBroadcast.pass_on
     return tensor_parallel_group.DelayedBroadcast, "pass_on", pass_on

@@ -31,6 +31,7 @@ from rlhfuse.monitor.heartbeat import DONE, FAILED, Heartbeat, Limits, PeerTable
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.group_sampler import GroupSampler
 from rlhfuse.run.sampling.tool_caller import ToolCaller
+from rlhfuse.tasks.role import ROLES
 from testkit.world.simulation import SimulatedPlace, SimulatedStore, Simulation, clock_of
 from testkit.world.stand_ins import Chat, Script, StandInEngine, StandInModel, StandInPool
 
@@ -223,7 +224,7 @@ class Life:
         self.simulation.note(rank, doing)
 
     def _sampler(self, rank: int) -> GroupSampler:
-        setting, simulation, clock = self.setting, self.simulation, self._clock
+        setting, simulation, clock = self.setting, self.simulation, self._clock(rank)
         place = SimulatedPlace(simulation, rank, setting.placement, self._gathered)
         group, say = place.decoders, partial(self._say, rank)
         engine = StandInEngine(simulation, setting.script, group, setting.rows, setting.step_seconds)
@@ -233,8 +234,7 @@ class Life:
             for _ in range(setting.models)
             for model in [StandInModel(simulation, fails)]
         ]
-        critic, reward = [*models, None, None][:2]
-        scorer = Scorer(None, critic, reward, 100, 1.0, torch.device("cpu"), clock=clock)
+        scorer = Scorer(dict(zip(ROLES[2:], models)), 100, 1.0, torch.device("cpu"), clock=clock)
         prompts = [Prompt((7, 8), {}) for _ in range(setting.wanted * setting.most)]
         tools = SimpleNamespace(tools=SimpleNamespace(environment=None, digest="", fault=lambda *_: ""), turns=Chat())
         tokenizer = SimpleNamespace(decode=lambda *_, **__: "")

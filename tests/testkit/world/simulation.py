@@ -141,8 +141,8 @@ class Simulation:
             raise greenlet.GreenletExit
 
 
-def clock_of(simulation: Simulation) -> Clock:
-    """The clock of whichever rank asks."""
+def clock_of(simulation: Simulation) -> type[Clock]:
+    """The clock of a rank."""
 
     def late() -> float:
         """Whoever polls may be late for it: fewer polls make a life shorter, and orders more varied."""
@@ -202,12 +202,15 @@ def clock_of(simulation: Simulation) -> Clock:
                 simulation.wait(self._task.ended)
 
     class VirtualClock(Clock):
-        now = perf_counter = staticmethod(lambda: simulation.now)
-        sleep = staticmethod(lambda seconds: simulation.pause(seconds * late()))
+        def now(self) -> float:
+            return simulation.now
+
+        def sleep(self, seconds: float) -> None:
+            simulation.pause(seconds * late())
 
     VirtualClock.Lock = VirtualClock.Condition = Lock
     VirtualClock.Event, VirtualClock.Thread = Event, Thread
-    return VirtualClock()
+    return VirtualClock
 
 
 class SimulatedStore:

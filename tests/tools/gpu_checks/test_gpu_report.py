@@ -15,6 +15,7 @@ from rlhfuse.costs.flops import forward_flops
 from rlhfuse.costs.forms.roofline import forward_seconds
 from rlhfuse.costs.hardware import load_hardware
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.report.report import PlanReport
 
 GPU = {"name": "NVIDIA H100 80GB HBM3", "devices": 8, "capability": 9, "memory_bytes": 85_520_809_984}
 ASSUMED = hardware.ASSUMED.reached(hardware.data_sheets()["h100"])
@@ -150,6 +151,6 @@ def test_the_planner_prices_with_what_was_measured(tmp_path):
         half, whole = (forward_seconds(made.roofline, 4096, 8, 4096) for made in (slower, cost))
         assert half == pytest.approx(2 * whole, rel=1e-6)
         assert slower.decode_step_seconds(8, 800) == pytest.approx(2 * cost.decode_step_seconds(8, 800), rel=1e-6)
-    before, told = (make_plan(draft).report.render() for draft in drafts)
+    before, told = (PlanReport.of(make_plan(draft)).render() for draft in drafts)
     assert f"hardware: measured:{file} (NVIDIA H100 80GB HBM3, on 20" in " ".join(told.split())
     assert "nothing was measured here" in before and "nothing was measured" not in told

@@ -28,9 +28,10 @@ from rlhfuse.costs.hardware import hardware_by_name, machines_by_name
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.layout_moves import model_load
 from rlhfuse.costs.machine import SharedCores
-from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.price import bound_seconds
+from rlhfuse.planning.report.report import PlanReport
+from rlhfuse.planning.rooflines import optimizer_step_seconds
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.ranks import plain_cells
@@ -73,7 +74,7 @@ def test_the_same_layouts_take_what_the_plan_says(lengths):
     """Mini-batches at the bound, one model after the other; generation of its batches. No host launches slowly."""
     config = on_gpus(**CUT, trainer__hardware="h200", trainer__offload_optimizer="false", fusion__inter_stage=False)
     draft = drafted(config, SPECS, 4, lengths)
-    seconds, work = make_plan(draft).report.seconds, work_of(draft)
+    seconds, work = PlanReport.of(make_plan(draft)).seconds, work_of(draft)
     actor = all_trainings(work, "actor_train", hardware=draft.inputs.hardware)["d1t1p4", "T768"]
     critic = all_trainings(work, "critic_train", hardware=draft.inputs.hardware)["d2t1p2", "T768"]
     step = sum(bound_of(draft.training.problem, name) for name in ("actor", "critic.0"))
@@ -311,7 +312,8 @@ def test_headroom_is_left_by_every_call():
 
 def test_sequence_parallelism_that_is_open_is_tried_both_ways():
     draft = alone()
-    opened = replace(draft.run, asked=draft.run.asked.with_(parallel={"sequence_parallel": "auto"}))
+    asked = draft.run.job.config.with_(parallel={"sequence_parallel": "auto"})
+    opened = replace(draft.run, job=replace(draft.run.job, config=asked))
     both = work_of(replace(draft, run=opened))
     given = actor_trainings(work_of(draft))
     found = {
@@ -335,7 +337,8 @@ def test_weights_are_fetched_in_about_what_their_moves_take(ranks):
     them takes 0.7 to 1.1 of it, none more than 2.5 times as long."""
     draft = alone()
     work = work_of(draft)
-    work = replace(work, run=replace(work.run, specs={role: LLAMA3_8B for role in ACTOR_SPECS}))
+    job = replace(work.run.job, specs={role: LLAMA3_8B for role in ACTOR_SPECS})
+    work = replace(work, run=replace(work.run, job=job))
     sources = [one for one in work.layouts("actor_train", ranks, 8) if one.dp <= 64]
     for layout in work.layouts("generation", ranks, 8):
         some = generation_options(work, ranks, H100, ranks, 1e15)

@@ -13,6 +13,7 @@ from testkit.programs import call_tool, finish
 
 from rlhfuse.config.load import load_config
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.search.search import SearchSettings, search
 from tools import rehearse as tool
@@ -60,9 +61,9 @@ def report(programs, run_yaml):
     asked = ["fusion.microbatch_tokens=11000"]
     draft = rehearsal_draft(load_config(run_yaml, asked), 16)
     plan = make_plan(draft)
-    assert plan.report.memory.keeps_generation
+    assert PlanReport.of(plan).memory.keeps_generation
     found = rehearse(run_yaml, asked, plan, 6, WHOLE, print)
-    return tool.RankReport(found, planned_bytes(draft, plan, 6), plan.report.memory.limit)
+    return tool.RankReport(found, planned_bytes(draft, plan, 6), PlanReport.of(plan).memory.limit)
 
 
 def test_whole_iterations_run_twice_as_on_cuda_and_are_saved_and_resumed(report):
@@ -115,9 +116,9 @@ def test_split_backwards_hold_what_was_planned(programs, run_yaml, tmp_path):
     rank = max(distinct_ranks(draft), key=lambda rank: planned_bytes(draft, plan, rank)["training"])
     assert max(peaks) > 0 and all(pipeline.split for pipeline in plan.likeliest.problem.pipelines)
     found = rehearse(run_yaml, [*asked, f"fusion.schedule={file}"], plan, rank, ("training",), print)
-    planned = tool.RankReport(found, planned_bytes(draft, plan, rank), plan.report.memory.limit)
+    planned = tool.RankReport(found, planned_bytes(draft, plan, rank), PlanReport.of(plan).memory.limit)
     beside = draft.memory.generation.weights + draft.memory.generation.kv  # which is kept, and was not rehearsed
-    assert plan.report.memory.keeps_generation and found["problems"] == {}
+    assert PlanReport.of(plan).memory.keeps_generation and found["problems"] == {}
     training = (planned.planned["training"] - beside) / planned.peaks["training"]["peak"] - 1
     assert -0.01 <= training <= 0.03, training
 

@@ -9,8 +9,8 @@ from run_report.report import render_report
 from run_report.run_files import RunFiles
 from testkit.finished_run import GATHER, START, write_run
 
+from rlhfuse.base.clock import Span
 from rlhfuse.base.errors import InputError
-from rlhfuse.monitor.trace import Span
 from rlhfuse.schedule.ir.action import Action, Kind
 
 

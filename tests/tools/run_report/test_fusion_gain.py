@@ -10,7 +10,7 @@ from run_report.timeline import simulate_gen_infer
 from testkit.finished_run import GATHER, RANKS, START, costs_of, lengths_of, write_run
 
 from rlhfuse.costs.job_cost import largest_flat_batch
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.rules.builders import greedy, one_at_a_time
 
 

@@ -3,8 +3,8 @@
 import pytest
 from run_report.iteration_picture import draw_iteration
 
+from rlhfuse.base.clock import Span
 from rlhfuse.base.errors import InputError
-from rlhfuse.monitor.trace import Span
 
 SPANS = [
     Span("generate", "generate", 0, 0.0, 1.5, "measured", {"samples": 3}),

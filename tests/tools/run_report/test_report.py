@@ -16,12 +16,13 @@ from run_report.report import chosen_samples, compare_phases, readable_seconds, 
 from run_report.run_files import RunFiles
 from testkit.finished_run import write_run
 
+from rlhfuse.base.clock import Span
 from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.phase_times import phase_times, render_phase_times, samples_per_second
 from rlhfuse.monitor.samples import SampleText, SampleWriter, TurnText
-from rlhfuse.monitor.trace import Span, save_trace
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.monitor.trace import save_trace
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import serial_1f1b

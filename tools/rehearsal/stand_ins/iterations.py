@@ -10,6 +10,7 @@ from rehearsal.stand_ins.others import Batch, OtherRanks
 from rehearsal.stand_ins.paused import DrawnPauses
 from rehearsal.stand_ins.samples import Samples
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
@@ -22,6 +23,7 @@ from rlhfuse.run.iteration_recorder import IterationRecord, IterationResult
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 from rlhfuse.run.trainer import Trainer
+from rlhfuse.tasks.role import POLICY
 
 MINIBATCHES = 2
 TAIL_SHARE = 5  # of all samples one in so many is unfinished at the trigger, where the plan has no R_t yet
@@ -70,12 +72,12 @@ class RehearsedTrainer(Trainer):
         return tuple(min(share if i == self.others.instance else other, size - 1) for i, size in enumerate(sizes))
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
-        full = self.samples.training_batch(MINIBATCHES, self.plan.report.batch)
+        full = self.samples.training_batch(MINIBATCHES, self.plan.batch)
         algorithm = algorithm.model_copy(update={"minibatches": MINIBATCHES, "epochs": 1})
-        return super()._train(self.config.held_iterations + iteration, full, algorithm)
+        return super()._train(self.config.held_iterations(POLICY) + iteration, full, algorithm)
 
 
-def _read_results(done: IterationResult, pace: None) -> IterationRecord:
+def _read_results(done: IterationResult) -> IterationRecord:
     """In the place of IterationRecorder.finish: what it reads, of which metrics of all ranks would be made."""
-    IterationStats.of(done.minibatches, done.timer, done.peak_bytes)
+    IterationStats.of(done.minibatches, Clock(), done.peak_bytes)
     return IterationRecord({}, [], [])

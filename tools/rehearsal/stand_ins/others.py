@@ -59,14 +59,14 @@ class OtherRanks:
             str(engine.dtype).removeprefix("torch."),
         )
         self.instance = placement.instance_of(rank)
-        self.clock = Clock()
+        self.clock = Clock()  # of whoever asks last
         self.moved = 0  # samples that this rank has sent or received, in all iterations
         self._batch = Batch(((),), (0,), 0, None)  # type: ignore[arg-type]
         self._plan: MigrationPlan | None = None
         self._late: list[UnfinishedSample] = []  # at the barrier, of all instances
         self._answers: dict[int, deque[bytes]] = {}  # of destinations that this rank sends to
         self._tickets = self._taken = 0
-        inter_stage.IterationStore = lambda *_: self  # type: ignore[assignment,misc]
+        inter_stage.IterationStore = self._as_store  # type: ignore[assignment,misc]
         inter_stage.StoreReporter = lambda *_, **more: Reporter(self)  # type: ignore[assignment,misc]
         inter_stage.ScoringQueue = SomePacks  # type: ignore[misc]
         rank_place.TensorParallelGroup = LedHere  # type: ignore[misc]
@@ -96,7 +96,7 @@ class OtherRanks:
             events, scored = value
             ids = [request.sample_id for part in self._batch.requests for request in part]
             scores = dict.fromkeys(ids, 0.5) if self._samples.config.reward.function else {}
-            rows = [(RankEvents(self._rank, False, plan=events.plan, function_scores=scores), []) for _ in rows]
+            rows = [(RankEvents(plan=events.plan, function_scores=scores), []) for _ in rows]
             here = {one.sample_id if isinstance(one, Rollout) else one[0] for one in scored}
             rows[self._rank - 1][1].extend(self._samples.rollout(sample) for sample in ids if sample not in here)
         elif isinstance(value, tuple):
@@ -162,6 +162,10 @@ class OtherRanks:
         return TransferManifest(self._shape, blocks, tuple(sequences))
 
     # the store ------------------------------------------------------------------------------------------------
+
+    def _as_store(self, store: Any, iteration: Any, timeout_seconds: float, clock: Clock) -> OtherRanks:
+        self.clock = clock
+        return self
 
     def reconnect(self) -> OtherRanks:
         return self

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from rehearsal.stand_ins.paused import OBSERVED
 
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.fusion.inter.request import Request
@@ -17,6 +16,7 @@ from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.run.rank_models import sampling_params
+from rlhfuse.tasks.role import POLICY
 
 RESPONSE_STEPS = 3  # decoded of each sample, the last of its tokens
 TAIL_STEPS = 12  # of one of the long tail
@@ -33,7 +33,7 @@ class Samples:
 
     @staticmethod
     def of(draft: PlanDraft) -> Samples:
-        return Samples(draft.config, draft.specs[Role.ACTOR].vocab)
+        return Samples(draft.config, draft.specs[POLICY].vocab)
 
     @property
     def longest(self) -> int:
@@ -90,9 +90,5 @@ class Samples:
         zeros = torch.zeros(response)
         entropies = zeros if self.config.algorithm.top_entropy_quantile < 1 else None
         done = Rollout(sample, *tokens, zeros, "length", entropies=entropies)
-        scorers = self.config.scorers() if scored else ()
-        return done.with_scores(
-            zeros if Role.REFERENCE in scorers else None,
-            zeros if Role.CRITIC in scorers else None,
-            0.5 if Role.REWARD in scorers else None,
-        )
+        fields = (role.field for role in self.config.scorers()) if scored else ()
+        return replace(done, **{field: 0.5 if field == "score" else zeros for field in fields})

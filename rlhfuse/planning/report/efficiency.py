@@ -5,14 +5,13 @@ Where the rest goes is told by terms of the cost model, so that a reader can che
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.costs.hardware import data_sheets
-from rlhfuse.decisions.layouts import TRAINED
 from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.rooflines import optimizer_step_seconds
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, training_problem
 from rlhfuse.schedule.rules.builders import pipeline_work
 from rlhfuse.simulator.lengths import SampleLengths
@@ -101,11 +100,6 @@ class Efficiency:
     def hbm_share(self) -> float:
         """Bytes that a step must read, as a part of what the data sheet's bandwidth would in its seconds."""
         return self.decode.bytes / (self.bandwidth * self.decode.seconds)
-
-
-def optimizer_step_seconds(analytic: Mapping[str, AnalyticCost]) -> float:
-    """Seconds of a mini-batch's optimizer steps: all models that train, one after the other."""
-    return sum(analytic[task].optimizer_step_seconds() for task in TRAINED if task in analytic)
 
 
 def efficiency(draft: PlanDraft, training_seconds: float) -> Efficiency | None:

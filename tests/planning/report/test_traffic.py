@@ -3,15 +3,15 @@
 import pytest
 from testkit.four_ranks import SPECS, planned, run
 
-from rlhfuse.planning.run_plan import PlanReport
-from rlhfuse.planning.traffic import TrafficRow, ring, traffic_lines
+from rlhfuse.planning.report.report import PlanReport
+from rlhfuse.planning.report.traffic import TrafficRow, ring, traffic_lines
 
 
 @pytest.fixture
 def on_nodes_of(monkeypatch):
     def made(ranks: int, **keys) -> dict[str, TrafficRow]:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        return {row.purpose: row for row in planned(run(**keys)).report.traffic}
+        return {row.purpose: row for row in PlanReport.of(planned(run(**keys))).traffic}
 
     return made
 
@@ -64,7 +64,7 @@ def test_sums_of_tensor_ranks_cross_where_their_group_does(on_nodes_of):
 
 
 def test_it_is_read_back_and_summed_for_people():
-    report = planned(run()).report
+    report = PlanReport.of(planned(run()))
     raw = report.to_dict()
     assert PlanReport.from_dict(raw) == report and report.traffic
     assert PlanReport.from_dict({name: value for name, value in raw.items() if name != "traffic"}).traffic == ()

@@ -10,7 +10,6 @@ from functools import partial
 from operator import itemgetter
 
 from rlhfuse.base.readable_bytes import readable_bytes
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import GPU, HardwareSpec
 from rlhfuse.config.values import AUTO
@@ -25,6 +24,7 @@ from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.training_problem import equal_microbatch
 from rlhfuse.simulator.instance_limits import InstanceLimits
+from rlhfuse.tasks.role import POLICY
 
 SMALL_WEIGHTS = 100_000_000  # below this the default learning rate shows nothing for hundreds of iterations
 CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's two moments
@@ -42,7 +42,7 @@ class Reasons:
 
     def choices(self, batch: BatchArithmetic, cache: InstanceCache) -> Iterator[str]:
         """A line for every value of the configuration that was left to be chosen: what it is, and from what."""
-        asked, config, specs = self.run.asked, self.run.config, self.run.specs
+        asked, config, specs = self.run.job.config, self.run.config, self.run.specs
         if asked.data.max_prompt_tokens == AUTO:
             role, context = min(((role, spec.context) for role, spec in specs.items()), key=itemgetter(1))
             response = config.rollout.max_response_tokens
@@ -60,7 +60,7 @@ class Reasons:
     def ends(self) -> str:
         """What ends a response: tokens by their ids, texts, a length."""
         rollout = self.config.rollout
-        tokens = (*(() if rollout.ignore_eos else self.run.specs[Role.ACTOR].eos_token_ids), *rollout.stop_token_ids)
+        tokens = (*(() if rollout.ignore_eos else self.run.specs[POLICY].eos_token_ids), *rollout.stop_token_ids)
         parts = [f"at token {' or '.join(map(str, dict.fromkeys(tokens)))}"] if tokens else []
         if not tokens and not rollout.ignore_eos:
             parts = ["at the tokenizer's end token, as the model's files name none"]

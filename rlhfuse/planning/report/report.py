@@ -1,30 +1,21 @@
-"""The plan of a run: everything decided before it starts, once, and the same on every rank.
-
-`PlanReport` is what plan.json holds, for people and tools; `RunPlan` adds what the ranks execute: the schedule and
-the programs lowered from it. planner.py makes both.
-"""
+"""The report of a plan, which plan.json holds for people and tools."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhfuse.base.json_values import Versioned
-from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.layout_moves import LayoutMove, move_lines
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import Task
 from rlhfuse.decisions.migration import SampleMoveCost
-from rlhfuse.planning.efficiency import Efficiency
 from rlhfuse.planning.graph_capture import GraphCapture
 from rlhfuse.planning.memory.memory_plan import MemoryPlan
-from rlhfuse.planning.traffic import TrafficRow, traffic_lines
+from rlhfuse.planning.plan import Plan
+from rlhfuse.planning.report.efficiency import Efficiency
+from rlhfuse.planning.report.traffic import TrafficRow, traffic_lines
 from rlhfuse.planning.training.stage_cuts import StageBalance
 from rlhfuse.planning.training.training_orders import OrderPromise
-from rlhfuse.schedule.ir.ranks import FusedRanks
-from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.program.program import Programs
 from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 from rlhfuse.simulator.threshold import Threshold
@@ -139,7 +130,7 @@ class GenerationPlan:
 class PlanReport(Versioned):
     """A run's decisions and its predicted cost. `files` are what the run will write: names, and what each is."""
 
-    version = 4
+    version = 5
 
     ranks: PlannedRanks
     tasks: tuple[Task, ...]
@@ -154,6 +145,11 @@ class PlanReport(Versioned):
     files: tuple[tuple[str, str], ...]
     reasons: tuple[str, ...]
     traffic: tuple[TrafficRow, ...] = ()  # plans of before do not say
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanReport:
+        """The report of a plan."""
+        return cls.from_dict(plan.document, "plan")
 
     @property
     def title(self) -> str:
@@ -179,26 +175,3 @@ class PlanReport(Versioned):
             ("why", self.reasons),
         )
         return "\n".join("\n".join((head, *(f"  {line}" for line in lines))) for head, lines in blocks)
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """A report with what it is about: schedules, and programs lowered from them, by micro-batches per actor pipeline.
-    `costs`, called `costs_name`, hold until the run has measured its own."""
-
-    report: PlanReport
-    schedules: Mapping[int, Schedule]
-    ranks: FusedRanks
-    programs: Mapping[int, Programs]
-    costs: CostModel
-    costs_name: str
-
-    @property
-    def likeliest(self) -> Schedule:
-        """That of the most mini-batches."""
-        return self.schedules[self.report.schedule.likeliest.microbatches]
-
-    def to_text(self) -> str:
-        """The text that one rank sends the others, for `planner.parse_plan`; the rest follows from their drafts."""
-        schedules = {rung: schedule.text() for rung, schedule in self.schedules.items()}
-        return json.dumps({"report": self.report.to_dict(), "schedules": schedules})

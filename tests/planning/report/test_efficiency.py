@@ -20,9 +20,11 @@ from rlhfuse.costs.hardware import data_sheets, hardware_by_name
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.draft import PlanDraft
-from rlhfuse.planning.efficiency import Efficiency, efficiency, optimizer_step_seconds
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.price import minibatch_seconds
+from rlhfuse.planning.report.efficiency import Efficiency, efficiency
+from rlhfuse.planning.report.report import PlanReport
+from rlhfuse.planning.rooflines import optimizer_step_seconds
 from rlhfuse.planning.training.stage_cuts import stage_balances
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
@@ -55,7 +57,7 @@ def test_the_run_that_the_readme_names_fits_eight_h100(sizes):
     (name,) = re.findall(r"rlhfuse-train --ranks 8 --config examples/(\S+)", text)
     assert f"`examples/{name}`" in text and "are for eight and 64 H100" in text
     draft = example(name, sizes, "fusion.search_seconds=2")
-    plan = make_plan(draft).report
+    plan = PlanReport.of(make_plan(draft))
     assert (plan.ranks.count, plan.ranks.hardware, plan.memory.limit) == (8, "h100", 80e9)
     assert all(plan.memory.needed_bytes(phase) <= plan.memory.limit for phase in plan.memory.phases)
     training = plan.efficiency.training
@@ -168,4 +170,4 @@ def test_what_was_measured_of_few_tokens_and_of_launches_backwards_counts():
 
 
 def test_a_cpu_has_no_data_sheet():
-    assert shared_plan().report.efficiency is None
+    assert PlanReport.of(shared_plan()).efficiency is None

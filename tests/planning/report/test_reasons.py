@@ -8,21 +8,23 @@ from testkit.four_ranks import SPECS, drafted, planned, run, shared_plan
 from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.cost_model import MicrobatchTokens
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.reasons import Reasons, host_limits
-from rlhfuse.planning.settle import Facts, settle
+from rlhfuse.planning.report.reasons import Reasons, host_limits
+from rlhfuse.planning.report.report import PlanReport
+from rlhfuse.planning.settle import settle
 from rlhfuse.planning.training.training_problem import equal_microbatch
 
 
 def reasons_of(config, specs=SPECS) -> Reasons:
-    return Reasons(settle(config, Facts(specs, 4)))
+    return Reasons(settle(Job(config, specs, 4)))
 
 
 def test_small_models_at_the_rate_of_large_ones_are_named():
-    said = [reason for reason in shared_plan().report.reasons if ".optim.lr" in reason]
+    said = [reason for reason in PlanReport.of(shared_plan()).reasons if ".optim.lr" in reason]
     assert [reason.split()[0] for reason in said] == ["actor.optim.lr", "critic.optim.lr"]
     set_ = run(actor__optim={"lr": 1e-4}, critic__optim={"name": "sgd"})
-    assert not any(".optim.lr" in reason for reason in planned(set_).report.reasons)
+    assert not any(".optim.lr" in reason for reason in PlanReport.of(planned(set_)).reasons)
     large = ModelSpec("llama", 32, 1024, 8, 8, 128, 4096, 512, 512)
     assert list(reasons_of(run(), dict.fromkeys(SPECS, large)).learning_rates()) == []
 
@@ -30,7 +32,7 @@ def test_small_models_at_the_rate_of_large_ones_are_named():
 def test_what_is_not_kept_for_backwards_is_said():
     """Float32 of hidden 64, 8 heads of 8, 4 of keys and 192 of the MLP: of 1,034 numbers a layer's norms and SwiGLU
     put out 2 x 64 + 192, which are made again."""
-    kinds = {how: planned(run(trainer__recompute=how)).report.reasons for how in ("none", "selective")}
+    kinds = {how: PlanReport.of(planned(run(trainer__recompute=how))).reasons for how in ("none", "selective")}
     told = {how: [reason for reason in said if "trainer.recompute" in reason] for how, said in kinds.items()}
     assert told["none"] == []
     (line,) = told["selective"]
@@ -45,7 +47,7 @@ def test_a_plan_says_what_training_leaves_out_and_does_not_price_it(tmp_path):
     grpo = {"algorithm__name": "grpo", "algorithm__kl_coef": 0, "parallel__lengths": str(tmp_path)}
     kinds = {"on": {"algorithm__skip_zero_gradients": True}, "off": {}}
     kinds["not known"] = kinds["on"] | {"parallel__lengths": ""}
-    plans = {kind: planned(run(**grpo | keys)).report for kind, keys in kinds.items()}
+    plans = {kind: PlanReport.of(planned(run(**grpo | keys))) for kind, keys in kinds.items()}
     said = {kind: [reason for reason in plan.reasons if "skip_zero" in reason] for kind, plan in plans.items()}
     assert said["off"] == []
     assert said["on"] == [
@@ -68,7 +70,9 @@ def test_a_plan_says_where_the_host_of_a_gpu_is_the_limit_and_from_how_many_toke
     wide = dict.fromkeys(SPECS, ModelSpec("llama", 8, 1024, 8, 8, 128, 4096, 512, 512))
     draft = drafted(run(trainer__device="cuda", trainer__hardware="h100", **layouts), wide, 4)
     (line,) = host_limits(draft)
-    assert line in make_plan(draft).report.reasons and "bottleneck of forwards with fewer tokens than: ref" in line
+    assert (
+        line in PlanReport.of(make_plan(draft)).reasons and "bottleneck of forwards with fewer tokens than: ref" in line
+    )
     ((tokens, has),) = re.findall(r"actor_train, critic_train ([\d,]+) \(has ([\d,]+): launch-bound\)", line)
     share = draft.ranks.shape.shares[0]
     micro = equal_microbatch(draft.inputs.drawn, draft.batch, draft.training.likeliest, share)
@@ -83,7 +87,7 @@ def test_a_plan_says_where_the_host_of_a_gpu_is_the_limit_and_from_how_many_toke
 
 def test_files_are_those_that_the_run_will_write():
     saved = files(save_every=5, tensorboard=False, wandb="offline")
-    assert shared_plan().report.files == reasons_of(run()).output_files()
+    assert PlanReport.of(shared_plan()).files == reasons_of(run()).output_files()
     states = 12 * (SPECS["actor"].parameters() + SPECS["critic"].parameters(scalar_head=True))
     assert saved["checkpoints/iteration-N/"].startswith("every 5 iterations, ") and "wandb/" in saved
     assert readable_bytes(states) in saved["checkpoints/iteration-N/"]

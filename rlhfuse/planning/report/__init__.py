@@ -1,0 +1,1 @@
+"""The report of a plan: predictions and reasons, made by the process that plans."""

@@ -1,0 +1,1 @@
+"""The roles, algorithms and tasks of RLHF as tables of plain values."""
