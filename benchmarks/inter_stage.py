@@ -25,8 +25,8 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import StepObservation
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.migration import MigrationPlan
-from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import sweep_threshold
 
@@ -79,7 +79,7 @@ class Sizes:
     def limits(self, costs: MeasuredCost, lengths: SampleLengths) -> InstanceLimits:
         """BS_max from the costs at the batch's median context, as a training run finds it."""
         token_bytes = self.spec("actor").kv_bytes_per_token(ELEMENT_BYTES)
-        return InstanceLimits(
+        limits = InstanceLimits(
             max_sequences=self.samples,
             kv_capacity_bytes=self.blocks * BLOCK_TOKENS * token_bytes,
             kv_bytes_per_token=token_bytes,
@@ -89,6 +89,7 @@ class Sizes:
             max_output_tokens=self.max_output,
             score_tokens=self.score_tokens,
         )
+        return replace(limits, move_cost=costs.move_cost(limits))
 
 
 FULL = tuple(Sizes(*pair, 640, 1728, 1024, 64, 32, 384, 512) for pair in (("1:2", 6, 12), ("2:1", 6, 3)))
@@ -276,7 +277,7 @@ class Case:
         return sorted({(self.sizes.samples * percent + 50) // 100 for percent in percents})
 
     def _run(self, threshold: int) -> Run:
-        run = Run(self.ranks.ask("run", threshold, fusion_limits(self.costs, self.limits)))
+        run = Run(self.ranks.ask("run", threshold, self.limits))
         self.measurement.say(f"{self.sizes.name}, R_t {threshold}: {run.seconds:.2f} s")
         self.digests |= {rank["digest"] for rank in run.ranks}
         return run

@@ -15,7 +15,6 @@ from paced_training import Run
 from processes import ALLOCATOR, Ranks
 from run_report.timeline import simulate_gen_infer
 
-from rlhfuse.simulator.instance_limits import fusion_limits
 from rlhfuse.simulator.threshold import sweep_threshold
 
 INSTANCES, SEQUENCES = 16, 16  # sequences of an instance
@@ -82,7 +81,7 @@ class Case:
         return simulate_gen_infer(self.lengths, self.instances, self.cost, self.limits, threshold).total_seconds
 
     def _run(self, threshold: int) -> Run:
-        answers = self.ranks.ask("run", threshold, fusion_limits(self.cost, self.limits))
+        answers = self.ranks.ask("run", threshold, self.limits)
         self.digests |= {answer["digest"] for answer in answers}
         seconds = max(answer["total_seconds"] for answer in answers)
         run = Run.of(answers, self.predicted[threshold], seconds)

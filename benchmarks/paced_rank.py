@@ -19,7 +19,7 @@ from random_models import ModelRank, barrier, together
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.migration import FusionLimits
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
@@ -136,7 +136,7 @@ class PacedInstance(FusionRank):
         self.pace = Pace(PacedCost.from_dict(cost, "costs").prices(len(ROLES) - 1))
         self.engine.loop.hold = self.inter_stage.scorer.hold = self.pace.hold
 
-    def run(self, threshold: int, limits: FusionLimits) -> dict[str, Any]:
+    def run(self, threshold: int, limits: InstanceLimits) -> dict[str, Any]:
         self.pace.take()
         start = time.perf_counter()
         told = super().run(threshold, limits)

@@ -34,7 +34,7 @@ from run_report.timeline import simulate_gen_infer
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths, read_turns
 from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import sweep_threshold
@@ -108,7 +108,7 @@ class Case:
         return sorted({(self.sizes.samples * percent + 50) // 100 for percent in percents})
 
     def _run(self, threshold: int, in_rounds: bool = False) -> Run:
-        run = Run(self.ranks.ask("run", threshold, fusion_limits(self.costs, self.limits), in_rounds))
+        run = Run(self.ranks.ask("run", threshold, self.limits, in_rounds))
         name = ROUNDS if in_rounds else f"R_t {threshold}" if threshold else SERIAL
         self.measurement.say(f"{name}: {run.seconds:.2f} s")
         self.digests |= {rank["digest"] for rank in run.ranks}

@@ -20,10 +20,10 @@ from rlhfuse.costs.collectives import ring_all_reduce_seconds
 from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.job_cost import JobCost
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.problem import fused_problem
 from rlhfuse.schedule.rules.builders import serial_makespan
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 

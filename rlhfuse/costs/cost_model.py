@@ -16,6 +16,7 @@ from rlhfuse.base.json_values import LARGEST
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.fits import check_seconds
 from rlhfuse.costs.forms.form import DecodeRow, Form, decode_seconds, packed_seconds, transfer_seconds
+from rlhfuse.decisions.instance_limits import InstanceLimits, SampleMoveCost
 
 
 @dataclass(frozen=True)
@@ -179,3 +180,20 @@ class CostModel(Protocol):
         size = 1 << 24
         seconds = self.migration_seconds(2 * size) - self.migration_seconds(size)
         return size / seconds if seconds > 0 else math.inf
+
+    def move_cost(self, limits: InstanceLimits) -> SampleMoveCost:
+        """The two straight lines that decide how a sample moves: through the costs of one block and of one longest
+        sample."""
+        near, far = limits.block_tokens, max(limits.longest, limits.block_tokens + 1)
+        prefill = [self.prefill_seconds(tokens, 1) for tokens in (near, far)]
+        slope = (prefill[1] - prefill[0]) / (far - near)
+        volumes = [tokens * limits.kv_bytes_per_token for tokens in (near, far)]
+        transfer = [self.migration_seconds(volume) for volume in volumes]
+        per_byte = (transfer[1] - transfer[0]) / (volumes[1] - volumes[0])
+        return SampleMoveCost(
+            kv_bytes_per_token=limits.kv_bytes_per_token,
+            transfer_latency_seconds=transfer[0] - per_byte * volumes[0],
+            transfer_seconds_per_byte=per_byte,
+            prefill_seconds_per_token=slope,
+            prefill_latency_seconds=prefill[0] - slope * near,
+        )

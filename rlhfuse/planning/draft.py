@@ -22,6 +22,7 @@ from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.machine import SharedCores
 from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import MemoryBudget, check_host_memory, memory_budget
@@ -38,7 +39,6 @@ from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import min_memory
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, load_threshold
 
@@ -305,12 +305,12 @@ def instance_limits(run: SettledRun, cache: InstanceCache, costs: CostModel, len
 
 
 def priced_limits(given: int, limits: InstanceLimits, costs: CostModel, lengths: SampleLengths) -> InstanceLimits:
-    """`limits` with the BS_max that these costs allow at the median context, unless one is `given` (fusion.bs_max), and
-    with the part of their time in which so many samples decode."""
+    """`limits` with the BS_max that these costs allow at the median context, unless one is `given` (fusion.bs_max), the
+    part of their time in which so many samples decode, and how one moves."""
     context = lengths.median_context
     bs_max = given or largest_flat_batch(costs, context, limits.max_sequences)
     active = lengths.active_share(costs.decode_step_seconds(bs_max, bs_max * context))
-    return replace(limits, bs_max=bs_max, active_share=active)
+    return replace(limits, bs_max=bs_max, active_share=active, move_cost=costs.move_cost(limits))
 
 
 def _threshold_file(file: str, batch: BatchArithmetic) -> Threshold | None:

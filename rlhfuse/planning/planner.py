@@ -37,7 +37,6 @@ from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import min_memory, serial_makespan
-from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 
 
@@ -104,7 +103,7 @@ def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) ->
         schedule=summary,
         efficiency=efficiency(draft, predicted.training_fused),
         threshold=threshold,
-        generation=GenerationPlan(limits, move_cost(draft.costs, limits), capture),
+        generation=GenerationPlan(limits, capture),
         files=reasons.output_files(),
         reasons=(
             *reasons.choices(batch, draft.generation.cache),

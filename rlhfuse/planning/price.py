@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from rlhfuse.costs.layout_moves import LayoutMove, layout_moves
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.training.passing import with_room
@@ -23,7 +24,6 @@ from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.schedule.search.admission_rules import reached_by_rule
 from rlhfuse.schedule.search.solution import schedule_of
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 

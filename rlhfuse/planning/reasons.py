@@ -18,13 +18,13 @@ from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import MemoryBudget
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.training_problem import equal_microbatch
-from rlhfuse.simulator.instance_limits import InstanceLimits
 
 SMALL_WEIGHTS = 100_000_000  # below this the default learning rate shows nothing for hundreds of iterations
 CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's two moments

@@ -14,8 +14,8 @@ from rlhfuse.base.json_values import Versioned
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.layout_moves import LayoutMove, move_lines
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import Task
-from rlhfuse.decisions.migration import SampleMoveCost
 from rlhfuse.planning.efficiency import Efficiency
 from rlhfuse.planning.graph_capture import GraphCapture
 from rlhfuse.planning.memory.memory_plan import MemoryPlan
@@ -25,7 +25,6 @@ from rlhfuse.planning.training.training_orders import OrderPromise
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.program import Programs
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 from rlhfuse.simulator.threshold import Threshold
 
@@ -131,7 +130,6 @@ class GenerationPlan:
     """Numbers from which every rank computes the same migration plan, and the recording of decode steps, if any."""
 
     limits: InstanceLimits
-    move_cost: SampleMoveCost
     capture: GraphCapture | None
 
 
@@ -139,7 +137,7 @@ class GenerationPlan:
 class PlanReport(Versioned):
     """A run's decisions and its predicted cost. `files` are what the run will write: names, and what each is."""
 
-    version = 4
+    version = 5
 
     ranks: PlannedRanks
     tasks: tuple[Task, ...]

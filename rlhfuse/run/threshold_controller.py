@@ -23,7 +23,7 @@ from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import StepObservation
-from rlhfuse.decisions.migration import FusionLimits
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.device import Device
@@ -31,7 +31,6 @@ from rlhfuse.planning.draft import priced_limits
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.iteration_metrics import lengths_of
-from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
 from rlhfuse.simulator.lengths import SampleLengths, read_turns
 from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
@@ -105,7 +104,7 @@ class ThresholdController:
         self._looks = TimeBudget(LOOK_SHARE)
         self._warned = ""
         self._basis = self._basis_now()  # what the R_t in force stands on
-        self.limits = fusion_limits(self._costs, self._instance_limits())
+        self.limits = self._instance_limits()
 
     def observe(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> str:
         """Take an iteration in; a collective. Returns a line for the log when R_t is set or moves, a warning, or ''."""
@@ -119,7 +118,7 @@ class ThresholdController:
         )
         return message
 
-    def _follow(self, iteration: int) -> tuple[str, CostModel, str, FusionLimits, int]:
+    def _follow(self, iteration: int) -> tuple[str, CostModel, str, InstanceLimits, int]:
         """Rank 0's part of `observe`: the line for the log, and what is in force from now on."""
         former = self._costs, self._costs_name, self.limits, self.threshold
         try:
@@ -134,30 +133,29 @@ class ThresholdController:
         count = len(self._observed)
         self._costs = self._fit()
         self._costs_name = f"costs measured over {count} iteration{'s' if count > 1 else ''}"
-        limits = self._instance_limits()
-        self.limits = fusion_limits(self._costs, limits)
+        self.limits = self._instance_limits()
         if not self._adapts or not (self._seen <= FIRST_LOOKS or self._looks.due()):
             return ""
-        before, (self.threshold, reason) = self.threshold, self._look(limits)
+        before, (self.threshold, reason) = self.threshold, self._look()
         if before != self.threshold:
             return f"R_t {before} -> {self.threshold}: {reason}"
         return f"R_t stays {before}: {reason}" if iteration == 0 else ""
 
-    def _look(self, limits: InstanceLimits) -> tuple[int, str]:
+    def _look(self) -> tuple[int, str]:
         """R_t from now on, and why: which lengths and costs it stands on, and what the last one stood on."""
         with self._looks.spend():
-            threshold, why = self._choose(limits)
+            threshold, why = self._choose()
         (lengths_before, costs_before, name_before), self._basis = self._basis, self._basis_now()
         lengths = f"lengths over {len(self._lengths)} iterations: {self._lengths_seen()}"
         if lengths_before:
             lengths = f"{lengths}, before: {lengths_before}"
-        costs = changes(costs_before, self._costs, limits, self._lengths[-1].median_context)
+        costs = changes(costs_before, self._costs, self.limits, self._lengths[-1].median_context)
         against = "those before" if name_before.startswith("costs measured") else name_before
         return threshold, f"{why}; {lengths}; {self._costs_name}, against {against}: {costs}"
 
-    def _choose(self, limits: InstanceLimits) -> tuple[int, str]:
+    def _choose(self) -> tuple[int, str]:
         """R_t from now on, by simulation of the recent iterations, and why."""
-        setting = self._instances, self._costs, limits
+        setting = self._instances, self._costs, self.limits
         least = self._config.fusion.least_threshold
         best = sweep_threshold(list(self._lengths), *setting, least=least)
         if self.threshold < least:
@@ -219,7 +217,7 @@ class ThresholdController:
                 self.threshold = int(state["threshold"])
         except (KeyError, TypeError) as error:
             raise InputError(f"{where}: the threshold state lacks {error}; resume from another checkpoint") from None
-        self.limits = fusion_limits(self._costs, self._instance_limits())
+        self.limits = self._instance_limits()
 
     def _fit(self) -> MeasuredCost:
         """Straight lines through what the recent iterations show; of what none shows (decode steps, where every first

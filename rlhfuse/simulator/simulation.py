@@ -11,6 +11,7 @@ from itertools import chain
 
 import numpy as np
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.kernel_cache import KernelGroup, compile_apart, tell_what_is_compiled
 from rlhfuse.costs import fits
 from rlhfuse.costs.cost_model import CostModel
@@ -18,12 +19,12 @@ from rlhfuse.costs.fits import Line
 from rlhfuse.costs.forms import form
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.decisions import packing
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.migration import check_threshold
 from rlhfuse.decisions.packing import split_samples
 from rlhfuse.simulator.cost_numbers import cost_numbers
 from rlhfuse.simulator.gen_infer_kernel import gen_infer
 from rlhfuse.simulator.instance_kernel import SAMPLE, SPAN, TURN, Batch, MoveNumbers, State
-from rlhfuse.simulator.instance_limits import InstanceLimits, check_lengths, move_cost
 from rlhfuse.simulator.lengths import SampleLengths
 
 SPANS = 6  # of an instance at most, beside those of scored packs
@@ -43,11 +44,13 @@ class Simulation:
 
     def __init__(self, batches: Sequence[SampleLengths], instances: int, costs: CostModel, limits: InstanceLimits):
         """Raises InputError for lengths beyond the limits."""
+        if instances < 1:
+            raise InputError(f"{instances} generation instances; at least 1 is needed")
         for lengths in batches:
-            check_lengths(lengths, instances, limits)
+            _check_lengths(lengths, limits)
         self._limits, self._instances = limits, instances
         most = min(limits.max_sequences, max(map(len, batches)))
-        self._costs, move = cost_numbers(costs, most), MoveNumbers(*map(float, astuple(move_cost(costs, limits))))
+        self._costs, move = cost_numbers(costs, most), MoveNumbers(*map(float, astuple(costs.move_cost(limits))))
         self._batches = [self._batch(lengths, move) for lengths in batches]
 
     def seconds(self, thresholds: Sequence[int]) -> dict[int, GenInferSeconds]:
@@ -98,6 +101,15 @@ class Simulation:
             early_models=limits.early_models,
             reward_workers=limits.reward_workers,
             move=move,
+        )
+
+
+def _check_lengths(lengths: SampleLengths, limits: InstanceLimits) -> None:
+    """Raise InputError for samples that are longer than the limits say."""
+    if max(lengths.prompt) > limits.max_prompt_tokens or max(lengths.output) > limits.max_output_tokens:
+        raise InputError(
+            f"lengths up to {max(lengths.prompt)} + {max(lengths.output)} tokens exceed the run's "
+            f"{limits.max_prompt_tokens} + {limits.max_output_tokens}; clip them first"
         )
 
 

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, Positi
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, read_json
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.simulator.instance_limits import InstanceLimits
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.simulation import Simulation
 

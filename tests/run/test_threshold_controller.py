@@ -25,7 +25,6 @@ from rlhfuse.run.threshold_controller import (
     changes,
     with_hysteresis,
 )
-from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.threshold import sweep_threshold
 
 PREFILL = [1, 10, 10, 1e-3]  # a step
@@ -61,7 +60,7 @@ def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
     profile = linear_cost()
     write_json(tmp_path / "costs.json", profile.to_dict() | {"made_for": facts_of(resolve_device(run()), SPECS)})
     priced = control(run(fusion__profile=str(tmp_path / "costs.json")))
-    assert priced.limits.move_cost == move_cost(profile, priced._instance_limits())
+    assert priced.limits.move_cost == profile.move_cost(priced.limits)
     before = f"costs of fusion.profile={tmp_path}/costs.json"
     assert f"costs measured over 1 iteration, against {before}: decode step -" in observe(priced, 0)
     assert (priced._costs.meeting, priced._costs.release) == (3e-3, 2e-3)
@@ -71,13 +70,14 @@ def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
 
 
 def test_instances_are_the_plans_whatever_the_costs(alone):
-    """On a GPU models come early to score; what the costs change is BS_max."""
+    """On a GPU models come early to score; costs change BS_max and how a sample moves."""
     config = run(trainer__hardware="h100")
     controller, planned_limits = control(config), planned(resolve_device(config)).report.generation.limits
     assert planned_limits.early_models > 0 and controller._instance_limits() == planned_limits
     observe(controller, 0)
     fitted = controller._instance_limits()
-    assert replace(fitted, bs_max=planned_limits.bs_max) == planned_limits != fitted
+    priced = {"bs_max": planned_limits.bs_max, "move_cost": planned_limits.move_cost}
+    assert replace(fitted, **priced) == planned_limits and fitted.bs_max != planned_limits.bs_max
 
 
 def restored(controller, unseen: str = "", unpriced: str = ""):
@@ -132,10 +132,10 @@ def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypa
     followed._looks = TimeBudget(LOOK_SHARE, lambda: clock.seconds)
     choose, looked = followed._choose, []
 
-    def choose_slowly(limits):
+    def choose_slowly():
         looked.append(number)
         clock.seconds += 1.0
-        return choose(limits)
+        return choose()
 
     monkeypatch.setattr(followed, "_choose", choose_slowly)
     said = []

@@ -18,7 +18,6 @@ from testkit.sim_helpers import (
 )
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.lengths import SampleLengths
 
 
@@ -113,7 +112,7 @@ def test_every_time_line_keeps_the_rules(lengths, instances, ratio, capacity):
 
 
 def test_move_cost_reads_linear_costs_exactly():
-    cost = move_cost(linear_cost(), limits())
+    cost = linear_cost().move_cost(limits())
     assert (cost.transfer_latency_seconds, cost.transfer_seconds_per_byte) == pytest.approx((1e-3, 1e-9))
     assert (cost.prefill_latency_seconds, cost.prefill_seconds_per_token) == pytest.approx((2e-3, 1e-4))
 

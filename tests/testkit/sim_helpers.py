@@ -9,7 +9,7 @@ from run_report.timeline import GenInferTimeline, InstanceSpan
 from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.simulator.instance_limits import InstanceLimits
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths, Turn
 
 

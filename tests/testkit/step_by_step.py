@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from run_report.timeline import simulate_gen_infer
 
@@ -17,7 +17,6 @@ from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.decisions.migration import UnfinishedSample, plan_at_threshold, transfer_order
 from rlhfuse.decisions.packing import deal, scoring_packs, streamed_pack
-from rlhfuse.simulator.instance_limits import fusion_limits
 from rlhfuse.simulator.lengths import Turn
 
 TICK = 2.0**-20  # all costs are whole multiples of it, so every sum of them is exact
@@ -270,7 +269,7 @@ class StepByStep:
             place.role = "decodes"
         if not states:
             return
-        self.plan = plan = plan_at_threshold(threshold, states, free, fusion_limits(self.costs, lim))
+        self.plan = plan = plan_at_threshold(threshold, states, free, replace(lim, move_cost=self.costs.move_cost(lim)))
         for i, place in enumerate(self.places):
             self.spans.append((i, "generate", 0.0, place.busy_until))
             self.spans.append((i, "meet", now, now + self.costs.meeting))

@@ -13,11 +13,11 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.job_cost import JobCost
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.packing import split_samples
 from rlhfuse.planning.draft import instance_limits
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import GenerationMemory
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.simulation import Simulation
 
 CACHES = (1, 2, 4, 8)  # of the cache that has room for all samples at full length: the whole, a half, ...

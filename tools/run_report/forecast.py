@@ -23,6 +23,7 @@ from rlhfuse.base.json_values import read_json
 from rlhfuse.config.spec import DeviceKind
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import load_measured_cost
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.monitor.trace import Span
 from rlhfuse.planning.draft import priced_limits
@@ -32,7 +33,6 @@ from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import TURNS, SampleLengths, read_turns
 
 PHASES = ("reshard", "gen", "infer", "adv", "train", "step")  # as in the metrics timing_s/*

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.migration import MigrationPlan, SampleMove
 from rlhfuse.simulator.instance_kernel import State
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.simulation import Simulation
 

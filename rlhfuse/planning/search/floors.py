@@ -19,6 +19,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.role import Role
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import TrainingRow
@@ -32,7 +33,6 @@ from rlhfuse.planning.training.training_problem import (
 )
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import ModelShare
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
 NO_TIME = 1e-12  # ticks of a part of a problem's backward, which must take some

@@ -17,6 +17,7 @@ from rlhfuse.costs.cost_model import CostModel, TrainingCost
 from rlhfuse.costs.layout_moves import layout_moves
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profile_files import run_costs
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.planning.draft import DraftInputs, PlanDraft, draft_plan, instance_limits
 from rlhfuse.planning.memory.instance_cache import CACHE_PARTS, SPARE_BLOCKS, InstanceCache
@@ -26,7 +27,6 @@ from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.split_choice import given_split
 from rlhfuse.schedule.ir.ranks import rank_map
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
 
