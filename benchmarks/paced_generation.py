@@ -57,11 +57,11 @@ class Case:
         token_bytes = self.sizes.spec("actor").kv_bytes_per_token(ELEMENT_BYTES)
         cost = paced_cost(PAIR, SEQUENCES, self.lengths, longest, pads=False)
         self.cost = cost.of_run(self.stretch, token_bytes)
-        self.limits = self.sizes.limits(self.cost, self.lengths)
+        self.limits = self.sizes.limits(self.cost.table, self.lengths)
 
     def measure(self) -> list[str]:
         made = {"sizes": asdict(self.sizes), "seed": self.measurement.arguments.seed, "cost": self.cost.to_dict()}
-        best = sweep_threshold(self.lengths, self.instances, self.cost, self.limits).threshold
+        best = sweep_threshold(self.lengths, self.instances, self.cost.table, self.limits).threshold
         swept = sorted({(self.sizes.samples * percent + 50) // 100 for percent in self.percents} | {best})
         with Ranks("paced_rank:PacedInstance", self.instances, ALLOCATOR, fork=True, **made) as ranks:
             ranks.ask("load", self.lengths, self.measurement.arguments.seed)
@@ -78,7 +78,7 @@ class Case:
         return self._row(runs, best)
 
     def _predict(self, threshold: int) -> float:
-        return simulate_gen_infer(self.lengths, self.instances, self.cost, self.limits, threshold).total_seconds
+        return simulate_gen_infer(self.lengths, self.instances, self.cost.table, self.limits, threshold).total_seconds
 
     def _run(self, threshold: int) -> Run:
         answers = self.ranks.ask("run", threshold, self.limits)

@@ -19,6 +19,7 @@ from random_models import ModelRank, barrier, together
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.costs.paced import PacedCost
 from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
@@ -26,7 +27,6 @@ from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
 from rlhfuse.monitor.pace import Pace
 from rlhfuse.parallel.groups import trained_grid
 from rlhfuse.parallel.optimizer import ModelOptimizer
-from rlhfuse.planning.paced_cost import PacedCost
 from rlhfuse.schedule.ir.ranks import FusedRanks, neighbour_pairs, rank_map
 from rlhfuse.schedule.program.program import Program
 

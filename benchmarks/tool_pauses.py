@@ -33,7 +33,7 @@ from processes import ALLOCATOR, Ranks
 from run_report.timeline import simulate_gen_infer
 
 from rlhfuse.base.errors import run_program
-from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths, read_turns
 from rlhfuse.simulator.simulation import Simulation
@@ -99,7 +99,7 @@ class Case:
             self.lengths = SampleLengths(self.lengths.prompt, tuple(rank["outputs"]), turns=turns)
         self.limits = self._limits(self.costs)
 
-    def _limits(self, costs: MeasuredCost) -> InstanceLimits:
+    def _limits(self, costs: CostTable) -> InstanceLimits:
         limits = self.sizes.limits(costs, self.lengths)
         step = costs.decode_step_seconds(limits.bs_max, limits.bs_max * self.lengths.median_context)
         return replace(limits, active_share=self.lengths.active_share(step))

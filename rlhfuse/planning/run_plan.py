@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhfuse.base.json_values import Versioned
-from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.layout_moves import LayoutMove, move_lines
+from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import Task
@@ -188,7 +188,7 @@ class RunPlan:
     schedules: Mapping[int, Schedule]
     ranks: FusedRanks
     programs: Mapping[int, Programs]
-    costs: CostModel
+    costs: CostTable
     costs_name: str
 
     @property

@@ -33,7 +33,6 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.learning_rate import learning_rate
 from rlhfuse.parallel.memory import PhaseMeter
 from rlhfuse.parallel.reshard import Resharder
-from rlhfuse.planning.paced_cost import PacedCost
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.adaptive import KLController, RunningMoments
 from rlhfuse.ppo.advantage import add_advantages
@@ -71,8 +70,8 @@ class Trainer:
         self.models = build_models(config, inputs.models, plan.ranks, rank, device, progress)
         progress("building the engine: kernels that are not cached are compiled")
         self.pace = None
-        if isinstance(plan.costs, PacedCost):
-            prices = plan.costs.prices(max(1, len(config.scorers())))
+        if paced := inputs.draft.inputs.paced:
+            prices = paced.prices(max(1, len(config.scorers())))
             self.pace = Pace(prices, config.trainer.pace_stretch, inputs.draft.paced)
         self._hold = self.pace.hold if self.pace else unpaced
         self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)

@@ -14,10 +14,8 @@ import numpy as np
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.kernel_cache import KernelGroup, compile_apart, tell_what_is_compiled
 from rlhfuse.costs import fits
-from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.fits import Line
 from rlhfuse.costs.forms import form
-from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions import packing
 from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.migration import check_threshold
@@ -42,7 +40,7 @@ class GenInferSeconds:
 class Simulation:
     """Batches of samples on so many instances, at the costs and within the limits of one."""
 
-    def __init__(self, batches: Sequence[SampleLengths], instances: int, costs: CostModel, limits: InstanceLimits):
+    def __init__(self, batches: Sequence[SampleLengths], instances: int, costs: CostTable, limits: InstanceLimits):
         """Raises InputError for lengths beyond the limits."""
         if instances < 1:
             raise InputError(f"{instances} generation instances; at least 1 is needed")
@@ -122,8 +120,8 @@ def kernel_group() -> KernelGroup:
 
 def _compile_kernel() -> None:
     """Simulate one sample, so that the kernel is in numba's cache afterwards."""
-    line = Line(1.0, (0.0, 0.0))
-    costs = MeasuredCost(line, line, line, Line(1.0, (0.0,)), swap_in=0.0, meeting=0.0, release=0.0)
+    line = form.Form((form.LinePart(1.0, 0.0),))
+    costs = CostTable(decode=line, prefill=line, score=line, transfer=line)
     simulation = Simulation([SampleLengths((1,), (1,))], 1, costs, InstanceLimits(1, 2.0, 1.0, 1, 1, 1, 1, 1))
     (batch,) = simulation._batches
     gen_infer(batch, simulation._costs, np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(0, SPAN))

@@ -8,13 +8,14 @@ import pytest
 import torch
 from testkit.flat_profile import facts_of
 from testkit.four_ranks import SPECS, planned, run
-from testkit.sim_helpers import limits, linear_cost, long_tail, with_turns
+from testkit.sim_helpers import limits, linear_cost, linear_file, long_tail, with_turns
 
 from rlhfuse.base.files import write_json
 from rlhfuse.base.time_budget import TimeBudget
 from rlhfuse.config.device_defaults import resolve_device
-from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
+from rlhfuse.costs.forms.form import Form
+from rlhfuse.costs.table import RewardCost
 from rlhfuse.fusion.inter.report import OBSERVED, GenInferReport
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
@@ -57,10 +58,10 @@ def observe(controller, number, lengths=None, turns=None, **observed) -> str:
 
 def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
     """R_t, limits and the choice how a sample moves; then its own observations take over."""
-    profile = linear_cost()
+    profile = linear_file()
     write_json(tmp_path / "costs.json", profile.to_dict() | {"made_for": facts_of(resolve_device(run()), SPECS)})
     priced = control(run(fusion__profile=str(tmp_path / "costs.json")))
-    assert priced.limits.move_cost == profile.move_cost(priced.limits)
+    assert priced.limits.move_cost == profile.table.move_cost(priced.limits)
     before = f"costs of fusion.profile={tmp_path}/costs.json"
     assert f"costs measured over 1 iteration, against {before}: decode step -" in observe(priced, 0)
     assert (priced._costs.meeting, priced._costs.release) == (3e-3, 2e-3)
@@ -159,7 +160,7 @@ def test_small_gains_do_not_move_it():
 def test_the_log_names_costs_that_changed():
     before = linear_cost()
     assert changes(before, before, limits(), 100.0) == "costs within 10%"
-    after = replace(before, decode=Line(20e-3, (2e-3, 2e-6)), swap_in=0.25)
+    after = replace(before, decode=Form.of_line(Line(20e-3, (2e-3, 2e-6))), swap_in=0.25)
     assert changes(before, after, limits(), 100.0) == "decode step +100%, loading -50%"
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from run_report.timeline import simulate_gen_infer
 
-from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.costs.table import RewardCost
 from rlhfuse.decisions.migration import UnfinishedSample, plan_at_threshold, transfer_order
 from rlhfuse.decisions.packing import deal, scoring_packs, streamed_pack
 from rlhfuse.simulator.lengths import Turn
@@ -23,7 +23,7 @@ TICK = 2.0**-20  # all costs are whole multiples of it, so every sum of them is 
 
 
 def exact_costs(swap_in: int, per_token: int, reward: int = 0, at_once: int = 1, release: int | None = None):
-    return MeasuredCost(
+    file = MeasuredCost(
         decode=Line(10000 * TICK, (1000 * TICK, 2 * TICK)),
         prefill=Line(2048 * TICK, (128 * TICK, 0.0)),
         score=Line(4096 * TICK, (per_token * TICK, 64 * TICK)),
@@ -33,6 +33,7 @@ def exact_costs(swap_in: int, per_token: int, reward: int = 0, at_once: int = 1,
         release=(swap_in // 2 if release is None else release) * TICK,
         reward=RewardCost(reward * TICK, at_once) if reward else None,
     )
+    return file.table
 
 
 def both(lengths, instances, costs, lim, threshold):

@@ -66,7 +66,7 @@ class Forecaster:
         assert run.schedule is not None
         self._rows, family = run.rows, (*run.others, run.schedule)
         self._schedules = {schedule.problem.pipelines[0].microbatches: schedule for schedule in family}
-        self._costs = load_measured_cost(run.folder / "costs.json")
+        self._costs = load_measured_cost(run.folder / "costs.json").table
         self._plan = PlanReport.from_dict(read_json(run.folder / "plan.json"), str(run.folder / "plan.json"))
         self._ranks = rank_map(training_layouts(self._plan.tasks), self._plan.schedule.alternates)
         self._bs_max = run.setting("fusion", "bs_max")

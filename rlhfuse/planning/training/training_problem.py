@@ -7,15 +7,14 @@ from dataclasses import replace
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
+from rlhfuse.costs.forms.training import TICK_SECONDS, MicrobatchTokens
+from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import TASK_ROLES, TRAINED
 from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
-
-TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
 
 BOUND_PRECISION = 0.0005  # of a bound that layouts are chosen by; what is proved beyond it costs most of the time
 
@@ -45,7 +44,7 @@ def training_problem(
     rung: int,
     drawn: DrawnBatches,
     longest: MicrobatchTokens,
-    costs: CostModel,
+    costs: CostTable,
     alternate: bool = True,
     split: Collection[str] = (),
 ) -> FusionProblem:
@@ -63,21 +62,10 @@ def training_problem(
     for model, cost in trained.items():
         micro = equal_microbatch(drawn, batch, rung, shape.share(model))
         transfer = max(transfer, transfer_ticks(cost, micro))
-        stages[model] = stage_costs(cost, costs.training_cost(model, cost), micro, longest, model in split)
+        stages[model] = cost.stage_costs(longest, model in split, costs.stage_seconds(model, cost, micro))
     return replace(fused_problem(layouts, rung, stages, alternate=alternate), transfer=transfer)
 
 
 def transfer_ticks(cost: AnalyticCost, micro: MicrobatchTokens) -> int:
     """Ticks that a hidden state takes to the next stage."""
     return round(cost.send_seconds(micro.tokens) / TICK_SECONDS)
-
-
-def stage_costs(
-    analytic: AnalyticCost,
-    training: TrainingCost,
-    micro: MicrobatchTokens,
-    longest: MicrobatchTokens,
-    split: bool = False,
-) -> StageCosts:
-    """Costs of a model's stages: times for `micro`, activations for `longest`, as in `training_problem`."""
-    return analytic.stage_costs(longest, TICK_SECONDS, split, training.stage_seconds(micro))
