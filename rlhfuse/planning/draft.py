@@ -7,13 +7,13 @@ samples; as cap what a rank has beside them. Paper section 6, parallel strategy 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
-from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.settings import FusionConfig, RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.forms.training import MicrobatchTokens
@@ -34,7 +34,7 @@ from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.planning.training.split_choice import SplitChoice, choose_split
 from rlhfuse.planning.training.stage_cuts import with_cuts
 from rlhfuse.planning.training.training_orders import given_schedules
-from rlhfuse.planning.training.training_problem import longest_microbatch, training_problem
+from rlhfuse.planning.training.training_problem import TrainingWork, longest_microbatch
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -185,10 +185,16 @@ class PlanDraft:
     def longest_microbatch(self) -> MicrobatchTokens:
         return longest_microbatch(self.run.config.longest_sample, self.batch)
 
+    @property
+    def work(self) -> TrainingWork:
+        alternates = self.run.config.fusion.alternates
+        return TrainingWork(
+            self.analytic, self.costs, self.batch, self.inputs.drawn, self.longest_microbatch, alternates
+        )
+
     def stated(self, rung: int, split: frozenset[str]) -> FusionProblem:
         """The problem of a mini-batch by M1 and the models whose backwards are split."""
-        state = _statement(self.run, self.inputs, self.batch, self.analytic, self.costs, self.memory)
-        return state(rung, split)
+        return _stated(self.run.config.fusion, self.memory, self.work, rung, split)
 
     @cached_property
     def problems(self) -> Mapping[int, FusionProblem]:
@@ -217,7 +223,8 @@ def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: Dr
     ranks = rank_map(training_layouts(tasks), config.fusion.alternates)
     cache, limits, memory = _sizes(run, inputs, batch, ranks, analytic, costs)
 
-    state, shares = _statement(run, inputs, batch, analytic, costs, memory), inputs.drawn.rungs(batch.cut)
+    work = TrainingWork(analytic, costs, batch, inputs.drawn, longest, config.fusion.alternates)
+    state, shares = partial(_stated, config.fusion, memory, work), inputs.drawn.rungs(batch.cut)
     trained = [costs.stage_seconds(task.role, analytic[task.name], longest) for task in tasks if task.training]
     stated = partial(state, likeliest(shares))
     split = choose_split(config.fusion, all(seconds.split for seconds in trained), stated)
@@ -231,26 +238,15 @@ def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: Dr
     return PlanDraft(run, inputs, tasks, batch, ranks, analytic, costs, memory, generation, training)
 
 
-def _statement(
-    run: SettledRun,
-    inputs: DraftInputs,
-    batch: BatchArithmetic,
-    analytic: Mapping[str, AnalyticCost],
-    costs: CostTable,
-    memory: MemoryBudget,
-) -> Callable[[int, frozenset[str]], FusionProblem]:
-    """States the problem of a mini-batch by M1 and the models whose backwards are split."""
-    longest, fusion = longest_microbatch(run.config.longest_sample, batch), run.config.fusion
-
-    def state(rung: int, split: frozenset[str]) -> FusionProblem:
-        made = training_problem(analytic, batch, rung, inputs.drawn, longest, costs, fusion.alternates, split)
-        cap, held = memory.limit, memory.training_bytes
-        if not (fusion.by_rule or fusion.schedule):  # one is searched, into the headroom only if the leanest needs it
-            least = max(map(sum, zip(held, min_memory(made))))
-            cap = max(memory.cap, min(least, memory.limit))
-        return replace(made, memory_cap=cap, static_memory=held)
-
-    return state
+def _stated(
+    fusion: FusionConfig, memory: MemoryBudget, work: TrainingWork, rung: int, split: frozenset[str]
+) -> FusionProblem:
+    """The problem of a mini-batch by M1 and the models whose backwards are split, held to the memory of a rank."""
+    made, cap, held = work.problem(rung, split), memory.limit, memory.training_bytes
+    if not (fusion.by_rule or fusion.schedule):  # one is searched, into the headroom only if the leanest needs it
+        least = max(map(sum, zip(held, min_memory(made))))
+        cap = max(memory.cap, min(least, memory.limit))
+    return replace(made, memory_cap=cap, static_memory=held)
 
 
 def _sizes(

@@ -28,7 +28,7 @@ from rlhfuse.planning.memory.memory_budget import RESTING, OptimizerOffload, inp
 from rlhfuse.planning.search.floors import work_bound
 from rlhfuse.planning.search.space import token_budgets
 from rlhfuse.planning.training.stage_cuts import with_cut
-from rlhfuse.planning.training.training_problem import TICK_SECONDS, longest_microbatch, training_problem
+from rlhfuse.planning.training.training_problem import TICK_SECONDS, TrainingWork, longest_microbatch
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import fused_shape
 
@@ -61,7 +61,7 @@ def _layout_options(work: RunWork, task: str, uncut: AnalyticCost, room: float) 
         cost = known.setdefault(cut, replace(uncut, layout=cut))
         step, problem = 0.0, None
         for rung, share in work.inputs.drawn.rungs(batch.cut).items():
-            problem = training_problem({task: cost}, batch, rung, work.inputs.drawn, longest, analytic_table(cost))
+            problem = TrainingWork({task: cost}, analytic_table(cost), batch, work.inputs.drawn, longest).problem(rung)
             shape, host = fused_shape({role: cut}), {str(role): cost.host_seconds}
             least = work.inputs.cores.least_time(problem, shape, host)
             step += share * max(work_bound(problem), float(least)) * TICK_SECONDS

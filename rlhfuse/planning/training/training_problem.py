@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
@@ -38,32 +38,38 @@ def equal_microbatch(drawn: DrawnBatches, batch: BatchArithmetic, rung: int, sha
     return drawn.microbatch(batch.cut, rung, share.layout.dp, share.depth)
 
 
-def training_problem(
-    analytic: Mapping[str, AnalyticCost],
-    batch: BatchArithmetic,
-    rung: int,
-    drawn: DrawnBatches,
-    longest: MicrobatchTokens,
-    costs: CostTable,
-    alternate: bool = True,
-    split: Collection[str] = (),
-) -> FusionProblem:
-    """A mini-batch of `rung` micro-batches per actor pipeline on one fused group, without a memory cap; backwards of
-    the models in `split` in two parts.
+@dataclass(frozen=True)
+class TrainingWork:
+    """What the scheduling problems of a run's mini-batches follow from.
 
-    What a stage computes reaches the next one a `transfer` later, by the slowest hop of any model; the sender goes on.
-    Times are for the micro-batches of `drawn`, in ticks of TICK_SECONDS: measured where `costs` has them, else
-    analytic. Activations are for the `longest`, in bytes.
+    `analytic`: rooflines by task. Times are for the micro-batches of `drawn`: measured where `costs` has them, else
+    analytic. Activations are for the `longest` micro-batch.
     """
-    trained = {dict(TASK_ROLES)[task]: analytic[task] for task in TRAINED if task in analytic}
-    layouts: dict[str, ParallelLayout] = {model: cost.layout for model, cost in trained.items()}
-    stages: dict[str, StageCosts] = {}
-    shape, transfer = fused_shape(layouts, alternate), 0
-    for model, cost in trained.items():
-        micro = equal_microbatch(drawn, batch, rung, shape.share(model))
-        transfer = max(transfer, transfer_ticks(cost, micro))
-        stages[model] = cost.stage_costs(longest, model in split, costs.stage_seconds(model, cost, micro))
-    return replace(fused_problem(layouts, rung, stages, alternate=alternate), transfer=transfer)
+
+    analytic: Mapping[str, AnalyticCost]
+    costs: CostTable
+    batch: BatchArithmetic
+    drawn: DrawnBatches
+    longest: MicrobatchTokens
+    alternates: bool = True
+
+    def problem(self, rung: int, split: Collection[str] = ()) -> FusionProblem:
+        """A mini-batch of `rung` micro-batches per actor pipeline on one fused group, without a memory cap; backwards
+        of the models in `split` in two parts. Ticks of TICK_SECONDS, and bytes.
+
+        What a stage computes reaches the next one a `transfer` later, by the slowest hop of any model; the sender goes
+        on.
+        """
+        trained = {dict(TASK_ROLES)[task]: self.analytic[task] for task in TRAINED if task in self.analytic}
+        layouts: dict[str, ParallelLayout] = {model: cost.layout for model, cost in trained.items()}
+        stages: dict[str, StageCosts] = {}
+        shape, transfer = fused_shape(layouts, self.alternates), 0
+        for model, cost in trained.items():
+            micro = equal_microbatch(self.drawn, self.batch, rung, shape.share(model))
+            transfer = max(transfer, transfer_ticks(cost, micro))
+            seconds = self.costs.stage_seconds(model, cost, micro)
+            stages[model] = cost.stage_costs(self.longest, model in split, seconds)
+        return replace(fused_problem(layouts, rung, stages, alternate=self.alternates), transfer=transfer)
 
 
 def transfer_ticks(cost: AnalyticCost, micro: MicrobatchTokens) -> int:
