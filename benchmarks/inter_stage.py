@@ -22,11 +22,11 @@ from run_report.timeline import GenInferTimeline, simulate_gen_infer
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import StepObservation
+from rlhfuse.costs.table import CostTable
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.migration import MigrationPlan
-from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import sweep_threshold
 
@@ -76,19 +76,20 @@ class Sizes:
         """KV blocks of an instance: a quarter of all samples at their longest; few get there."""
         return max(self.samples * -(-(self.max_prompt + self.max_output) // BLOCK_TOKENS) // 4, 5 * self.samples)
 
-    def limits(self, costs: MeasuredCost, lengths: SampleLengths) -> InstanceLimits:
+    def limits(self, costs: CostTable, lengths: SampleLengths) -> InstanceLimits:
         """BS_max from the costs at the batch's median context, as a training run finds it."""
         token_bytes = self.spec("actor").kv_bytes_per_token(ELEMENT_BYTES)
-        return InstanceLimits(
+        limits = InstanceLimits(
             max_sequences=self.samples,
             kv_capacity_bytes=self.blocks * BLOCK_TOKENS * token_bytes,
             kv_bytes_per_token=token_bytes,
             block_tokens=BLOCK_TOKENS,
-            bs_max=largest_flat_batch(costs, lengths.median_context, self.samples),
+            bs_max=costs.largest_flat_batch(lengths.median_context, self.samples),
             max_prompt_tokens=self.max_prompt,
             max_output_tokens=self.max_output,
             score_tokens=self.score_tokens,
         )
+        return replace(limits, move_cost=costs.move_cost(limits))
 
 
 FULL = tuple(Sizes(*pair, 640, 1728, 1024, 64, 32, 384, 512) for pair in (("1:2", 6, 12), ("2:1", 6, 3)))
@@ -178,7 +179,7 @@ GUESS = {
 }
 
 
-def fit_costs(runs: Sequence[Run], free_moves: bool = False) -> MeasuredCost:
+def fit_costs(runs: Sequence[Run], free_moves: bool = False) -> CostTable:
     """From what the runs observed, as a training fits its costs; `free_moves`: migration and loading take no time."""
     rows: dict[str, list[Any]] = {kind: [] for kind in GUESS}
     for run in runs:
@@ -192,7 +193,7 @@ def fit_costs(runs: Sequence[Run], free_moves: bool = False) -> MeasuredCost:
         rows["score"],
         rows["migration"],
         *([row[0] for row in rows[kind]] for kind in ("load", "meeting", "release")),
-    )
+    ).table
 
 
 def main() -> None:
@@ -276,7 +277,7 @@ class Case:
         return sorted({(self.sizes.samples * percent + 50) // 100 for percent in percents})
 
     def _run(self, threshold: int) -> Run:
-        run = Run(self.ranks.ask("run", threshold, fusion_limits(self.costs, self.limits)))
+        run = Run(self.ranks.ask("run", threshold, self.limits))
         self.measurement.say(f"{self.sizes.name}, R_t {threshold}: {run.seconds:.2f} s")
         self.digests |= {rank["digest"] for rank in run.ranks}
         return run

@@ -19,7 +19,7 @@ from random_models import ModelRank, together
 
 from rlhfuse.base.clock import Clock
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.decisions.migration import FusionLimits
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
@@ -111,7 +111,7 @@ class FusionRank(ModelRank):
         self.engine.pause()
         return [tuple(result.tokens) for result in results]
 
-    def run(self, threshold: int, limits: FusionLimits) -> dict[str, Any]:
+    def run(self, threshold: int, limits: InstanceLimits) -> dict[str, Any]:
         """Generate and score the batch, from a barrier on; the sums are over all ranks, equal on each."""
         self.engine.resume()
         if self.engine.loop.guesser:  # each run is a first one: it must not remember what it is going to write

@@ -11,12 +11,12 @@ from paper.settings import ELEMENT_BYTES, GPUS, MAX_PROMPT
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.collectives import ring_all_reduce_seconds
-from rlhfuse.costs.cost_model import MicrobatchTokens
+from rlhfuse.costs.analytic_table import analytic_table
 from rlhfuse.costs.fits import Line
+from rlhfuse.costs.forms.collectives import ring_all_reduce_seconds
+from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.costs.job_cost import JobCost
-from rlhfuse.planning.paced_cost import PacedCost, TrainingPrice
+from rlhfuse.costs.paced import PacedCost, TrainingPrice
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.tools.paced_plan import generation_lines, training_price
 
@@ -30,7 +30,7 @@ def paced_cost(pair: Pair, sequences: int, lengths: SampleLengths, max_output: i
     actor, critic = pair
     generation = cost(actor, False, ParallelLayout(1, TP, 1))
     scorer = cost(critic, True, ParallelLayout(1, TP, 1))
-    job = JobCost(generation, (generation, scorer, scorer), cross_node=True)
+    job = analytic_table(generation, (generation, scorer, scorer), cross_node=True)
     prompt, context = sum(lengths.prompt) / len(lengths), lengths.median_context
     token_bytes = llama(actor).kv_bytes_per_token(ELEMENT_BYTES)
     lines = generation_lines(job, sequences, prompt, context, SCORE_TOKENS, token_bytes)
@@ -59,7 +59,7 @@ def price_of(name: str, scalar_head: bool, tokens: float) -> TrainingPrice:
     link = trained.hardware.cross_link_bandwidth
     step = ring_all_reduce_seconds(trained.memory.weights_bytes(), trained.layout.dp, link)
     move = cost(name, scalar_head, ParallelLayout(1, TP, 1)).memory.weights_bytes() / link
-    return training_price(trained, cut, MicrobatchTokens(tokens, 1, tokens), step, move)
+    return training_price(trained.stage_seconds, cut, MicrobatchTokens(tokens, 1, tokens), step, move)
 
 
 def _padded(price: TrainingPrice, tokens: float) -> TrainingPrice:

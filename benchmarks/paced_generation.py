@@ -15,7 +15,6 @@ from paced_training import Run
 from processes import ALLOCATOR, Ranks
 from run_report.timeline import simulate_gen_infer
 
-from rlhfuse.simulator.instance_limits import fusion_limits
 from rlhfuse.simulator.threshold import sweep_threshold
 
 INSTANCES, SEQUENCES = 16, 16  # sequences of an instance
@@ -58,11 +57,11 @@ class Case:
         token_bytes = self.sizes.spec("actor").kv_bytes_per_token(ELEMENT_BYTES)
         cost = paced_cost(PAIR, SEQUENCES, self.lengths, longest, pads=False)
         self.cost = cost.of_run(self.stretch, token_bytes)
-        self.limits = self.sizes.limits(self.cost, self.lengths)
+        self.limits = self.sizes.limits(self.cost.table, self.lengths)
 
     def measure(self) -> list[str]:
         made = {"sizes": asdict(self.sizes), "seed": self.measurement.arguments.seed, "cost": self.cost.to_dict()}
-        best = sweep_threshold(self.lengths, self.instances, self.cost, self.limits).threshold
+        best = sweep_threshold(self.lengths, self.instances, self.cost.table, self.limits).threshold
         swept = sorted({(self.sizes.samples * percent + 50) // 100 for percent in self.percents} | {best})
         with Ranks("paced_rank:PacedInstance", self.instances, ALLOCATOR, fork=True, **made) as ranks:
             ranks.ask("load", self.lengths, self.measurement.arguments.seed)
@@ -79,10 +78,10 @@ class Case:
         return self._row(runs, best)
 
     def _predict(self, threshold: int) -> float:
-        return simulate_gen_infer(self.lengths, self.instances, self.cost, self.limits, threshold).total_seconds
+        return simulate_gen_infer(self.lengths, self.instances, self.cost.table, self.limits, threshold).total_seconds
 
     def _run(self, threshold: int) -> Run:
-        answers = self.ranks.ask("run", threshold, fusion_limits(self.cost, self.limits))
+        answers = self.ranks.ask("run", threshold, self.limits)
         self.digests |= {answer["digest"] for answer in answers}
         seconds = max(answer["total_seconds"] for answer in answers)
         run = Run.of(answers, self.predicted[threshold], seconds)

@@ -25,7 +25,7 @@ from processes import train
 from random_models import write_llama
 
 from rlhfuse.base.files import write_json, write_text
-from rlhfuse.planning.paced_cost import PacedCost
+from rlhfuse.costs.paced import PacedCost
 from rlhfuse.simulator.lengths import SampleLengths
 
 ENDS, VOCAB = 4, 512  # tokens that end a response, of so many

@@ -19,14 +19,14 @@ from random_models import ModelRank, barrier, together
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.migration import FusionLimits
+from rlhfuse.costs.paced import PacedCost
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
 from rlhfuse.monitor.pace import PacedClock
 from rlhfuse.parallel.groups import trained_grid
 from rlhfuse.parallel.optimizer import ModelOptimizer
-from rlhfuse.planning.paced_cost import PacedCost
 from rlhfuse.schedule.ir.ranks import FusedRanks, neighbour_pairs, rank_map
 from rlhfuse.schedule.program.program import Program
 
@@ -138,7 +138,7 @@ class PacedInstance(FusionRank):
         self.clock = PacedClock(rank, PacedCost.from_dict(cost, "costs").prices(len(ROLES) - 1))
         super().__init__(rank, sizes, seed, self.clock)
 
-    def run(self, threshold: int, limits: FusionLimits) -> dict[str, Any]:
+    def run(self, threshold: int, limits: InstanceLimits) -> dict[str, Any]:
         self.clock.take_pace()
         start = time.perf_counter()
         told = super().run(threshold, limits)

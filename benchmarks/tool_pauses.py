@@ -33,8 +33,8 @@ from processes import ALLOCATOR, Ranks
 from run_report.timeline import simulate_gen_infer
 
 from rlhfuse.base.errors import run_program
-from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits
+from rlhfuse.costs.table import CostTable
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths, read_turns
 from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import sweep_threshold
@@ -99,7 +99,7 @@ class Case:
             self.lengths = SampleLengths(self.lengths.prompt, tuple(rank["outputs"]), turns=turns)
         self.limits = self._limits(self.costs)
 
-    def _limits(self, costs: MeasuredCost) -> InstanceLimits:
+    def _limits(self, costs: CostTable) -> InstanceLimits:
         limits = self.sizes.limits(costs, self.lengths)
         step = costs.decode_step_seconds(limits.bs_max, limits.bs_max * self.lengths.median_context)
         return replace(limits, active_share=self.lengths.active_share(step))
@@ -108,7 +108,7 @@ class Case:
         return sorted({(self.sizes.samples * percent + 50) // 100 for percent in percents})
 
     def _run(self, threshold: int, in_rounds: bool = False) -> Run:
-        run = Run(self.ranks.ask("run", threshold, fusion_limits(self.costs, self.limits), in_rounds))
+        run = Run(self.ranks.ask("run", threshold, self.limits, in_rounds))
         name = ROUNDS if in_rounds else f"R_t {threshold}" if threshold else SERIAL
         self.measurement.say(f"{name}: {run.seconds:.2f} s")
         self.digests |= {rank["digest"] for rank in run.ranks}

@@ -11,7 +11,7 @@ import numpy as np
 from inter_stage_rank import FIRST_TOKEN, FusionRank
 
 from rlhfuse.base.clock import Clock
-from rlhfuse.decisions.migration import FusionLimits
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.fusion.inter.iteration_store import IterationStore
 from rlhfuse.fusion.inter.tools import Answer
 from rlhfuse.gen.engine import Engine
@@ -103,6 +103,6 @@ class ToolRank(FusionRank):
             for request in self.requests
         ]
 
-    def run(self, threshold: int, limits: FusionLimits, in_rounds: bool = False) -> dict[str, Any]:
+    def run(self, threshold: int, limits: InstanceLimits, in_rounds: bool = False) -> dict[str, Any]:
         self.tool.begin(in_rounds)
         return super().run(threshold, limits)

@@ -20,7 +20,7 @@ LAYERS = {
 }
 # Within a room: what a subpackage may import of it beside itself. Modules beside subpackages import them all.
 WITHIN = {
-    "costs": {"forms": ("collectives", "fits")},
+    "costs": {"forms": ("fits",)},
     "fusion": {"intra": (), "inter": ()},
     "gen": {
         "core": (),

@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
-from trial_cost import TrialCost
-
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_bytes, write_json
 from rlhfuse.base.json_values import to_json
@@ -33,14 +31,15 @@ from rlhfuse.config.auto_layouts import searched_keys
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
-from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.machine import Host
+from rlhfuse.costs.speculation import fit_steps
+from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.settle import settle
-from rlhfuse.simulator.instance_limits import priced_limits
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
+from rlhfuse.simulator.simulation import priced_limits
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
 if TYPE_CHECKING:
@@ -165,21 +164,25 @@ def _trial(config: RunConfig, prompts: int) -> tuple[SampleLengths, GenerationTr
     return trial.lengths, trial, [told]
 
 
-def _trial_costs(draft: PlanDraft, trial: GenerationTrial, told: list[str]) -> CostModel:
+def _trial_costs(draft: PlanDraft, trial: GenerationTrial, told: list[str]) -> CostTable:
     """The draft's costs, with the steps of the trial in them where an instance is one process; says which."""
     if ParallelLayout.parse(draft.config.parallel.generation).tp > 1:
         told.append("steps are priced as in a plan: the trial ran in one process, an instance of the run has several")
         return draft.costs
-    measured = TrialCost.fit(trial.steps, draft.costs)
-    step, per_sequence, per_token = measured.decode.constant, *measured.decode.slopes
+    prefills = sum(step.prefill_tokens > 0 for step in trial.steps)
+    if not 0 < prefills < len(trial.steps):
+        made = f"{prefills} prefill and {len(trial.steps) - prefills} decode steps"
+        raise InputError(f"the trial made {made}; raise --trial")
+    steps = fit_steps(trial.steps)
+    step, per_sequence, per_token = steps.decode.constant, *steps.decode.slopes
     told.append(
         f"a decode step took {step * 1e6:.0f} us + {per_sequence * 1e6:.1f} us x sequences + "
         f"{per_token * 1e6:.3f} us x context tokens; scoring, loading and moving are priced as before"
     )
-    return measured
+    return draft.costs.with_steps(steps)
 
 
-def _calibrate(draft: PlanDraft, costs: CostModel, draws: int) -> Threshold:
+def _calibrate(draft: PlanDraft, costs: CostTable, draws: int) -> Threshold:
     """R_t of the instances that the plan has, at these costs."""
     config, lengths = draft.config, draft.inputs.lengths.samples
     limits = priced_limits(config.fusion.bs_max, draft.generation.limits, costs, lengths)

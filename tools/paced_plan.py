@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
-from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
 from rlhfuse.costs.fits import Line
+from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
+from rlhfuse.costs.paced import PacedCost, TrainingPrice
+from rlhfuse.costs.table import CostTable
 from rlhfuse.planning.draft import PlanDraft
-from rlhfuse.planning.paced_cost import PacedCost, TrainingPrice
 from rlhfuse.planning.price import weight_moves
 from rlhfuse.planning.training.training_problem import equal_microbatch
 
@@ -26,9 +28,9 @@ def paced_cost_of(draft: PlanDraft) -> PacedCost:
         analytic, rung, share = draft.analytic[task.name], draft.training.likeliest, draft.ranks.shape.share(task.role)
         micro = equal_microbatch(draft.inputs.drawn, batch, rung, share)
         cut = tuple(map(len, analytic.layout.stage_layers(analytic.spec.layers)))
-        step = draft.costs.step_seconds(task.role, analytic.optimizer_step_seconds())
-        cost = draft.costs.training_cost(task.role, analytic)
-        training[str(task.role)] = training_price(cost, cut, micro, step, moves[task.role])
+        step = draft.costs.steps.get(task.role, analytic.optimizer_step_seconds())
+        seconds = partial(draft.costs.stage_seconds, task.role, analytic)
+        training[str(task.role)] = training_price(seconds, cut, micro, step, moves[task.role])
     shapes = {str(role): f"{spec.layers}x{spec.hidden}" for role, spec in draft.specs.items()}
     learners = "/".join([*(shapes[role] for role in training), "-"][:2])
     models = f"{learners} on {draft.world_size} {draft.inputs.hardware.name}"
@@ -38,7 +40,7 @@ def paced_cost_of(draft: PlanDraft) -> PacedCost:
 
 
 def generation_lines(
-    costs: CostModel, sequences: int, prompt: float, context: float, score_tokens: int, token_bytes: int
+    costs: CostTable, sequences: int, prompt: float, context: float, score_tokens: int, token_bytes: int
 ) -> dict[str, Any]:
     """The fields of a MeasuredCost, of an instance that decodes up to so many `sequences` at the same time.
 
@@ -61,10 +63,14 @@ def generation_lines(
 
 
 def training_price(
-    cost: TrainingCost, cut: Sequence[int], micro: MicrobatchTokens, step: float, move: float
+    seconds: Callable[[MicrobatchTokens], StageSeconds],
+    cut: Sequence[int],
+    micro: MicrobatchTokens,
+    step: float,
+    move: float,
 ) -> TrainingPrice:
-    """Prices of stages of so many layers, around a usual micro-batch."""
-    each = [cost.stage_seconds(MicrobatchTokens(*(part * count for count in micro))).of(cut) for part in PARTS]
+    """Prices of stages of so many layers, around a usual micro-batch; `seconds`: of a micro-batch."""
+    each = [seconds(MicrobatchTokens(*(part * count for count in micro))).of(cut) for part in PARTS]
     stages = []
     for stage in range(len(cut)):
         forward, backward = zip(*(seconds[stage] for seconds in each))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.collectives import ring_gather_seconds
-from rlhfuse.costs.cost_model import MicrobatchTokens
+from rlhfuse.costs.forms.collectives import ring_gather_seconds
+from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.costs.kernels import Kernels
 
 WEIGHT_BYTES = 2  # bfloat16
@@ -51,7 +51,7 @@ class ModelCall:
         """`minibatches` optimizer steps over `batch` samples, each of `microbatches` per pipeline in 1F1B order."""
         sequences = batch / (self.model.layout.dp * minibatches * microbatches)
         tokens = sequences * sample_tokens
-        costs = self.model.stage_costs(MicrobatchTokens(tokens, sequences, tokens), tick_seconds=1e-6)
+        costs = self.model.stage_costs(MicrobatchTokens(tokens, sequences, tokens))
         send = 2 * self.send_seconds(tokens)  # hidden states on, their gradients back
         stages = [1e-6 * (f + b) + send for f, b in zip(costs.forward, costs.backward)]
         step = sum(stages) + (microbatches - 1) * max(stages)

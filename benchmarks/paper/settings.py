@@ -8,7 +8,7 @@ The tensor degree is 8, but 4 for 33B, whose 52 heads 8 does not divide: twice t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from paper.llamas import llama
@@ -16,14 +16,15 @@ from run_report.timeline import simulate_gen_infer
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.collectives import ring_all_reduce_seconds
-from rlhfuse.costs.cost_model import MicrobatchTokens
+from rlhfuse.costs.analytic_table import analytic_table
+from rlhfuse.costs.forms.collectives import ring_all_reduce_seconds
+from rlhfuse.costs.forms.training import TICK_SECONDS, MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.costs.job_cost import JobCost
+from rlhfuse.costs.table import CostTable
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.problem import fused_problem
 from rlhfuse.schedule.rules.builders import serial_makespan
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
@@ -36,7 +37,6 @@ SAMPLES, MINIBATCHES, GPUS = 512, 8, 256
 MAX_PROMPT, BS_MAX, SCORE_TOKENS, ELEMENT_BYTES = 1024, 16, 8192, 2
 KV_BYTES = 37.5e9  # of each device of an instance
 TASK_SECONDS = 0.3  # of variant K.3
-TICK_SECONDS = 1e-6
 
 Pair = tuple[str, str]  # actor, critic
 
@@ -68,14 +68,6 @@ class Cell:
         }
 
 
-class JobCostWithTasks(JobCost):
-    """Getting ready to score takes longer."""
-
-    @property
-    def swap_in(self) -> float:
-        return super().swap_in + TASK_SECONDS * len(self.scorers)
-
-
 def cost_of(name: str, scalar_head: bool, layout: ParallelLayout) -> AnalyticCost:
     spec = llama(name)
     spec.check_layout(layout, name)
@@ -93,14 +85,15 @@ def draw_lengths(max_length: int, draws: int, seed: int = 0) -> tuple[SampleLeng
     return tuple(SampleLengths(prompt, output) for output, prompt in batches)
 
 
-def job_of(pair: Pair, max_length: int, variant: str) -> tuple[int, JobCost, InstanceLimits]:
+def job_of(pair: Pair, max_length: int, variant: str) -> tuple[int, CostTable, InstanceLimits]:
     """Instances, as many as the actor's tensor degree makes, their costs and limits; scorers are no wider."""
     actor, critic = pair
     tp = DEGREES[actor][0]
     layout, scoring = ParallelLayout(1, tp, 1), ParallelLayout(1, min(tp, DEGREES[critic][0]), 1)
     scorers = (cost_of(actor, False, layout), cost_of(critic, True, scoring), cost_of(critic, True, scoring))
-    job = JobCostWithTasks if variant == "K.3" else JobCost
-    costs = job(cost_of(actor, False, layout), scorers, cross_node=True)
+    costs = analytic_table(cost_of(actor, False, layout), scorers, cross_node=True)
+    if variant == "K.3":  # getting ready to score takes longer
+        costs = replace(costs, swap_in=costs.swap_in + TASK_SECONDS * len(scorers))
     limits = InstanceLimits(
         max_sequences=256,
         kv_capacity_bytes=tp * KV_BYTES,
@@ -129,7 +122,7 @@ def training_seconds(pair: Pair, tokens: float) -> tuple[float, float]:
     costs = {role: cost_of(name, role == "critic", layouts[role]) for role, name in zip(layouts, pair)}
     microbatches = SAMPLES // MINIBATCHES // layouts["actor"].dp
     microbatch = MicrobatchTokens(tokens, 1, tokens)
-    stage_costs = {role: cost.stage_costs(microbatch, TICK_SECONDS) for role, cost in costs.items()}
+    stage_costs = {role: cost.stage_costs(microbatch) for role, cost in costs.items()}
     problem = fused_problem(layouts, microbatches, stage_costs)
     link = hardware_by_name("h800").cross_link_bandwidth
     reduction = sum(

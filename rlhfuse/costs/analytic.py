@@ -8,11 +8,11 @@ from functools import cached_property
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.config.values import Recompute
-from rlhfuse.costs.collectives import RankGroup, send_seconds
-from rlhfuse.costs.cost_model import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.forms import roofline
+from rlhfuse.costs.forms.collectives import RankGroup, send_seconds
 from rlhfuse.costs.forms.form import DecodeRow, decode_seconds
 from rlhfuse.costs.forms.roofline import Roofline
+from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.model_memory import ModelMemory, memory_on
 from rlhfuse.schedule.ir.problem import StageCosts
@@ -172,10 +172,6 @@ class AnalyticCost:
     # ---- training
 
     @property
-    def splits(self) -> bool:
-        return True
-
-    @property
     def host_seconds(self) -> tuple[float, ...]:
         """Seconds of each stage in which a GPU's host launches a micro-batch's layers, both ways, beside the device."""
         forward, backward = self._launches
@@ -193,18 +189,14 @@ class AnalyticCost:
         return forward, self.hardware.backward_launch_seconds or times * forward
 
     def stage_costs(
-        self,
-        micro: MicrobatchTokens,
-        tick_seconds: float = 1e-6,
-        split: bool = False,
-        seconds: StageSeconds | None = None,
+        self, micro: MicrobatchTokens, split: bool = False, seconds: StageSeconds | None = None
     ) -> StageCosts:
-        """One micro-batch on every pipeline stage: whole ticks of `tick_seconds`, at least one, and bytes per rank.
+        """One micro-batch on every pipeline stage: whole ticks, at least one, and bytes per rank.
 
         `seconds`: those of the ticks, in place of the micro-batch's own.
         """
         cut = tuple(map(len, self.layout.stage_layers(self.spec.layers)))
-        times = (seconds or self.stage_seconds(micro)).ticks(cut, tick_seconds, split)
+        times = (seconds or self.stage_seconds(micro)).ticks(cut, split)
         activation = self.memory.stage_bytes(cut, micro.tokens)
         if not split:
             return StageCosts(times[0], times[1], activation)

@@ -19,6 +19,7 @@ from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.base.remembered import remembered
 from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.costs.forms.training import TICK_SECONDS
 from rlhfuse.costs.hardware import at_speed, slowed
 from rlhfuse.costs.measured import MeasuredRatios, Work
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
@@ -166,9 +167,7 @@ class SharedCores:
         """Rates of a rank in training, where others wait; its optimizer steps know that none does then."""
         return replace(at_speed(core, self._alone), step_waiting=self.waiting)
 
-    def least_time(
-        self, problem: FusionProblem, shape: FusedShape, host: Mapping[str, Sequence[float]], tick_seconds: float
-    ) -> Number:
+    def least_time(self, problem: FusionProblem, shape: FusedShape, host: Mapping[str, Sequence[float]]) -> Number:
         """Ticks that no order of a problem undercuts: the work of all ranks of a machine over its cores, and what a
         rank's host launches beside its GPU; `host`: AnalyticCost.host_seconds by model, where seconds lack them.
 
@@ -180,7 +179,7 @@ class SharedCores:
             merge = shape.share(p.model).merge
             work += p.microbatches * pipeline_work(p) / merge
             for stage, seconds in enumerate(host.get(p.model, ())):  # of merged ones the mean
-                hosts[p.placement[stage // merge]] += p.microbatches * seconds / tick_seconds / merge
+                hosts[p.placement[stage // merge]] += p.microbatches * seconds / TICK_SECONDS / merge
         shared = work / problem.nodes * self.ranks * self._alone / self.count if self.waiting > 1 else 0
         return max(shared, *hosts)
 

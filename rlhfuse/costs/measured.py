@@ -1,4 +1,4 @@
-"""The CostModel of a running job: straight lines through what it measured, saved as costs.json.
+"""What the work of a running job costs: straight lines through what it measured, saved as costs.json.
 
 Paper section 4.2: the threshold is refined while training runs.
 """
@@ -14,11 +14,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.json_values import Versioned, read_json
-from rlhfuse.costs.cost_model import CostModel, RewardCost
+from rlhfuse.base.json_values import read_json
 from rlhfuse.costs.fits import Line, check_seconds
-from rlhfuse.costs.forms.form import DecodeRow, Form
+from rlhfuse.costs.forms.form import Form
+from rlhfuse.costs.profiled import check_made_for
 from rlhfuse.costs.speculation import Speculation, StepObservation, fit_steps
+from rlhfuse.costs.table import CostFile, CostTable, RewardCost
+from rlhfuse.tasks.role import ROLES
 
 COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}
 MEDIANS = ("swap_in", "meeting", "release")
@@ -47,13 +49,14 @@ class MeasuredRatios:
 
 
 @dataclass(frozen=True)
-class MeasuredCost(Versioned, CostModel):
+class MeasuredCost(CostFile):
     """Fitted to observations of one instance; swap-in, meeting (at the barrier) and release are medians.
 
     Means: a call of the reward function, None where there is none; `capture`, 0 where no CUDA graph was recorded.
     """
 
     version = 4
+    of_one_run, measures_training = True, False
 
     decode: Line  # of batch, context tokens; without guesses
     prefill: Line  # of tokens, sequences
@@ -117,23 +120,27 @@ class MeasuredCost(Versioned, CostModel):
         )
 
     @cached_property
-    def decode_form(self) -> Form:
-        return Form.of_line(self.decode)
+    def table(self) -> CostTable:
+        return self._table()
 
-    @cached_property
-    def prefill_form(self) -> Form:
-        return Form.of_line(self.prefill)
+    def _table(self, **more: Any) -> CostTable:
+        return CostTable(
+            decode=Form.of_line(self.decode),
+            prefill=Form.of_line(self.prefill),
+            score=Form.of_line(self.score),
+            transfer=Form.of_line(self.migration),
+            beside=self.speculation,
+            swap_in=self.swap_in,
+            capture=self.capture,
+            meeting=self.meeting,
+            release=self.release,
+            reward=self.reward,
+            **more,
+        )
 
-    def decode_row(self, batch: float) -> DecodeRow:
-        return DecodeRow() if self.speculation is None else self.speculation.decode_row(batch)
-
-    @cached_property
-    def score_form(self) -> Form:
-        return Form.of_line(self.score)
-
-    @cached_property
-    def transfer_form(self) -> Form:
-        return Form.of_line(self.migration)
+    def check(self, asked: Mapping[str, Any], where: str) -> None:
+        known = self.made_for or {}  # its scores are those of all models together
+        check_made_for(known, {**asked, **{role: asked.get(role) for role in ROLES if role in known}}, where)
 
     def __str__(self) -> str:
         lines = (f"{kind:10s} {getattr(self, kind).describe(*names)}" for kind, names in COLUMNS.items())

@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.json_values import Versioned, read_json
+from rlhfuse.base.json_values import read_json
 from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.cost_model import CostModel, TrainingCost
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.costs.profiled import ProfiledCost, check_made_for, made_for
+from rlhfuse.costs.profiled import ProfiledCost, made_for
+from rlhfuse.costs.table import CostFile, CostTable
 from rlhfuse.decisions.layouts import Task
 from rlhfuse.tasks.role import ROLES, Role
 
 
 @dataclass(frozen=True)
-class TensorProfiles(Versioned):
+class TensorProfiles(CostFile):
     """`profiles`: in each every task has the same degree."""
 
     version, kind = ProfiledCost.version, "profiles"
@@ -34,15 +34,13 @@ class TensorProfiles(Versioned):
         return tuple(int(profile.made_for["generation_tp"]) for profile in self.profiles)
 
     def link_bandwidth(self) -> float:
-        """As `CostModel.link_bandwidth`; the network is the same at every degree."""
+        """The network is the same at every degree."""
         return self.profiles[0].link_bandwidth()
 
-    def training_cost(self, role: str, analytic: TrainingCost) -> TrainingCost:
-        """Costs of training `role`, by the profile of its degree. Raises InputError where that was not measured."""
-        tp = analytic.layout.tp
+    def at(self, tp: int) -> CostTable:
         if tp not in self.degrees:
             raise InputError(f"tensor degree {tp} was not measured")
-        return self.profiles[self.degrees.index(tp)].training_cost(role, analytic)
+        return self.profiles[self.degrees.index(tp)].table
 
     def of(self, tasks: Sequence[Task], where: str = "profile") -> ProfiledCost:
         """What a run with these layouts would have measured: each task's grids from the profile of its degree.
@@ -78,7 +76,7 @@ class TensorProfiles(Versioned):
         return "\n".join(f"tensor degree {tp}\n{profile}" for tp, profile in zip(self.degrees, self.profiles))
 
 
-def load_costs(path: str | Path) -> CostModel | TensorProfiles:
+def load_costs(path: str | Path) -> CostFile:
     """profile.json of tools/profile_costs.py or the costs.json of a run. Raises InputError naming the file."""
     raw = read_json(path)
     kind = raw.get("kind") if isinstance(raw, dict) else None
@@ -88,21 +86,14 @@ def load_costs(path: str | Path) -> CostModel | TensorProfiles:
 
 
 def run_costs(
-    costs: CostModel | TensorProfiles,
-    trainer: TrainerConfig,
-    tasks: Sequence[Task],
-    specs: Mapping[Role, ModelSpec],
-    where: str,
-) -> CostModel:
-    """What was loaded from `where`, for the layouts of a run's `tasks`.
+    file: CostFile, trainer: TrainerConfig, tasks: Sequence[Task], specs: Mapping[Role, ModelSpec], where: str
+) -> CostTable:
+    """The table of what was loaded from `where`, for the layouts of a run's `tasks`; '': the costs of trainer.pace,
+    which are of other models.
 
     Raises InputError, also for a profile of other models or settings.
     """
-    if isinstance(costs, TensorProfiles):
-        costs = costs.of(tasks, where)
-    if where and isinstance(costs, (ProfiledCost, MeasuredCost)):  # else they are those of trainer.pace
-        known, asked = costs.made_for or {}, made_for(trainer, tasks, specs)
-        if isinstance(costs, MeasuredCost):  # its scores are those of all models together
-            asked |= {role: asked.get(role) for role in ROLES if role in known}
-        check_made_for(known, asked, where)
-    return costs
+    file = file.of(tasks, where)
+    if where:
+        file.check(made_for(trainer, tasks, specs), where)
+    return file.table

@@ -1,4 +1,4 @@
-"""The CostModel of a profiled machine: grids that tools/profile_costs.py measured, saved as profile.json.
+"""What work costs on a profiled machine: grids that tools/profile_costs.py measured, saved as profile.json.
 
 A profile says what it was made for, and refuses to price anything else. A stage of a training pipeline is as many
 layers as it has; embedding, output layer and loss are measured together and count at the last stage.
@@ -12,14 +12,14 @@ from functools import cached_property
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.json_values import Versioned
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, RewardCost, StageSeconds, TrainingCost
 from rlhfuse.costs.fits import Grid, check_seconds
 from rlhfuse.costs.forms.form import Form
+from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.costs.table import CostFile, CostTable, RewardCost
 from rlhfuse.decisions.layouts import Task
 from rlhfuse.tasks.role import ROLES, Role
 
@@ -36,34 +36,23 @@ class TrainingGrids:
     layer_backward_input: Grid | None = None  # B and W of a split backward; None: they were not measured
     layer_weight_gradient: Grid | None = None
 
-
-@dataclass(frozen=True)
-class ProfiledTraining:
-    """A TrainingCost of measured grids; both ends count for the last stage, whose output layer is most of them."""
-
-    grids: TrainingGrids
-    layout: ParallelLayout
-
-    @property
-    def splits(self) -> bool:
-        return self.grids.layer_weight_gradient is not None
-
-    def stage_seconds(self, micro: MicrobatchTokens) -> StageSeconds:
-        grids, inner = self.grids, ((0.0, 0.0),) * (self.layout.stages - 1)
-        layer = grids.layer_forward(micro.tokens), grids.layer_backward(micro.tokens)
-        ends = grids.ends_forward(micro.outputs), grids.ends_backward(micro.outputs)
-        backward, weights = grids.layer_backward_input, grids.layer_weight_gradient
+    def stage_seconds(self, role: str, layout: ParallelLayout, micro: MicrobatchTokens) -> StageSeconds:
+        """Both ends count for the last stage, whose output layer is most of them. Raises InputError for another tp."""
+        if self.tp != layout.tp:
+            raise InputError(f"the profile has no training of {role} with tp({layout.tp}); profile this config again")
+        inner = ((0.0, 0.0),) * (layout.stages - 1)
+        layer = self.layer_forward(micro.tokens), self.layer_backward(micro.tokens)
+        ends = self.ends_forward(micro.outputs), self.ends_backward(micro.outputs)
+        backward, weights = self.layer_backward_input, self.layer_weight_gradient
         split = None if backward is None or weights is None else (backward(micro.tokens), weights(micro.tokens))
         return StageSeconds(layer, (*inner, ends), split)
 
 
 @dataclass(frozen=True)
-class ProfiledCost(Versioned, CostModel):
-    """A CostModel of one generation instance; saves as JSON."""
+class ProfiledCost(CostFile):
+    """Grids of one generation instance; saves as JSON."""
 
     version, kind = 2, "profile"
-    measures_training = True
-    meeting = release = capture = 0.0
 
     made_for: Mapping[str, Any]  # device, dtype, tensor degrees, and each model's shape as text
     decode: Grid  # of batch, context of one sequence
@@ -79,33 +68,24 @@ class ProfiledCost(Versioned, CostModel):
         check_seconds("swap_in", self.swap_in)
 
     @cached_property
-    def decode_form(self) -> Form:
-        return Form.of_grids([(1.0, self.decode)])
+    def table(self) -> CostTable:
+        score = [(self._part(role), grid) for role, grid in self.score.items()]
+        return CostTable(
+            decode=Form.of_grids([(1.0, self.decode)]),
+            prefill=Form.of_grids([(1.0, self.prefill)]),
+            score=Form.of_grids(score),
+            transfer=Form.of_grids([(1.0, self.move)]),
+            swap_in=self.swap_in,
+            reward=self.reward,
+            training=self.training,
+        )
 
-    @cached_property
-    def prefill_form(self) -> Form:
-        return Form.of_grids([(1.0, self.prefill)])
-
-    @cached_property
-    def score_form(self) -> Form:
-        return Form.of_grids([(self._part(role), grid) for role, grid in self.score.items()])
-
-    @cached_property
-    def transfer_form(self) -> Form:
-        return Form.of_grids([(1.0, self.move)])
+    def check(self, asked: Mapping[str, Any], where: str) -> None:
+        check_made_for(self.made_for, asked, where)
 
     def _part(self, role: str) -> float:
         """Part of an instance that a replica of a model that scores has."""
         return int(self.made_for[f"{role}_inference_tp"]) / int(self.made_for["generation_tp"])
-
-    def training_cost(self, role: str, analytic: TrainingCost) -> TrainingCost:
-        known, layout = self.training.get(role), analytic.layout
-        if known is None or known.tp != layout.tp:
-            raise InputError(f"the profile has no training of {role} with tp({layout.tp}); profile this config again")
-        return ProfiledTraining(known, layout)
-
-    def score_bends(self) -> tuple[float, ...]:
-        return tuple(tokens for grid in self.score.values() for tokens in grid.axes[0])
 
     def beyond(self, sequences: float, context: float, pack: float, training: Mapping[str, float]) -> tuple[str, ...]:
         asked = {

@@ -1,7 +1,7 @@
 """What guesses cost a decode step and give it, measured: steps are not tokens where an engine speculates.
 
 A step of b sequences with g guesses gives each of them 1 + accepted / b tokens. The seconds of one token of each, which
-is what a CostModel calls a decode step, are the step's seconds over these tokens. `GuessRows` compares them with those
+is what a CostTable calls a decode step, are the step's seconds over these tokens. `GuessRows` compares them with those
 of plain steps while an engine runs; `fit_steps` puts both into a price afterwards.
 """
 

@@ -5,18 +5,15 @@ Every rank computes the same plan from the same numbers; the simulator and the r
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from numba.extending import register_jitable
 
 from rlhfuse.base.errors import InputError
-
-MoveMode = Literal["kv", "tokens"]
+from rlhfuse.decisions.instance_limits import InstanceLimits, MoveMode, SampleMoveCost
 
 
 @dataclass(frozen=True)
@@ -32,30 +29,6 @@ class UnfinishedSample:
     tokens: int
     kv_tokens: int
     shared_blocks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class SampleMoveCost:
-    """Two straight lines: of sending keys and values, and of the prefill that builds them again from tokens."""
-
-    kv_bytes_per_token: float
-    transfer_latency_seconds: float
-    transfer_seconds_per_byte: float
-    prefill_seconds_per_token: float
-    prefill_latency_seconds: float = 0.0
-
-    def mode(self, sent_tokens: int, run_tokens: int) -> MoveMode:
-        """The quicker of sending the cache of `sent_tokens` and running `run_tokens`; equal goes with the cache."""
-        return "kv" if is_sent(self, sent_tokens, run_tokens) else "tokens"
-
-
-@register_jitable(error_model="numpy", _nrt=False)
-def is_sent(cost, sent_tokens, run_tokens):
-    """Whether sending the cache of `sent_tokens` takes no longer than running `run_tokens`, at a SampleMoveCost."""
-    volume = sent_tokens * cost.kv_bytes_per_token
-    send = cost.transfer_latency_seconds + volume * cost.transfer_seconds_per_byte if sent_tokens else 0.0
-    run = cost.prefill_latency_seconds + run_tokens * cost.prefill_seconds_per_token if run_tokens else 0.0
-    return send <= run
 
 
 class SharedBlocks:
@@ -149,55 +122,14 @@ class MigrationPlan:
         return MigrationPlan(groups["destinations"], groups["freed"], tuple(moves), groups["stays"])
 
 
-def destination_count(
-    threshold: int,
-    bs_max: int,
-    sample_kv_bytes: float,
-    capacity_kv_bytes: float,
-    instances: int,
-    active_share: float = 1.0,
-) -> int:
-    """m of n instances keep decoding when `threshold` samples remain. Raises InputError below two instances.
-
-        m = ceil(max(a R_t / BS_max, a R_t x M / C)), at least 1 and at most n - 1
-
-    `bs_max` (BS_max): the largest batch that decodes about as fast as one sequence; `sample_kv_bytes` (M): the longest
-    prompt plus maximum output; `capacity_kv_bytes` (C): of an instance; `active_share` (a): of their time in which
-    samples decode, and don't pause: a paused one has no row, and no cache that others cannot take.
-    """
-    if instances < 2:
-        raise InputError(f"{instances} generation instance: none can be freed; inter-stage fusion needs at least 2")
-    if bs_max < 1 or capacity_kv_bytes <= 0:
-        raise InputError(f"BS_max={bs_max} and C={capacity_kv_bytes} bytes must both be above 0")
-    # A hair is taken off before rounding up, so that an exact quotient does not gain an instance by rounding.
-    needed = active_share * max(threshold / bs_max, threshold * sample_kv_bytes / capacity_kv_bytes)
-    return min(max(math.ceil(needed - 1e-9), 1), instances - 1)
-
-
-@dataclass(frozen=True)
-class FusionLimits:
-    """What decides m and how samples move (BS_max, M, C of paper section 4.2), and the size of a scoring pack.
-
-    `active_share` (a): decoding / (decoding + pauses for tools).
-    """
-
-    bs_max: int
-    sample_kv_bytes: float  # M
-    capacity_kv_bytes: float  # C
-    block_tokens: int
-    move_cost: SampleMoveCost
-    score_tokens: int  # token budget of one scoring pack
-    active_share: float = 1.0
-
-
 def plan_at_threshold(
-    threshold: int, states: Sequence[UnfinishedSample], free_blocks: Sequence[int], limits: FusionLimits
+    threshold: int, states: Sequence[UnfinishedSample], free_blocks: Sequence[int], limits: InstanceLimits
 ) -> MigrationPlan | None:
     """The plan once `threshold` samples remain; None where nothing is left to decode or there is one instance."""
     if not states or len(free_blocks) < 2:
         return None
-    sizes = limits.bs_max, limits.sample_kv_bytes, limits.capacity_kv_bytes
-    m = destination_count(threshold, *sizes, len(free_blocks), limits.active_share)
+    assert limits.move_cost is not None, "limits have been priced"
+    m = limits.destinations(threshold, len(free_blocks))
     return plan_migration(states, m, free_blocks, limits.block_tokens, limits.move_cost)
 
 

@@ -21,7 +21,8 @@ from rlhfuse.base.clock import Clock
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.speculation import GuessRows
-from rlhfuse.decisions.migration import MoveMode, UnfinishedSample
+from rlhfuse.decisions.instance_limits import MoveMode
+from rlhfuse.decisions.migration import UnfinishedSample
 from rlhfuse.gen.core.block_manager import BlockManager
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import ModelWeights

@@ -7,23 +7,25 @@ samples; as cap what a rank has beside them. Paper section 6, parallel strategy 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.settings import FusionConfig, RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens
+from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.machine import SharedCores
-from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
+from rlhfuse.costs.paced import PacedCost, load_paced_cost
+from rlhfuse.costs.profile_files import load_costs, run_costs
+from rlhfuse.costs.table import CostFile, CostTable
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import MemoryBudget, check_host_memory, memory_budget
-from rlhfuse.planning.paced_cost import PacedCost, load_paced_cost
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.rooflines import Rooflines
 from rlhfuse.planning.settled_run import SettledRun
@@ -31,13 +33,13 @@ from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.planning.training.split_choice import SplitChoice, choose_split
 from rlhfuse.planning.training.stage_cuts import with_cuts
 from rlhfuse.planning.training.training_orders import given_schedules
-from rlhfuse.planning.training.training_problem import longest_microbatch, training_problem
+from rlhfuse.planning.training.training_problem import TrainingWork, longest_microbatch
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import min_memory
-from rlhfuse.simulator.instance_limits import InstanceLimits, priced_limits
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.simulation import priced_limits
 from rlhfuse.simulator.threshold import Threshold, load_threshold
 from rlhfuse.tasks.role import POLICY, Role
 
@@ -47,14 +49,15 @@ class DraftInputs:
     """What the drafts of a run share whatever its layouts are.
 
     `drawn`: batches of `lengths`, for which all seconds are. `measured`: what fusion.profile or trainer.pace holds,
-    None without.
+    None without; `paced`: the latter alone.
     """
 
     hardware: HardwareSpec
     cores: SharedCores
     lengths: PlannedLengths
     drawn: DrawnBatches
-    measured: CostModel | TensorProfiles | None
+    measured: CostFile | None
+    paced: PacedCost | None = None
 
     @staticmethod
     def of(run: SettledRun, lengths: SampleLengths | None = None) -> DraftInputs:
@@ -81,12 +84,12 @@ class DraftInputs:
         if measured and world_size > hardware.devices_per_node:  # its first and last instance were on two machines
             link = min(hardware.cross_link_bandwidth, measured.link_bandwidth())
             hardware = replace(hardware, cross_link_bandwidth=link)
-        cores = SharedCores.of(config.trainer.threads_per_rank, hardware, world_size, run.host)
+        cores, paced = SharedCores.of(config.trainer.threads_per_rank, hardware, world_size, run.host), None
         if config.trainer.pace:
             token_bytes = run.specs[POLICY].kv_bytes_per_token(config.trainer.element_bytes)
-            measured = load_paced_cost(config.trainer.pace).of_run(config.trainer.pace_stretch, token_bytes)
+            measured = paced = load_paced_cost(config.trainer.pace).of_run(config.trainer.pace_stretch, token_bytes)
             cores = SharedCores()  # what sleeps takes none
-        return DraftInputs(hardware, cores, planned, drawn, measured)
+        return DraftInputs(hardware, cores, planned, drawn, measured, paced)
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class PlanDraft:
     batch: BatchArithmetic
     ranks: FusedRanks
     analytic: Mapping[str, AnalyticCost]
-    costs: CostModel
+    costs: CostTable
     memory: MemoryBudget
     generation: GenerationDraft
     training: TrainingDraft
@@ -164,29 +167,35 @@ class PlanDraft:
     @property
     def paced(self) -> str:
         """In a paced run whose costs its work lasts for, else ''."""
-        costs, stretch = self.costs, self.run.config.trainer.pace_stretch
-        return f"{costs.models}, x{stretch:g}" if isinstance(costs, PacedCost) else ""
+        paced, stretch = self.inputs.paced, self.run.config.trainer.pace_stretch
+        return f"{paced.models}, x{stretch:g}" if paced else ""
 
     @property
     def host_seconds(self) -> dict[str, tuple[float, ...]]:
         """Seconds of launches by trained model and stage; measured training includes them, so there are none then."""
-        trained = (task for task in self.tasks if task.training and not self.costs.measures_training)
+        trained = (task for task in self.tasks if task.training and self.costs.training is None)
         return {task.role: self.analytic[task.name].host_seconds for task in trained}
 
     @property
     def step_seconds(self) -> float:
         """Seconds of a mini-batch's optimizer steps: all models that train, one after the other."""
         trained = [(task.role, self.analytic[task.name]) for task in self.tasks if task.training]
-        return sum(self.costs.step_seconds(role, cost.optimizer_step_seconds()) for role, cost in trained)
+        return sum(self.costs.steps.get(role, cost.optimizer_step_seconds()) for role, cost in trained)
 
     @property
     def longest_microbatch(self) -> MicrobatchTokens:
         return longest_microbatch(self.run.config.longest_sample, self.batch)
 
+    @property
+    def work(self) -> TrainingWork:
+        alternates = self.run.config.fusion.alternates
+        return TrainingWork(
+            self.analytic, self.costs, self.batch, self.inputs.drawn, self.longest_microbatch, alternates
+        )
+
     def stated(self, rung: int, split: frozenset[str]) -> FusionProblem:
         """The problem of a mini-batch by M1 and the models whose backwards are split."""
-        state = _statement(self.run, self.inputs, self.batch, self.analytic, self.costs, self.memory)
-        return state(rung, split)
+        return _stated(self.run.config.fusion, self.memory, self.work, rung, split)
 
     @cached_property
     def problems(self) -> Mapping[int, FusionProblem]:
@@ -204,21 +213,22 @@ def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: Dr
     batch = run.rules.batch(tasks)
     inputs = inputs or DraftInputs.of(run, lengths)
     rooflines = Rooflines.of(run, inputs.hardware, inputs.cores)
-    analytic, costs = rooflines.costs(tasks), inputs.measured
-    if costs is None:
-        costs = rooflines.job_cost(analytic, run.world_size, inputs.lengths.samples)
+    analytic = rooflines.costs(tasks)
+    if inputs.measured is None:
+        costs = rooflines.table(analytic, run.world_size, inputs.lengths.samples)
     else:
-        costs = run_costs(costs, config.trainer, tasks, run.specs, config.fusion.profile)
+        costs = run_costs(inputs.measured, config.trainer, tasks, run.specs, config.fusion.profile)
     longest = longest_microbatch(config.longest_sample, batch)
     tasks = with_cuts(config.parallel.stage_layers, tasks, analytic, costs, longest)
     analytic = rooflines.costs(tasks)
     ranks = rank_map(training_layouts(tasks), config.fusion.alternates)
     cache, limits, memory = _sizes(run, inputs, batch, ranks, analytic, costs)
 
-    state, shares = _statement(run, inputs, batch, analytic, costs, memory), inputs.drawn.rungs(batch.cut)
-    trained = [costs.training_cost(task.role, analytic[task.name]) for task in tasks if task.training]
+    work = TrainingWork(analytic, costs, batch, inputs.drawn, longest, config.fusion.alternates)
+    state, shares = partial(_stated, config.fusion, memory, work), inputs.drawn.rungs(batch.cut)
+    trained = [costs.stage_seconds(task.role, analytic[task.name], longest) for task in tasks if task.training]
     stated = partial(state, likeliest(shares))
-    split = choose_split(config.fusion, trained, stated)
+    split = choose_split(config.fusion, all(seconds.split for seconds in trained), stated)
     problems = {rung: state(rung, split.models) for rung in shares}
     given = given_schedules(config.fusion, problems, ranks.shape)
     least = min_memory(problems[likeliest(shares)])
@@ -229,26 +239,15 @@ def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: Dr
     return PlanDraft(run, inputs, tasks, batch, ranks, analytic, costs, memory, generation, training)
 
 
-def _statement(
-    run: SettledRun,
-    inputs: DraftInputs,
-    batch: BatchArithmetic,
-    analytic: Mapping[str, AnalyticCost],
-    costs: CostModel,
-    memory: MemoryBudget,
-) -> Callable[[int, frozenset[str]], FusionProblem]:
-    """States the problem of a mini-batch by M1 and the models whose backwards are split."""
-    longest, fusion = longest_microbatch(run.config.longest_sample, batch), run.config.fusion
-
-    def state(rung: int, split: frozenset[str]) -> FusionProblem:
-        made = training_problem(analytic, batch, rung, inputs.drawn, longest, costs, fusion.alternates, split)
-        cap, held = memory.limit, memory.training_bytes
-        if not (fusion.by_rule or fusion.schedule):  # one is searched, into the headroom only if the leanest needs it
-            least = max(map(sum, zip(held, min_memory(made))))
-            cap = max(memory.cap, min(least, memory.limit))
-        return replace(made, memory_cap=cap, static_memory=held)
-
-    return state
+def _stated(
+    fusion: FusionConfig, memory: MemoryBudget, work: TrainingWork, rung: int, split: frozenset[str]
+) -> FusionProblem:
+    """The problem of a mini-batch by M1 and the models whose backwards are split, held to the memory of a rank."""
+    made, cap, held = work.problem(rung, split), memory.limit, memory.training_bytes
+    if not (fusion.by_rule or fusion.schedule):  # one is searched, into the headroom only if the leanest needs it
+        least = max(map(sum, zip(held, min_memory(made))))
+        cap = max(memory.cap, min(least, memory.limit))
+    return replace(made, memory_cap=cap, static_memory=held)
 
 
 def _sizes(
@@ -257,7 +256,7 @@ def _sizes(
     batch: BatchArithmetic,
     ranks: FusedRanks,
     analytic: Mapping[str, AnalyticCost],
-    costs: CostModel,
+    costs: CostTable,
 ) -> tuple[InstanceCache, InstanceLimits, MemoryBudget]:
     """A cache as large as memory allows, beside the optimizer on the device where that leaves enough free, and models
     that are loaded early in what is left. Raises InputError for host memory that is short."""
@@ -283,7 +282,7 @@ def _sizes(
     return cache, replace(limits, early_models=len(memory.early)), memory
 
 
-def instance_limits(run: SettledRun, cache: InstanceCache, costs: CostModel, lengths: SampleLengths) -> InstanceLimits:
+def instance_limits(run: SettledRun, cache: InstanceCache, costs: CostTable, lengths: SampleLengths) -> InstanceLimits:
     """Sizes of a generation instance, for samples of these lengths."""
     config, rollout = run.config, run.config.rollout
     token_bytes = run.specs[POLICY].kv_bytes_per_token(config.trainer.element_bytes)

@@ -14,7 +14,9 @@ from typing import Any
 from rlhfuse.base.json_values import from_json
 from rlhfuse.config.load import validate
 from rlhfuse.config.settings import RunConfig
+from rlhfuse.costs.paced import PacedCost
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
@@ -22,7 +24,6 @@ from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Programs
 from rlhfuse.schedule.program.verify import verify
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 from rlhfuse.tasks.role import Role, role_named
 
@@ -34,8 +35,8 @@ class Plan:
     `config`: every setting has a value. `document`: the contents of plan.json, from which the decisions are read;
     `summary`: the same as text for people; `notes`: lines on settings that the plan chose. `schedules`: by the number
     of micro-batches per actor pipeline. `tied`: roles that train with their embedding as output layer; `reduction`:
-    how the device reduces gradients; `cores`: of the smallest machine. `costs`, named `costs_name`, are those of the
-    process that planned, and no part of the text.
+    how the device reduces gradients; `cores`: of the smallest machine. `pace`: the prices of a
+    paced run. `costs`, named `costs_name`, belong to the process that planned, and are no part of the text.
     """
 
     config: RunConfig
@@ -47,7 +48,8 @@ class Plan:
     reduction: str
     cores: float
     costs_name: str
-    costs: Any = field(default=None, compare=False, repr=False)  # CostModel
+    pace: PacedCost | None = None
+    costs: Any = field(default=None, compare=False, repr=False)  # CostTable
 
     @cached_property
     def world_size(self) -> int:
@@ -137,10 +139,9 @@ class Plan:
             rung: {"problem": schedule.problem.to_dict(), "orders": schedule.text()}
             for rung, schedule in self.schedules.items()
         }
-        config = self.config.model_dump(mode="json")
-        return json.dumps(
-            {"config": config, "schedules": schedules, "tied": sorted(self.tied), "reduction": self.reduction, **values}
-        )
+        values["config"] = self.config.model_dump(mode="json")
+        values["pace"] = self.pace and self.pace.to_dict()
+        return json.dumps({"schedules": schedules, "tied": sorted(self.tied), "reduction": self.reduction, **values})
 
     @staticmethod
     def parse(text: str) -> Plan:
@@ -154,5 +155,6 @@ class Plan:
             "schedules": schedules,
             "tied": frozenset(map(role_named, values["tied"])),
             "notes": tuple(values["notes"]),
+            "pace": values["pace"] and PacedCost.from_dict(values["pace"], "plan"),
         }
         return Plan(**{**values, **changed})

@@ -40,7 +40,6 @@ from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import min_memory, serial_makespan
 from rlhfuse.schedule.search.worker import kernel_group
 from rlhfuse.simulator import simulation
-from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 
 
@@ -77,6 +76,7 @@ def make_plan(draft: PlanDraft, kept: Path | None = None) -> Plan:
         reduction=draft.inputs.hardware.device.reduction,
         cores=draft.run.host.cores,
         costs_name=draft.costs_name,
+        pace=draft.inputs.paced,
         costs=draft.costs,
     )
     _ = plan.programs  # a schedule that could hang is found here
@@ -118,7 +118,7 @@ def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) ->
         schedule=summary,
         efficiency=efficiency(draft, predicted.training_fused),
         threshold=threshold,
-        generation=GenerationPlan(limits, move_cost(draft.costs, limits), capture),
+        generation=GenerationPlan(limits, capture),
         files=reasons.output_files(),
         reasons=(
             *reasons.choices(batch, draft.generation.cache),

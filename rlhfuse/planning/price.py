@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from rlhfuse.costs.layout_moves import LayoutMove, layout_moves
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.training.passing import with_room
@@ -23,7 +24,6 @@ from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.schedule.search.admission_rules import reached_by_rule
 from rlhfuse.schedule.search.solution import schedule_of
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
@@ -149,7 +149,7 @@ def _reached_once(problem: FusionProblem, most_tries: int) -> Schedule:
 
 def minibatch_seconds(draft: PlanDraft, schedule_seconds: Callable[[int], float]) -> float:
     """Mean seconds of a mini-batch, given the schedule seconds of each M1; at least what cores and hosts need."""
-    given, total = (draft.ranks.shape, draft.host_seconds, TICK_SECONDS), 0.0
+    given, total = (draft.ranks.shape, draft.host_seconds), 0.0
     for rung, share in draft.training.shares.items():
         least = float(draft.inputs.cores.least_time(draft.training.problems[rung], *given)) * TICK_SECONDS
         total += share * max(schedule_seconds(rung), least)
@@ -160,7 +160,7 @@ def weight_moves(draft: PlanDraft) -> tuple[LayoutMove, ...]:
     """Moves of all models that train, into the layouts of generation and inference."""
     machine = draft.inputs.cores.rates(draft.inputs.hardware, "moves")
     moves = layout_moves(draft.tasks, draft.ranks, draft.specs, draft.run.config.trainer.element_bytes, machine)
-    return tuple(replace(move, seconds=draft.costs.move_seconds(move.model, move.seconds)) for move in moves)
+    return tuple(replace(move, seconds=draft.costs.moves.get(move.model, move.seconds)) for move in moves)
 
 
 def price_generation(draft: PlanDraft) -> GenerationPrice:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.config.values import Recompute, known
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.job_cost import JobCost
+from rlhfuse.costs.analytic_table import analytic_table
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.machine import SharedCores
 from rlhfuse.costs.measured import Work
+from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.layouts import TRAINED, Task
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.simulator.lengths import SampleLengths
@@ -65,12 +66,12 @@ class Rooflines:
             kernels=Kernels.on(self.hardware, self.switch_sums, self.by_token),
         )
 
-    def job_cost(self, costs: Mapping[str, AnalyticCost], world_size: int, lengths: SampleLengths) -> JobCost:
-        """The CostModel of generation and inference; `costs`: by task, of samples of these lengths."""
+    def table(self, costs: Mapping[str, AnalyticCost], world_size: int, lengths: SampleLengths) -> CostTable:
+        """Of samples of these lengths; `costs`: by task."""
         generation = costs["generation"]
         scorers = tuple(costs[name] for name in SCORERS if name in costs)
         crosses = world_size > generation.hardware.devices_per_node
-        return JobCost(generation, scorers, crosses, lengths.output_share, self.cores.ratios.reward)
+        return analytic_table(generation, scorers, crosses, lengths.output_share, self.cores.ratios.reward)
 
 
 def _work_of(task: Task) -> Work:

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfuse.decisions.migration import FusionLimits
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.ppo.rollout import RolloutBatch, given
@@ -80,7 +80,7 @@ class Evaluator:
         """SHA-256 of what is asked for: scores of two evaluations can be compared where it is the same."""
         return hashlib.sha256(repr(self._requests).encode()).hexdigest()
 
-    def run(self, iteration: int, threshold: int, limits: FusionLimits) -> Evaluation:
+    def run(self, iteration: int, threshold: int, limits: InstanceLimits) -> Evaluation:
         """After `iteration`; a collective. The engine holds the actor's weights and a KV cache, which it drops.
 
         `threshold`: R_t of training, of which the held-out samples take their share. Raises RewardError, and

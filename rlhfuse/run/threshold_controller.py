@@ -19,20 +19,19 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.time_budget import TimeBudget
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import StepObservation
-from rlhfuse.decisions.migration import FusionLimits
+from rlhfuse.costs.table import CostTable
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.device import Device
 from rlhfuse.planning.plan import Plan
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.iteration_metrics import lengths_of
-from rlhfuse.simulator.instance_limits import InstanceLimits, fusion_limits, priced_limits
 from rlhfuse.simulator.lengths import SampleLengths, read_turns
-from rlhfuse.simulator.simulation import Simulation
+from rlhfuse.simulator.simulation import Simulation, priced_limits
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
 RECENT_ITERATIONS = 4
@@ -52,7 +51,7 @@ def with_hysteresis(best: Threshold, current: int, current_seconds: float) -> in
     return current if current_seconds <= best.fused_seconds * (1 + WORTH_MOVING) else best.threshold
 
 
-def changes(before: CostModel, after: CostModel, limits: InstanceLimits, context_tokens: float) -> str:
+def changes(before: CostTable, after: CostTable, limits: InstanceLimits, context_tokens: float) -> str:
     """The costs that differ by WORTH_NAMING or more, e.g. `decode step +12%`, of work of this run's usual size."""
     batch, tokens = limits.bs_max, limits.score_tokens
     work = {
@@ -99,12 +98,13 @@ class ThresholdController:
             self._transfers = [[size, plan.costs.migration_seconds(size)] for size, _ in self._transfers]
         self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
         self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
-        self._costs, self._costs_name = plan.costs, plan.costs_name
+        self._plan_costs, self._costs_name = plan.costs, plan.costs_name
+        self._fitted: MeasuredCost | None = None  # to what the run has observed
         self._seen = 0  # iterations of this process
         self._looks = TimeBudget(LOOK_SHARE)
         self._warned = ""
         self._basis = self._basis_now()  # what the R_t in force stands on
-        self.limits = fusion_limits(self._costs, self._instance_limits())
+        self.limits = self._instance_limits()
 
     def observe(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> str:
         """Take an iteration in; a collective. Returns a line for the log when R_t is set or moves, a warning, or ''."""
@@ -113,50 +113,49 @@ class ThresholdController:
         self._seen += 1
         self._observed.append(report.observations)
         self._lengths.append(lengths_of(batch, turns=report.turns))
-        message, self._costs, self._costs_name, self.limits, self.threshold = from_rank_0(
+        message, self._fitted, self._costs_name, self.limits, self.threshold = from_rank_0(
             self._follow(iteration) if dist.get_rank() == 0 else None
         )
         return message
 
-    def _follow(self, iteration: int) -> tuple[str, CostModel, str, FusionLimits, int]:
+    def _follow(self, iteration: int) -> tuple[str, MeasuredCost | None, str, InstanceLimits, int]:
         """Rank 0's part of `observe`: the line for the log, and what is in force from now on."""
-        former = self._costs, self._costs_name, self.limits, self.threshold
+        former = self._fitted, self._costs_name, self.limits, self.threshold
         try:
             message = self._predict(iteration)
         except Exception as error:  # a prediction serves training, it does not end it
-            self._costs, self._costs_name, self.limits, self.threshold = former
+            self._fitted, self._costs_name, self.limits, self.threshold = former
             text = f"warning: costs and R_t stay as they were ({type(error).__name__}: {' '.join(str(error).split())})"
             message, self._warned = text if text != self._warned else "", text
-        return message, self._costs, self._costs_name, self.limits, self.threshold
+        return message, self._fitted, self._costs_name, self.limits, self.threshold
 
     def _predict(self, iteration: int) -> str:
         count = len(self._observed)
-        self._costs = self._fit()
+        self._fitted = self._fit()
         self._costs_name = f"costs measured over {count} iteration{'s' if count > 1 else ''}"
-        limits = self._instance_limits()
-        self.limits = fusion_limits(self._costs, limits)
+        self.limits = self._instance_limits()
         if not self._adapts or not (self._seen <= FIRST_LOOKS or self._looks.due()):
             return ""
-        before, (self.threshold, reason) = self.threshold, self._look(limits)
+        before, (self.threshold, reason) = self.threshold, self._look()
         if before != self.threshold:
             return f"R_t {before} -> {self.threshold}: {reason}"
         return f"R_t stays {before}: {reason}" if iteration == 0 else ""
 
-    def _look(self, limits: InstanceLimits) -> tuple[int, str]:
+    def _look(self) -> tuple[int, str]:
         """R_t from now on, and why: which lengths and costs it stands on, and what the last one stood on."""
         with self._looks.spend():
-            threshold, why = self._choose(limits)
+            threshold, why = self._choose()
         (lengths_before, costs_before, name_before), self._basis = self._basis, self._basis_now()
         lengths = f"lengths over {len(self._lengths)} iterations: {self._lengths_seen()}"
         if lengths_before:
             lengths = f"{lengths}, before: {lengths_before}"
-        costs = changes(costs_before, self._costs, limits, self._lengths[-1].median_context)
+        costs = changes(costs_before, self._costs, self.limits, self._lengths[-1].median_context)
         against = "those before" if name_before.startswith("costs measured") else name_before
         return threshold, f"{why}; {lengths}; {self._costs_name}, against {against}: {costs}"
 
-    def _choose(self, limits: InstanceLimits) -> tuple[int, str]:
+    def _choose(self) -> tuple[int, str]:
         """R_t from now on, by simulation of the recent iterations, and why."""
-        setting = self._instances, self._costs, limits
+        setting = self._instances, self._costs, self.limits
         least = self._config.fusion.least_threshold
         best = sweep_threshold(list(self._lengths), *setting, least=least)
         if self.threshold < least:
@@ -167,7 +166,7 @@ class ThresholdController:
             return chosen, f"the best, {best.threshold}, would gain {gain}"
         return chosen, f"{best.explain()}; {gain} faster than at {self.threshold}"
 
-    def _basis_now(self) -> tuple[str, CostModel, str]:
+    def _basis_now(self) -> tuple[str, CostTable, str]:
         return self._lengths_seen(), self._costs, self._costs_name
 
     def _lengths_seen(self) -> str:
@@ -177,14 +176,19 @@ class ThresholdController:
         marks = SampleLengths.joined(self._lengths).percentiles()
         return f"p50 {marks['p50']}, p99.9 {marks['p999']}"
 
+    @property
+    def _costs(self) -> CostTable:
+        """In force."""
+        return self._fitted.table if self._fitted else self._plan_costs
+
     def plain_decode(self) -> Line | None:
         """Seconds of a decode step without guesses, of (sequences, tokens of context); None before they are fitted."""
-        return self._costs.decode if isinstance(self._costs, MeasuredCost) else None
+        return self._fitted.decode if self._fitted else None
 
     def save_costs(self, path: Path, made_for: Mapping[str, Any]) -> None:
         """Write the fitted costs, if there are any yet, which `fusion.profile` of a later run or plan reads."""
-        if isinstance(self._costs, MeasuredCost):
-            write_json(path, replace(self._costs, made_for=made_for).to_dict())
+        if self._fitted:
+            write_json(path, replace(self._fitted, made_for=made_for).to_dict())
 
     def state(self) -> dict:
         """What the next R_t depends on, as JSON values; `costs` is null until they have been fitted."""
@@ -195,7 +199,7 @@ class ThresholdController:
                 {"prompt": list(seen.prompt), "output": list(seen.output), "turns": list(seen.turns)}
                 for seen in self._lengths
             ],
-            "costs": self._costs.to_dict() if isinstance(self._costs, MeasuredCost) else None,
+            "costs": self._fitted.to_dict() if self._fitted else None,
         }
 
     def restore(self, state: dict, where: str, lengths_alone: bool = False) -> None:
@@ -211,14 +215,14 @@ class ThresholdController:
                 return
             self._observed.extend(state["observations"])
             if state["costs"] is not None:
-                self._costs = MeasuredCost.from_dict(state["costs"], where)
+                self._fitted = MeasuredCost.from_dict(state["costs"], where)
                 self._costs_name = "costs of the checkpoint"
             self._basis = self._basis_now()
             if self._adapts:
                 self.threshold = int(state["threshold"])
         except (KeyError, TypeError) as error:
             raise InputError(f"{where}: the threshold state lacks {error}; resume from another checkpoint") from None
-        self.limits = fusion_limits(self._costs, self._instance_limits())
+        self.limits = self._instance_limits()
 
     def _fit(self) -> MeasuredCost:
         """Straight lines through what the recent iterations show; of what none shows (decode steps, where every first

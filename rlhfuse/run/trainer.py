@@ -31,7 +31,6 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.learning_rate import learning_rate
 from rlhfuse.parallel.memory import PhaseMeter
 from rlhfuse.parallel.reshard import Resharder
-from rlhfuse.planning.paced_cost import PacedCost
 from rlhfuse.ppo.adaptive import KLController, RunningMoments
 from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.rollout import RolloutBatch, given
@@ -68,8 +67,8 @@ class Trainer:
         self.models = build_models(config, inputs.models, plan.ranks, rank, device, progress)
         progress("building the engine: kernels that are not cached are compiled")
         self.clock = Clock(rank)
-        if isinstance(plan.costs, PacedCost):
-            prices = plan.costs.prices(max(1, len(config.scorers())))
+        if plan.pace:
+            prices = plan.pace.prices(max(1, len(config.scorers())))
             self.clock = PacedClock(rank, prices, config.trainer.pace_stretch, plan.paced)
         self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
         self.engine = self._build_engine()

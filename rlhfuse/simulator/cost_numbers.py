@@ -1,4 +1,4 @@
-"""A cost model as few arrays and numbers, for a compiled kernel: the parts of all its forms, and a table by batch.
+"""A cost table as few arrays and numbers, for a compiled kernel: the parts of all its forms, and a table by batch.
 
 Few: a kernel counts the references of each array that it passes on.
 """
@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from numba.extending import register_jitable
 
-from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.forms import form
 from rlhfuse.costs.forms.form import DECODE_ROW, PART, GridPart, records
+from rlhfuse.costs.table import CostTable
 
 
 class CostNumbers(NamedTuple):
-    """All that a simulation asks of a cost model; seconds."""
+    """All that a simulation asks of a cost table; seconds."""
 
     parts: np.ndarray  # of PART: those of a decode step, of a prefill from `prefill` on, and so on
     points: np.ndarray  # of grids
@@ -33,10 +33,10 @@ class CostNumbers(NamedTuple):
     reward_at_once: int  # calls of one worker; 0 without a reward function
 
 
-def cost_numbers(costs: CostModel, most: int) -> CostNumbers:
+def cost_numbers(costs: CostTable, most: int) -> CostNumbers:
     """What a simulation asks of `costs`, for batches up to `most`."""
     parts, points = [], []
-    asked = costs.decode_form, costs.prefill_form, costs.score_form, costs.transfer_form
+    asked = costs.decode, costs.prefill, costs.score, costs.transfer
     for own in asked:
         moved = (p._replace(start=p.start + len(points)) if isinstance(p, GridPart) else p for p in own.parts)
         parts += moved

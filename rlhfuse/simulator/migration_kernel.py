@@ -7,7 +7,8 @@ import math
 import numpy as np
 from numba import njit
 
-from rlhfuse.decisions.migration import blocks, is_sent
+from rlhfuse.decisions.instance_limits import is_sent
+from rlhfuse.decisions.migration import blocks
 from rlhfuse.simulator.cost_numbers import transfer_seconds
 from rlhfuse.simulator.instance_kernel import IN_PLACE, done_of, pause, release, wait
 

@@ -6,24 +6,23 @@ The kernel is compiled at its first use on a machine, in a process of its own, w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import chain
 
 import numpy as np
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.kernel_cache import KernelGroup, compile_apart, tell_what_is_compiled
 from rlhfuse.costs import fits
-from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.fits import Line
 from rlhfuse.costs.forms import form
-from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions import packing
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.migration import check_threshold
 from rlhfuse.decisions.packing import split_samples
 from rlhfuse.simulator.cost_numbers import cost_numbers
 from rlhfuse.simulator.gen_infer_kernel import gen_infer
 from rlhfuse.simulator.instance_kernel import SAMPLE, SPAN, TURN, Batch, MoveNumbers, State
-from rlhfuse.simulator.instance_limits import InstanceLimits, check_lengths, move_cost
 from rlhfuse.simulator.lengths import SampleLengths
 
 SPANS = 6  # of an instance at most, beside those of scored packs
@@ -41,13 +40,15 @@ class GenInferSeconds:
 class Simulation:
     """Batches of samples on so many instances, at the costs and within the limits of one."""
 
-    def __init__(self, batches: Sequence[SampleLengths], instances: int, costs: CostModel, limits: InstanceLimits):
+    def __init__(self, batches: Sequence[SampleLengths], instances: int, costs: CostTable, limits: InstanceLimits):
         """Raises InputError for lengths beyond the limits."""
+        if instances < 1:
+            raise InputError(f"{instances} generation instances; at least 1 is needed")
         for lengths in batches:
-            check_lengths(lengths, instances, limits)
+            _check_lengths(lengths, limits)
         self._limits, self._instances = limits, instances
         most = min(limits.max_sequences, max(map(len, batches)))
-        self._costs, move = cost_numbers(costs, most), MoveNumbers(*map(float, astuple(move_cost(costs, limits))))
+        self._costs, move = cost_numbers(costs, most), MoveNumbers(*map(float, astuple(costs.move_cost(limits))))
         self._batches = [self._batch(lengths, move) for lengths in batches]
 
     def seconds(self, thresholds: Sequence[int]) -> dict[int, GenInferSeconds]:
@@ -101,6 +102,24 @@ class Simulation:
         )
 
 
+def priced_limits(given: int, limits: InstanceLimits, costs: CostTable, lengths: SampleLengths) -> InstanceLimits:
+    """`limits` with what follows from these costs at the median context: BS_max, unless one is `given`
+    (fusion.bs_max), the share of their time in which so many samples decode, and how a sample moves."""
+    context = lengths.median_context
+    bs_max = given or costs.largest_flat_batch(context, limits.max_sequences)
+    active = lengths.active_share(costs.decode_step_seconds(bs_max, bs_max * context))
+    return replace(limits, bs_max=bs_max, active_share=active, move_cost=costs.move_cost(limits))
+
+
+def _check_lengths(lengths: SampleLengths, limits: InstanceLimits) -> None:
+    """Raise InputError for samples that are longer than the limits say."""
+    if max(lengths.prompt) > limits.max_prompt_tokens or max(lengths.output) > limits.max_output_tokens:
+        raise InputError(
+            f"lengths up to {max(lengths.prompt)} + {max(lengths.output)} tokens exceed the run's "
+            f"{limits.max_prompt_tokens} + {limits.max_output_tokens}; clip them first"
+        )
+
+
 def kernel_group() -> KernelGroup:
     """What `compile_apart` compiles for simulations."""
     return KernelGroup(
@@ -110,8 +129,8 @@ def kernel_group() -> KernelGroup:
 
 def _compile_kernel() -> None:
     """Simulate one sample, so that the kernel is in numba's cache afterwards."""
-    line = Line(1.0, (0.0, 0.0))
-    costs = MeasuredCost(line, line, line, Line(1.0, (0.0,)), swap_in=0.0, meeting=0.0, release=0.0)
+    line = form.Form((form.LinePart(1.0, 0.0),))
+    costs = CostTable(decode=line, prefill=line, score=line, transfer=line)
     simulation = Simulation([SampleLengths((1,), (1,))], 1, costs, InstanceLimits(1, 2.0, 1.0, 1, 1, 1, 1, 1))
     (batch,) = simulation._batches
     gen_infer(batch, simulation._costs, np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(0, SPAN))

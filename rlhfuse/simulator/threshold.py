@@ -14,8 +14,8 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, Positi
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, read_json
-from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.simulator.instance_limits import InstanceLimits
+from rlhfuse.costs.table import CostTable
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.simulation import Simulation
 
@@ -95,7 +95,7 @@ class Threshold:
 def sweep_threshold(
     batches: SampleLengths | Sequence[SampleLengths],
     instances: int,
-    costs: CostModel,
+    costs: CostTable,
     limits: InstanceLimits,
     clipped: int = 0,
     least: int = 0,

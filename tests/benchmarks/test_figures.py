@@ -12,7 +12,7 @@ from kills import lost
 from learning import Rise
 from run_report.timeline import simulate_gen_infer
 
-from rlhfuse.simulator.instance_limits import InstanceLimits
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
 LENGTHS = SampleLengths((1,) * 4, (5, 5, 5, 25))

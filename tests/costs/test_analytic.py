@@ -13,10 +13,10 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs import model_memory
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import MicrobatchTokens
+from rlhfuse.costs.analytic_table import analytic_table
 from rlhfuse.costs.forms.roofline import forward_seconds
+from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.costs.hardware import at_speed, hardware_by_name, known_hardware
-from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
 from rlhfuse.costs.kernels import CPU_KERNELS, Kernels
 from rlhfuse.models.logprobs import linear_logprobs, linear_loss
 
@@ -114,21 +114,21 @@ def test_stage_costs_split_the_forward():
 
 def test_bs_max_is_the_edge_of_ten_percent():
     costs = linear_cost()  # a step: 10 ms + 1 ms per sequence + 1 us per context token
-    assert largest_flat_batch(costs, 0, 64) == 2  # 11 ms x 1.1 = 12.1 ms
-    assert largest_flat_batch(costs, 0, 64, tolerance=1.0) == 12
-    assert largest_flat_batch(costs, 0, 5, tolerance=1.0) == 5
-    job = JobCost(cost(), (cost(),))
-    edge = largest_flat_batch(job, 300, 256)
+    assert costs.largest_flat_batch(0, 64) == 2  # 11 ms x 1.1 = 12.1 ms
+    assert costs.largest_flat_batch(0, 64, tolerance=1.0) == 12
+    assert costs.largest_flat_batch(0, 5, tolerance=1.0) == 5
+    job = analytic_table(cost(), (cost(),))
+    edge = job.largest_flat_batch(300, 256)
     allowed = 1.1 * job.decode_step_seconds(1, 300)
     assert job.decode_step_seconds(edge, edge * 300) <= allowed < job.decode_step_seconds(edge + 1, (edge + 1) * 300)
 
 
 def test_smaller_inference_replicas_share_the_batch():
-    small, large = JobCost(cost(), (cost("d1t4p1", True),)), JobCost(cost(), (cost("d1t8p1", True),))
+    small, large = analytic_table(cost(), (cost("d1t4p1", True),)), analytic_table(cost(), (cost("d1t8p1", True),))
     assert small.score_seconds(8192, 32) < large.score_seconds(8192, 32)  # the same devices, fewer all-reduces
     assert small.score_seconds(300, 1) > large.score_seconds(300, 1)  # one sequence cannot be shared
     with pytest.raises(InputError, match="tp\\(3\\) does not divide a generation instance of tp\\(8\\)"):
-        JobCost(cost(), (cost("d1t3p1"),))
+        analytic_table(cost(), (cost("d1t3p1"),))
 
 
 def test_hardware_names():

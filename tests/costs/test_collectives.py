@@ -3,7 +3,7 @@
 import pytest
 
 from rlhfuse.config.spec import HardwareSpec
-from rlhfuse.costs.collectives import RankGroup, send_seconds
+from rlhfuse.costs.forms.collectives import RankGroup, send_seconds
 
 # 8 devices a machine: 100 GB/s within, 20 GB/s and a NIC for each beyond; steps of 1 us and 10 us
 MACHINE = HardwareSpec(

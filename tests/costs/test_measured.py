@@ -8,18 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
-from testkit.sim_helpers import linear_cost
+from testkit.sim_helpers import linear_cost, linear_file
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost, load_measured_cost
 from rlhfuse.costs.speculation import StepObservation
+from rlhfuse.costs.table import CostTable
 
 PREFILL, PREFILL_TOKEN = 3e-3, 1e-4  # seconds, beside a decode step
 
 
-def observe(costs: MeasuredCost, noise: float, seed: int = 0):
+def observe(costs: CostTable, noise: float, seed: int = 0):
     """What a job that runs at `costs` would measure."""
     generator = np.random.default_rng(seed)
 
@@ -53,7 +54,7 @@ def test_fit_recovers_the_costs_and_a_file_keeps_them(tmp_path):
     assert load_measured_cost(tmp_path / "measured.json") == noisy
     for batch, context in ((1, 100), (16, 4000), (60, 15_000)):
         expected = true.decode_step_seconds(batch, context)
-        assert noisy.decode_step_seconds(batch, context) == pytest.approx(expected, rel=0.1)
+        assert noisy.table.decode_step_seconds(batch, context) == pytest.approx(expected, rel=0.1)
 
 
 @examples(60)
@@ -74,8 +75,8 @@ def test_one_observation_is_enough_and_none_is_not():
         [(1000, 0.001)],
         [0.2],
     )
-    assert one.decode_step_seconds(4, 400) == pytest.approx(0.02)
-    assert one.prefill_seconds(100, 4) == pytest.approx(0.01)
+    assert one.table.decode_step_seconds(4, 400) == pytest.approx(0.02)
+    assert one.table.prefill_seconds(100, 4) == pytest.approx(0.01)
     with pytest.raises(InputError, match="no migration observation"):
         MeasuredCost.fit(*observe(linear_cost(), 0.0)[:2], [], [0.1])
     for kind in (False, True):
@@ -88,7 +89,7 @@ def test_one_observation_is_enough_and_none_is_not():
 
 def test_graphs_and_the_reward_function_are_optional_in_a_file():
     """Files of before have no such key, and runs without a function know no time."""
-    plain, graphs, reward = linear_cost(), replace(linear_cost(), capture=0.05), linear_cost(reward=0.05)
+    plain, graphs, reward = linear_file(), replace(linear_file(), capture=0.05), linear_file(reward=0.05)
     assert MeasuredCost.from_dict(graphs.to_dict()) == graphs and "capture    50.0 ms a shape" in str(graphs)
     assert MeasuredCost.from_dict(reward.to_dict()) == reward and "50000.0 us a call" in str(reward)
     raw = plain.to_dict()
@@ -122,4 +123,4 @@ NO_GUESSES = [{"guesses": [bad]} for bad in (NAN, 10**400, -1.0)] + [{"tokens": 
 )
 def test_bad_cost_files_are_refused(change, message):
     with pytest.raises(InputError, match=message):
-        MeasuredCost.from_dict({**linear_cost().to_dict(), **change}, "measured.json")
+        MeasuredCost.from_dict({**linear_file().to_dict(), **change}, "measured.json")

@@ -50,11 +50,11 @@ def test_each_task_is_priced_by_the_profile_of_its_degree(tmp_path):
     write_json(file, profiles.to_dict())
     assert load_costs(file) == profiles and profiles.degrees == (1, 2)
     costs = run_costs(load_costs(file), config.trainer, tasks_of(config), read_specs(config), str(file))
-    assert isinstance(costs, ProfiledCost)
     assert costs.decode_step_seconds(1, 1) == 2 and costs.migration_seconds(1) == 2
     assert costs.score_seconds(2, 2) == 3.0 and costs.swap_in == 1.0  # three scorers of degree 1
     assert {role: grids.tp for role, grids in costs.training.items()} == {"actor": 1, "critic": 2}
-    assert costs.made_for["generation_tp"] == 2 and costs.made_for["reward_inference_tp"] == 1
+    known = profiles.of(tasks_of(config)).made_for
+    assert known["generation_tp"] == 2 and known["reward_inference_tp"] == 1
 
 
 def test_profiles_of_the_runs_own_degrees_are_its_profile():

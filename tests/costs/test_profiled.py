@@ -1,6 +1,7 @@
 """Profiles: interpolation, the file, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from cost_profiles.measured_grid import grid_of
@@ -8,18 +9,19 @@ from cost_profiles.points import powers_of_two
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
-from testkit.sim_helpers import linear_cost
+from testkit.sim_helpers import linear_file
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import MicrobatchTokens, RewardCost
 from rlhfuse.costs.fits import Grid
+from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profile_files import load_costs
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, check_made_for
+from rlhfuse.costs.table import RewardCost
 
 TABLE = Grid(((1.0, 2.0, 4.0), (10.0, 20.0)), (1.0, 2.0, 3.0, 6.0, 5.0, 12.0))
 
@@ -96,7 +98,7 @@ def profile(**changes) -> ProfiledCost:
 
 
 def test_every_kind_of_work_is_looked_up():
-    costs = profile()
+    costs = profile().table
     assert costs.decode_step_seconds(2, 40) == 6 and costs.prefill_seconds(4, 20) == 12  # 20 tokens of context each
     assert costs.decode_step_seconds(0, 0) == 0 and costs.prefill_seconds(0, 0) == 0 and costs.score_seconds(0, 1) == 0
     assert costs.score_seconds(4, 20) == TABLE(4, 20) + TABLE(2, 10)  # two reward replicas share the batch
@@ -130,18 +132,20 @@ def test_a_stage_costs_its_layers_and_the_last_one_the_ends():
     spec = ModelSpec("llama", 4, 64, 4, 4, 16, 128, 256, 512)
     analytic = AnalyticCost(spec, ParallelLayout.parse("d1t1p2"), hardware_by_name("cpu"), 4)
     micro = MicrobatchTokens(150, 2, 150)
-    made = analytic.stage_costs(micro, seconds=profile().training_cost("actor", analytic).stage_seconds(micro))
+    made = analytic.stage_costs(micro, seconds=profile().table.stage_seconds("actor", analytic, micro))
     assert made.forward == (3000, 3500) and made.backward == (3000, 3700)  # two layers of 1.5 ms
     assert made.activation == analytic.stage_costs(micro).activation
-    with pytest.raises(InputError, match="no training of critic with tp\\(1\\)"):
-        profile().training_cost("critic", analytic)
+    for role, tp in (("critic", 1), ("actor", 2)):
+        other = replace(analytic, layout=ParallelLayout(1, tp, 2))
+        with pytest.raises(InputError, match=f"no training of {role}"):
+            profile().table.stage_seconds(role, other, micro)
 
 
 def test_a_profile_saves_loads_and_is_told_from_measured_costs(tmp_path):
     write_json(tmp_path / "profile.json", profile().to_dict())
-    write_json(tmp_path / "costs.json", linear_cost().to_dict())
+    write_json(tmp_path / "costs.json", linear_file().to_dict())
     assert load_costs(tmp_path / "profile.json") == profile()
-    assert load_costs(tmp_path / "costs.json") == linear_cost()
+    assert load_costs(tmp_path / "costs.json") == linear_file()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["costs.json", "profile.json"]
     alone = profile(all_reduce=None, training={})
     assert ProfiledCost.from_dict(alone.to_dict()) == alone

@@ -6,7 +6,6 @@ import pytest
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.forms.form import DecodeRow
-from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import GuessRows, Speculation, StepObservation, fit_steps
 
@@ -56,7 +55,7 @@ def test_predicted_seconds_of_a_generation_are_those_that_it_takes():
         accepted = sum(rng.random() < 0.2 for _ in range(guesses))
         for i in here:
             gained[i] += 1 + accepted / len(here)
-        predicted += costs.decode_step_seconds(len(here), context) * (1 + accepted / len(here))
+        predicted += costs.table.decode_step_seconds(len(here), context) * (1 + accepted / len(here))
         left = [max(0, 200 + 60 * i - int(gained[i])) for i in range(20)]
     assert predicted == pytest.approx(seconds, rel=0.03)
 
@@ -66,15 +65,15 @@ def test_without_guesses_nothing_changes():
     line, _, found = fit_steps([*observed, *PREFILLS])
     assert found is None
     costs = measured(observed)
-    assert costs.decode_step_seconds(5, 900) == line(5, 900)
+    assert costs.table.decode_step_seconds(5, 900) == line(5, 900)
     assert "speculation" in costs.to_dict() and MeasuredCost.from_dict(costs.to_dict()) == costs
 
 
 def test_more_sequences_share_the_rows_and_the_largest_flat_batch_falls():
     guessing, guessless = measured(steps(3000, 0.3)), measured([s for s in steps(3000, 0.3) if not s.guesses])
-    seconds = [guessing.decode_step_seconds(batch, 300 * batch) for batch in range(1, 20)]
+    seconds = [guessing.table.decode_step_seconds(batch, 300 * batch) for batch in range(1, 20)]
     assert seconds == sorted(seconds)
-    assert largest_flat_batch(guessing, 300, 64) < largest_flat_batch(guessless, 300, 64)
+    assert guessing.table.largest_flat_batch(300, 64) < guessless.table.largest_flat_batch(300, 64)
     assert MeasuredCost.from_dict(guessing.to_dict()) == guessing
     assert "give" in str(guessing)
 

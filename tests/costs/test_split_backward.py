@@ -7,7 +7,7 @@ import pytest
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import MicrobatchTokens, StageSeconds
+from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.kernels import Kernels
 
@@ -77,6 +77,6 @@ def test_stages_have_b_w_and_what_w_keeps():
 
 
 def test_a_stage_of_several_layers_rounds_once():
-    seconds = StageSeconds((1.2, 2.4), ((0.0, 0.0), (0.3, 0.6)), split=(1.4, 1.2))
-    assert seconds.ticks((2, 3), 1.0) == ((2, 4), (5, 8))
-    assert seconds.ticks((2, 3), 1.0, split=True) == ((2, 4), (3, 5), (2, 4))
+    seconds = StageSeconds((1.2e-6, 2.4e-6), ((0.0, 0.0), (0.3e-6, 0.6e-6)), split=(1.4e-6, 1.2e-6))
+    assert seconds.ticks((2, 3)) == ((2, 4), (5, 8))
+    assert seconds.ticks((2, 3), split=True) == ((2, 4), (3, 5), (2, 4))

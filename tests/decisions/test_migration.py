@@ -1,6 +1,7 @@
 """The migration plan: m's formula, nothing lost, room kept, the same plan from the same numbers, text forms."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,14 +9,8 @@ from hypothesis import strategies as st
 from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.decisions.migration import (
-    MigrationPlan,
-    SampleMove,
-    SampleMoveCost,
-    UnfinishedSample,
-    destination_count,
-    plan_migration,
-)
+from rlhfuse.decisions.instance_limits import InstanceLimits, SampleMoveCost
+from rlhfuse.decisions.migration import MigrationPlan, SampleMove, UnfinishedSample, plan_migration
 
 FAST_LINK = SampleMoveCost(100.0, 0.0, 1e-9, 1e-3)
 SLOW_LINK = SampleMoveCost(100.0, 0.0, 1.0, 1e-3)
@@ -38,11 +33,12 @@ def blocks(tokens: int) -> int:
     ],
 )
 def test_destination_count(threshold, bs_max, sample, capacity, instances, expected):
-    assert destination_count(threshold, bs_max, sample, capacity, instances) == expected
-    double = destination_count(2 * threshold, bs_max, sample, capacity, instances, active_share=0.5)
-    assert double == expected, "who pauses half of the time needs half of the room"
+    limits = InstanceLimits(64, capacity, sample / 2, BLOCK, bs_max, 1, 1, 64)
+    assert limits.destinations(threshold, instances) == expected
+    pausing = replace(limits, active_share=0.5)
+    assert pausing.destinations(2 * threshold, instances) == expected, "half of the time needs half of the room"
     with pytest.raises(InputError, match="1 generation instance"):
-        destination_count(threshold, bs_max, sample, capacity, 1)  # has no one to free
+        limits.destinations(threshold, 1)  # has no one to free
 
 
 def test_the_fullest_stay_and_the_others_are_dealt_by_blocks():

@@ -3,7 +3,7 @@
 import pytest
 from testkit.flat_profile import facts_of
 from testkit.four_ranks import SPECS, planned, run
-from testkit.sim_helpers import linear_cost
+from testkit.sim_helpers import linear_file
 
 from rlhfuse.base.files import write_json
 from rlhfuse.config.device_defaults import resolve_device
@@ -59,7 +59,7 @@ def test_an_earlier_run_knows_better(monkeypatch, tmp_path):
     for capture, seconds in ((0.25, 0.25), (0.0, SHAPE_SECONDS)):
         config = run(**GPU, fusion__profile=str(tmp_path / "costs.json"))
         made_for = facts_of(resolve_device(config), SPECS)
-        write_json(tmp_path / "costs.json", linear_cost().to_dict() | {"capture": capture, "made_for": made_for})
+        write_json(tmp_path / "costs.json", linear_file().to_dict() | {"capture": capture, "made_for": made_for})
         made = report(monkeypatch, False, config).generation.capture
         assert made.shape_seconds == pytest.approx(seconds) and made.measured == bool(capture)
         assert ("measured" if capture else "estimated") in str(made)

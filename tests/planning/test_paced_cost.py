@@ -8,8 +8,8 @@ from testkit.paced import paced
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
+from rlhfuse.costs.paced import load_paced_cost
 from rlhfuse.costs.speculation import StepObservation, fit_steps
-from rlhfuse.planning.paced_cost import load_paced_cost
 from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.rules.builders import serial_makespan
@@ -48,8 +48,8 @@ def test_all_seconds_are_stretched_and_bytes_are_the_runs_own():
     assert there.action_seconds("actor", Action("actor", 0, Kind.RG), 0) == 0, "reductions are part of the step"
     for seconds in ("swap_in", "meeting"):
         assert getattr(there, seconds) == 3 * getattr(whole, seconds)
-    assert there.move_seconds("critic") == pytest.approx(0.15)
-    assert there.step_seconds("critic", 7.0) == pytest.approx(0.3)
+    assert there.table.moves["critic"] == pytest.approx(0.15)
+    assert there.table.steps["critic"] == pytest.approx(0.3)
 
 
 def test_steps_that_last_as_priced_give_the_prices_back():

@@ -7,7 +7,7 @@ import pytest
 from run_report.program_times import makespan, program_times
 from testkit.flat_profile import facts_of, trained, training
 from testkit.four_ranks import SPECS, drafted, planned, run, shared_plan
-from testkit.sim_helpers import linear_cost, long_tail
+from testkit.sim_helpers import linear_file, long_tail
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
@@ -280,7 +280,7 @@ def test_the_plan_says_what_the_reward_function_counts(tmp_path):
     reports = []
     for keys in ({}, called):
         made_for = facts_of(resolve_device(run(**keys)), SPECS)
-        write_json(file, linear_cost(reward=2.0).to_dict() | {"made_for": made_for})
+        write_json(file, linear_file(reward=2.0).to_dict() | {"made_for": made_for})
         reports.append(PlanReport.of(planned(run(fusion__profile=str(file), **keys))))
     fast, slow = reports
     assert not any("reward.function" in sentence for sentence in fast.reasons)

@@ -11,7 +11,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs import machine
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.collectives import ring_gather_seconds
+from rlhfuse.costs.forms.collectives import ring_gather_seconds
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning import draft as drafts
 from rlhfuse.planning.draft import PlanDraft
@@ -154,7 +154,7 @@ def test_cores_of_a_machine(monkeypatch):
         found = []
         for table in ("d1t1p4", "d2t1p2"):
             draft = on_cpu(table)
-            given = draft.training.problem, draft.ranks.shape, draft.host_seconds, TICK_SECONDS
+            given = draft.training.problem, draft.ranks.shape, draft.host_seconds
             least = float(draft.inputs.cores.least_time(*given)) * TICK_SECONDS
             found.append(max(schedule_seconds(draft.training.problem), least) + optimizer_step_seconds(draft.analytic))
             assert PlanReport.of(make_plan(draft)).seconds.training_fused >= 8 * found[-1] * (1 - 1e-9)

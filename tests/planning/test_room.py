@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from testkit.four_ranks import SPECS, drafted, planned, run, shared_plan
 from testkit.plan_sweep import plan_of
-from testkit.sim_helpers import linear_cost
+from testkit.sim_helpers import linear_cost, linear_file
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
@@ -169,9 +169,9 @@ def test_costs_of_another_model_or_machine_are_refused(tmp_path):
         (None, "=None"),
     ):
         told = None if change is None else made | change
-        write_json(tmp_path / "costs.json", linear_cost().to_dict() | {"made_for": told})
+        write_json(tmp_path / "costs.json", linear_file().to_dict() | {"made_for": told})
         if not named:
-            assert drafted(config, SPECS, 4).costs == replace(linear_cost(), made_for=made)
+            assert drafted(config, SPECS, 4).costs == linear_cost()
             continue
         with pytest.raises(InputError, match=f"costs.json was made for .*{named}"):
             drafted(config, SPECS, 4)

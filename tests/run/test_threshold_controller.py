@@ -8,13 +8,14 @@ import torch
 from testkit.flat_profile import facts_of
 from testkit.four_ranks import SPECS, planned, run
 from testkit.manual_clock import ManualClock
-from testkit.sim_helpers import limits, linear_cost, long_tail, with_turns
+from testkit.sim_helpers import limits, linear_cost, linear_file, long_tail, with_turns
 
 from rlhfuse.base.files import write_json
 from rlhfuse.base.time_budget import TimeBudget
 from rlhfuse.config.device_defaults import resolve_device
-from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
+from rlhfuse.costs.forms.form import Form
+from rlhfuse.costs.table import RewardCost
 from rlhfuse.fusion.inter.report import OBSERVED, GenInferReport
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.planning.report.report import PlanReport
@@ -26,7 +27,6 @@ from rlhfuse.run.threshold_controller import (
     changes,
     with_hysteresis,
 )
-from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.threshold import sweep_threshold
 
 PREFILL = [1, 10, 10, 1e-3]  # a step
@@ -59,10 +59,10 @@ def observe(controller, number, lengths=None, turns=None, **observed) -> str:
 
 def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
     """R_t, limits and the choice how a sample moves; then its own observations take over."""
-    profile = linear_cost()
+    profile = linear_file()
     write_json(tmp_path / "costs.json", profile.to_dict() | {"made_for": facts_of(resolve_device(run()), SPECS)})
     priced = control(run(fusion__profile=str(tmp_path / "costs.json")))
-    assert priced.limits.move_cost == move_cost(profile, priced._instance_limits())
+    assert priced.limits.move_cost == profile.table.move_cost(priced.limits)
     before = f"costs of fusion.profile={tmp_path}/costs.json"
     assert f"costs measured over 1 iteration, against {before}: decode step -" in observe(priced, 0)
     assert (priced._costs.meeting, priced._costs.release) == (3e-3, 2e-3)
@@ -72,13 +72,14 @@ def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
 
 
 def test_instances_are_the_plans_whatever_the_costs(alone):
-    """On a GPU models come early to score; what the costs change is BS_max."""
+    """On a GPU models come early to score; costs change BS_max and how a sample moves."""
     config = run(trainer__hardware="h100")
     controller, planned_limits = control(config), PlanReport.of(planned(resolve_device(config))).generation.limits
     assert planned_limits.early_models > 0 and controller._instance_limits() == planned_limits
     observe(controller, 0)
     fitted = controller._instance_limits()
-    assert replace(fitted, bs_max=planned_limits.bs_max) == planned_limits != fitted
+    priced = {"bs_max": planned_limits.bs_max, "move_cost": planned_limits.move_cost}
+    assert replace(fitted, **priced) == planned_limits and fitted.bs_max != planned_limits.bs_max
 
 
 def restored(controller, unseen: str = "", unpriced: str = ""):
@@ -133,10 +134,10 @@ def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypa
     followed._looks = TimeBudget(LOOK_SHARE, clock)
     choose, looked = followed._choose, []
 
-    def choose_slowly(limits):
+    def choose_slowly():
         looked.append(number)
         clock.seconds += 1.0
-        return choose(limits)
+        return choose()
 
     monkeypatch.setattr(followed, "_choose", choose_slowly)
     said = []
@@ -160,7 +161,7 @@ def test_small_gains_do_not_move_it():
 def test_the_log_names_costs_that_changed():
     before = linear_cost()
     assert changes(before, before, limits(), 100.0) == "costs within 10%"
-    after = replace(before, decode=Line(20e-3, (2e-3, 2e-6)), swap_in=0.25)
+    after = replace(before, decode=Form.of_line(Line(20e-3, (2e-3, 2e-6))), swap_in=0.25)
     assert changes(before, after, limits(), 100.0) == "decode step +100%, loading -50%"
 
 

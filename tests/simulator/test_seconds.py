@@ -1,4 +1,4 @@
-"""Seconds by R_t: compiled costs are those of the cost models, and a sweep's seconds those of the time lines."""
+"""Seconds by R_t: compiled costs are those of the tables, and a sweep's seconds those of the time lines."""
 
 import itertools
 
@@ -11,19 +11,18 @@ from numba import njit
 from run_report.timeline import simulate_gen_infer
 from testkit.profiles import examples
 from testkit.sim_helpers import limits, linear_cost, long_tail, with_turns
-from trial_cost import TrialCost
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.analytic_table import analytic_table
 from rlhfuse.costs.fits import Grid, Line
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profiled import ProfiledCost
-from rlhfuse.costs.speculation import Speculation
+from rlhfuse.costs.speculation import Speculation, StepCosts
 from rlhfuse.simulator import cost_numbers
 from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import sweep_threshold
@@ -42,7 +41,7 @@ def job_costs(draw):
     sizes = st.tuples(st.integers(1, 80), st.sampled_from([t for t in (1, 2, 8) if tp % t == 0]), st.booleans())
     scorers = tuple(model(*size, device, kernels) for size in draw(st.lists(sizes, max_size=3)))
     actor = model(draw(st.integers(1, 80)), tp, False, device, kernels)
-    return JobCost(actor, scorers, draw(st.booleans()), draw(st.floats(0.1, 1.0)))
+    return analytic_table(actor, scorers, draw(st.booleans()), draw(st.floats(0.1, 1.0)))
 
 
 slopes = st.floats(0, 1e-3)
@@ -59,8 +58,8 @@ def measured_costs(draw):
     speculation = draw(st.none() | guesses)
     costs = MeasuredCost(line(2), line(2), line(2), line(1), 0.5, 0.0, 0.0, speculation=speculation)
     if draw(st.booleans()):
-        return costs
-    return TrialCost(line(2), line(2), draw(st.none() | guesses), draw(job_costs()))
+        return costs.table
+    return draw(job_costs()).with_steps(StepCosts(line(2), line(2), draw(st.none() | guesses)))
 
 
 @st.composite
@@ -72,12 +71,12 @@ def profiled_costs(draw):
 
     facts = {"generation_tp": 2, "actor_inference_tp": 2, "reward_inference_tp": 1}
     score = {"actor": grid(400, 64), "reward": grid(400, 64)}
-    return ProfiledCost(facts, grid(64, 400), grid(400, 64), score, 0.5, grid(10_000), None, {})
+    return ProfiledCost(facts, grid(64, 400), grid(400, 64), score, 0.5, grid(10_000), None, {}).table
 
 
 @njit(error_model="numpy")
 def compiled(c, batch, context, tokens):
-    """Seconds by the compiled forms, in the order of `CostModel`'s methods below."""
+    """Seconds by the compiled forms, in the order of `CostTable`'s methods below."""
     return (
         cost_numbers.decode_seconds(c, batch, context),
         cost_numbers.prefill_seconds(c, tokens, batch),
@@ -88,7 +87,7 @@ def compiled(c, batch, context, tokens):
 
 @examples(400)
 @given(job_costs() | measured_costs() | profiled_costs(), st.integers(1, 300), st.integers(0, 300_000))
-def test_a_kernel_prices_what_the_cost_model_does(costs, batch, tokens):
+def test_a_kernel_prices_what_the_table_does(costs, batch, tokens):
     found = compiled(cost_numbers.cost_numbers(costs, 300), batch, tokens / 2, tokens)
     assert found == (
         costs.decode_step_seconds(batch, tokens / 2),
@@ -103,10 +102,10 @@ def test_a_sweep_is_the_mean_of_its_batches_time_lines():
     actor, critic = (model(8, tp, False, "h100", Kernels()) for tp in (2, 1))
     grid, flat = Grid(((1.0, 64.0), (1.0, 400.0)), (0.01, 0.02, 0.03, 0.05)), Grid(((1.0,),), (0.001,))
     facts = {"actor_inference_tp": 1, "generation_tp": 1}
-    profiled = ProfiledCost(facts, grid, grid, {"actor": grid}, 0.5, flat, None, {})
+    profiled = ProfiledCost(facts, grid, grid, {"actor": grid}, 0.5, flat, None, {}).table
     plain = [long_tail(64, seed) for seed in range(3)]
     pausing, lim = list(map(with_turns, plain, range(3))), limits(kv_capacity_bytes=1e5, early_models=1)
-    priced = (linear_cost(reward=0.02), JobCost(actor, (actor, critic)), profiled)
+    priced = (linear_cost(reward=0.02), analytic_table(actor, (actor, critic)), profiled)
     for costs, batches in (*((costs, plain) for costs in priced), (priced[0], pausing)):
         found = sweep_threshold(batches, 4, costs, lim)
         assert len(found.sweep) == 20

@@ -22,7 +22,6 @@ from testkit.sim_helpers import (
 )
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.simulator.instance_limits import move_cost
 from rlhfuse.simulator.lengths import SampleLengths
 
 
@@ -165,7 +164,7 @@ def test_time_lines_are_the_recorded_ones(pauses, rewards, digest):
 
 
 def test_move_cost_reads_linear_costs_exactly():
-    cost = move_cost(linear_cost(), limits())
+    cost = linear_cost().move_cost(limits())
     assert (cost.transfer_latency_seconds, cost.transfer_seconds_per_byte) == pytest.approx((1e-3, 1e-9))
     assert (cost.prefill_latency_seconds, cost.prefill_seconds_per_token) == pytest.approx((2e-3, 1e-4))
 

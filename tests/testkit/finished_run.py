@@ -11,7 +11,6 @@ from run_report.timeline import simulate_gen_infer
 from rlhfuse.base.clock import Span
 from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config, read_specs
-from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.trace import save_trace
@@ -21,7 +20,7 @@ from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Action
 from rlhfuse.simulator.lengths import SampleLengths
 from testkit.four_ranks import drafted
-from testkit.sim_helpers import linear_cost, long_tail
+from testkit.sim_helpers import linear_file, long_tail
 
 RANKS, MINIBATCHES, SAMPLES, THRESHOLD = 4, 4, 64, 16
 START, GATHER, BETWEEN = 0.01, 0.02, 0.05  # around generation with inference, and between the phases
@@ -79,7 +78,7 @@ def write_run(folder: Path, iterations: int = 5, reward: float | None = None) ->
 
 
 def costs_of(reward: float | None = None) -> MeasuredCost:
-    return linear_cost(swap_in=0.02, score_token=2e-5, reward=reward)
+    return linear_file(swap_in=0.02, score_token=2e-5, reward=reward)
 
 
 def lengths_of(number: int) -> SampleLengths:
@@ -93,8 +92,9 @@ def _action_seconds(action: Action) -> float:
 def _row(plan: PlanReport, number: int, costs: MeasuredCost):
     lengths, before = lengths_of(number), lengths_of(max(0, number - 1))
     tokens = sum(lengths.prompt) + sum(lengths.output)
-    bs_max = largest_flat_batch(costs, before.median_context, plan.generation.limits.max_sequences)
-    timeline = simulate_gen_infer(lengths, RANKS, costs, replace(plan.generation.limits, bs_max=bs_max), THRESHOLD)
+    limits = plan.generation.limits
+    limits = replace(limits, bs_max=costs.table.largest_flat_batch(before.median_context, limits.max_sequences))
+    timeline = simulate_gen_infer(lengths, RANKS, costs.table, limits, THRESHOLD)
     seconds = {
         "reshard": RESHARD * (10 if number == 0 else 1),
         "gen": timeline.generation_seconds,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rlhfuse.base.errors import RewardError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.migration import FusionLimits, SampleMoveCost
+from rlhfuse.decisions.instance_limits import InstanceLimits, SampleMoveCost
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.tasks.role import role_named
@@ -67,12 +67,15 @@ class Case:
             for i, (n, prompt) in enumerate(zip(self.lengths, prompts))
         ]
 
-    def limits(self) -> FusionLimits:
-        return FusionLimits(
-            bs_max=self.bs_max,
-            sample_kv_bytes=10.0,
-            capacity_kv_bytes=1000.0,
+    def limits(self) -> InstanceLimits:
+        return InstanceLimits(
+            max_sequences=self.bs_max,
+            kv_capacity_bytes=1000.0,
+            kv_bytes_per_token=0.1,
             block_tokens=BLOCK_TOKENS,
+            bs_max=self.bs_max,
+            max_prompt_tokens=20,
+            max_output_tokens=80,
             move_cost=BY_KV if self.by == "kv" else BY_TOKENS,
             score_tokens=self.score_tokens,
         )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from rlhfuse.decisions.migration import MoveMode
+from rlhfuse.decisions.instance_limits import MoveMode
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.kv_transfer import KVTransfer, TransferManifest
 

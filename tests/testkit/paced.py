@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from rlhfuse.costs.fits import Line
-from rlhfuse.planning.paced_cost import PacedCost, TrainingPrice
+from rlhfuse.costs.paced import PacedCost, TrainingPrice
 
 
 def paced(stages: Mapping[str, int], unit: float = 0.01, token: float = 0.0, **more: object) -> PacedCost:

@@ -6,14 +6,19 @@ import numpy as np
 from hypothesis import strategies as st
 from run_report.timeline import GenInferTimeline, InstanceSpan
 
-from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.simulator.instance_limits import InstanceLimits
+from rlhfuse.costs.table import CostTable, RewardCost
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths, Turn
 
 
-def linear_cost(swap_in: float = 0.5, score_token: float = 1e-3, reward: float | None = None) -> MeasuredCost:
+def linear_cost(swap_in: float = 0.5, score_token: float = 1e-3, reward: float | None = None) -> CostTable:
+    """The table of `linear_file`."""
+    return linear_file(swap_in, score_token, reward).table
+
+
+def linear_file(swap_in: float = 0.5, score_token: float = 1e-3, reward: float | None = None) -> MeasuredCost:
     """A step costs 10 ms + 1 ms per sequence; a scored token 1 ms; times are easy to add by hand."""
     return MeasuredCost(
         decode=Line(10e-3, (1e-3, 1e-6)),

@@ -10,7 +10,7 @@ from gpu_checks.bench import DTYPES, Bench
 from gpu_checks.generation import agreement
 from gpu_checks.result import TOLERANCE, require
 
-from rlhfuse.decisions.migration import MoveMode
+from rlhfuse.decisions.instance_limits import MoveMode
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 
 SAMPLES, STEPS = 12, 14

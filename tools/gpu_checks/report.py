@@ -17,10 +17,10 @@ from text_table import aligned
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.collectives import RankGroup, send_seconds
-from rlhfuse.costs.cost_model import MicrobatchTokens
+from rlhfuse.costs.analytic_table import analytic_table
+from rlhfuse.costs.forms.collectives import RankGroup, send_seconds
+from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.costs.hardware import ASSUMED, GPU_NAMES, DataSheet, data_sheets
-from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.kernels import Kernels
 
 STAGES = 3
@@ -67,7 +67,7 @@ PRICES: dict[str, Callable[..., float]] = {
     "all_reduce": lambda machine, ranks, size: RankGroup(machine, ranks).all_reduce_seconds(size),
     "gather": lambda machine, ranks, size: RankGroup(machine, ranks).gather_seconds(size),
     "step_sum": _step_sum,
-    "migration": lambda machine, size: JobCost(cost_of(machine, "8b"), ()).migration_seconds(size),
+    "migration": lambda machine, size: analytic_table(cost_of(machine, "8b")).migration_seconds(size),
 }
 # A constant of HardwareSpec, and the figure that it follows from.
 FOLLOWS = (

@@ -17,7 +17,6 @@ from layout_search.sensitivity import TABLES, Swing, sensitivity
 from layout_search.wishes import Wish, cheap_wishes, dear_wishes
 from text_table import aligned
 
-from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.planning.price import CAPTURE, GENERATION, MOVES, OFFLOAD, SCHEDULES, STEPS
 from rlhfuse.planning.search.search import FastestTables, Ranking, Row
 from rlhfuse.planning.training.training_problem import equal_microbatch
@@ -201,7 +200,7 @@ def _measured(ranking: Ranking) -> str:
         words = ",".join(map(str, degrees))
         fix = f"tools/profile_costs.py --tensor {words} measures them for fusion.profile"
         return f"nothing was measured, all costs are analytic; {fix}"
-    if not isinstance(measured, TensorProfiles):
+    if not measured.degrees:
         return f"costs are those of fusion.profile={profile}; start-ups and links beside them are analytic"
     known = ", ".join(map(str, measured.degrees))
     missing = [str(degree) for degree in degrees if degree not in measured.degrees]
@@ -213,13 +212,15 @@ def _measured(ranking: Ranking) -> str:
 
 def _beyond(ranking: Ranking, best: Row) -> str:
     """What of the best table is larger than anything that was measured, where a profile says what was."""
-    draft = ranking.setting.draft(best.table)
+    measured, draft = ranking.setting.inputs.measured, ranking.setting.draft(best.table)
+    if measured is None:
+        return ""
     limits, shares = draft.generation.limits, draft.ranks.shape.shares
     sequences = min(limits.max_sequences, draft.batch.samples_per_instance)
     pack = min(sequences * limits.longest, max(limits.score_tokens, limits.longest))
     rung = draft.training.likeliest
     training = {share.model: equal_microbatch(draft.inputs.drawn, draft.batch, rung, share).tokens for share in shares}
-    outside = draft.costs.beyond(sequences, limits.longest, pack, training)
+    outside = measured.of(draft.tasks).beyond(sequences, limits.longest, pack, training)
     return f"; beyond what was measured the best table has {', '.join(outside)}" if outside else ""
 
 

@@ -11,12 +11,12 @@ from placements.run_work import RunWork
 
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.job_cost import JobCost
+from rlhfuse.costs.analytic_table import analytic_table
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.packing import split_samples
 from rlhfuse.planning.draft import instance_limits
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import GenerationMemory
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.tasks.task import DESTINATIONS
 
@@ -45,8 +45,8 @@ def generation_options(
                 continue
             tokens = min(limits.kv_capacity_tokens, most)  # more are never used
             if tokens not in known:
-                simulated = Simulation(work.inputs.drawn.batches, layout.dp, JobCost(cost, ()), limits).seconds([0])[0]
-                known[tokens] = max([simulated.generation, *known.values()])
+                simulation = Simulation(work.inputs.drawn.batches, layout.dp, analytic_table(cost), limits)
+                known[tokens] = max([simulation.seconds([0])[0].generation, *known.values()])
             if need <= room:
                 yield Option(layout, known[tokens], 0.0, need, fetch, f"KV of {limits.kv_capacity_tokens} tokens")
 
@@ -63,7 +63,7 @@ def scoring_options(
         need += cost.memory.rotation_bytes(work.longest_tokens)
         if need > room:
             continue
-        costs = JobCost(cost, (cost,), output_share=output_share)
+        costs = analytic_table(cost, (cost,), output_share=output_share)
         limits = instance_limits(work.run, InstanceCache.of(work.config, layout.dp), costs, batches[0])
         limits = replace(limits, scoring_models=1, reward_workers=0)
         simulated = Simulation(batches, layout.dp, costs, limits).seconds([0])[0]
@@ -79,7 +79,7 @@ def _caches(work: RunWork, cost: AnalyticCost) -> Iterator[InstanceLimits]:
     cache, lengths = InstanceCache.of(work.config, cost.layout.dp), work.inputs.drawn.batches[0]
     counts = {max(cache.least, -(-cache.wanted // part)) for part in ((1,) if cache.given else CACHES)}
     for blocks in sorted(counts, reverse=True):
-        yield instance_limits(work.run, replace(cache, left=blocks), JobCost(cost, ()), lengths)
+        yield instance_limits(work.run, replace(cache, left=blocks), analytic_table(cost), lengths)
 
 
 def _most_tokens(work: RunWork, instances: int) -> int:

@@ -20,14 +20,14 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.config.values import AUTO, Recompute
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import MicrobatchTokens
-from rlhfuse.costs.job_cost import JobCost
+from rlhfuse.costs.analytic_table import analytic_table
+from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.planning.memory.memory_budget import RESTING, OptimizerOffload, input_bytes
 from rlhfuse.planning.search.floors import work_bound
 from rlhfuse.planning.search.space import token_budgets
 from rlhfuse.planning.training.stage_cuts import with_cut
-from rlhfuse.planning.training.training_problem import TICK_SECONDS, longest_microbatch, training_problem
+from rlhfuse.planning.training.training_problem import TICK_SECONDS, TrainingWork, longest_microbatch
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import fused_shape
 from rlhfuse.tasks.task import TASKS
@@ -57,13 +57,13 @@ def _layout_options(work: RunWork, task: str, uncut: AnalyticCost, room: float) 
         except InputError:  # no samples for all pipelines
             continue
         longest = longest_microbatch(config.longest_sample, batch)
-        cut = with_cut(config.parallel.stage_layers, uncut, uncut, longest)
+        cut = with_cut(config.parallel.stage_layers, uncut, uncut.stage_seconds(longest))
         cost = known.setdefault(cut, replace(uncut, layout=cut))
         step, problem = 0.0, None
         for rung, share in work.inputs.drawn.rungs(batch.cut).items():
-            problem = training_problem({task: cost}, batch, rung, work.inputs.drawn, longest, JobCost(cost, ()))
+            problem = TrainingWork({task: cost}, analytic_table(cost), batch, work.inputs.drawn, longest).problem(rung)
             shape, host = fused_shape({role: cut}), {str(role): cost.host_seconds}
-            least = work.inputs.cores.least_time(problem, shape, host, TICK_SECONDS)
+            least = work.inputs.cores.least_time(problem, shape, host)
             step += share * max(work_bound(problem), float(least)) * TICK_SECONDS
         assert problem is not None, "a batch is drawn"
         seconds = batch.optimizer_steps * (step + cost.optimizer_step_seconds())

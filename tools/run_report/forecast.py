@@ -24,6 +24,7 @@ from rlhfuse.base.json_values import read_json
 from rlhfuse.config.spec import DeviceKind
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import load_measured_cost
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.training.training_orders import RULES
@@ -31,8 +32,8 @@ from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
-from rlhfuse.simulator.instance_limits import InstanceLimits, priced_limits
 from rlhfuse.simulator.lengths import TURNS, SampleLengths, read_turns
+from rlhfuse.simulator.simulation import priced_limits
 
 PHASES = ("reshard", "gen", "infer", "adv", "train", "step")  # as in the metrics timing_s/*
 PARTS = PHASES[:-1]
@@ -65,7 +66,7 @@ class Forecaster:
         assert run.schedule is not None
         self._rows, family = run.rows, (*run.others, run.schedule)
         self._schedules = {schedule.problem.pipelines[0].microbatches: schedule for schedule in family}
-        self._costs = load_measured_cost(run.folder / "costs.json")
+        self._costs = load_measured_cost(run.folder / "costs.json").table
         self._plan = PlanReport.from_dict(read_json(run.folder / "plan.json"), str(run.folder / "plan.json"))
         self._ranks = rank_map(training_layouts(self._plan.tasks), self._plan.schedule.alternates)
         self._bs_max = run.setting("fusion", "bs_max")

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.table import CostTable
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.migration import MigrationPlan, SampleMove
 from rlhfuse.simulator.instance_kernel import State
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.simulation import Simulation
 
@@ -52,7 +52,7 @@ class GenInferTimeline:
 
 
 def simulate_gen_infer(
-    lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits, threshold: int
+    lengths: SampleLengths, instances: int, costs: CostTable, limits: InstanceLimits, threshold: int
 ) -> GenInferTimeline:
     """One batch that migrates when `threshold` samples remain; 0, one instance, no tail: serial. Raises InputError."""
     outcome, state, rows = Simulation([lengths], instances, costs, limits).trace(threshold)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from numba.extending import register_jitable
 
-from rlhfuse.costs.collectives import ring_all_reduce_seconds
+from rlhfuse.costs.forms.collectives import ring_all_reduce_seconds
 
 
 class Roofline(NamedTuple):

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from rlhfuse.base.clock import Clock
 from rlhfuse.base.errors import RewardError
 from rlhfuse.base.sample_ids import sample_origin
-from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, check_threshold, plan_at_threshold
+from rlhfuse.decisions.instance_limits import InstanceLimits
+from rlhfuse.decisions.migration import MigrationPlan, check_threshold, plan_at_threshold
 from rlhfuse.decisions.packing import split_samples
 from rlhfuse.fusion.inter.generation import Generation
 from rlhfuse.fusion.inter.group_stream import GroupStream, complete_groups
@@ -57,7 +58,7 @@ class InterStage:
         iteration: int | str,
         requests: Sequence[Request],
         threshold: int,
-        limits: FusionLimits,
+        limits: InstanceLimits,
         stream: GroupStream | None = None,
     ) -> GenInferReport:
         """Generate and score `requests`, the whole batch, the same on every rank; `iteration` is a name no other has.
@@ -88,7 +89,7 @@ class GenInferIteration:
         iteration: int | str,
         requests: Sequence[Request],
         threshold: int,
-        limits: FusionLimits,
+        limits: InstanceLimits,
         stream: GroupStream | None,
     ) -> None:
         self._stage, self._place, self._engine = stage, stage.place, stage.engine

@@ -12,7 +12,7 @@ from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.costs.hardware import data_sheets
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.rooflines import optimizer_step_seconds
-from rlhfuse.planning.training.training_problem import TICK_SECONDS, training_problem
+from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.rules.builders import pipeline_work
 from rlhfuse.simulator.lengths import SampleLengths
 
@@ -124,11 +124,9 @@ def _busy_seconds(draft: PlanDraft) -> float:
 
     With even micro-batches: what a plan's are above the mean stands for waiting.
     """
-    drawn, longest, ticks = replace(draft.inputs.drawn, even=True), draft.longest_microbatch, 0.0
-    alternates, split = draft.run.config.fusion.alternates, draft.training.split.models
+    work, ticks = replace(draft.work, drawn=replace(draft.inputs.drawn, even=True)), 0.0
     for rung, share in draft.training.shares.items():
-        work = draft.analytic, draft.batch, rung, drawn, longest, draft.costs, alternates, split
-        for pipeline in training_problem(*work).pipelines:
+        for pipeline in work.problem(rung, draft.training.split.models).pipelines:
             ticks += share * pipeline.microbatches * pipeline_work(pipeline) / draft.ranks.merge(pipeline.name)
     return ticks * TICK_SECONDS / draft.ranks.shape.nodes
 

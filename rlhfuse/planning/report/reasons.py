@@ -13,17 +13,17 @@ from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import GPU, HardwareSpec
 from rlhfuse.config.values import AUTO
-from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens
-from rlhfuse.costs.job_cost import JobCost
+from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.costs.model_memory import ModelMemory
+from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import MemoryBudget
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.training_problem import equal_microbatch
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.tasks.role import POLICY
 
 SMALL_WEIGHTS = 100_000_000  # below this the default learning rate shows nothing for hundreds of iterations
@@ -68,14 +68,14 @@ class Reasons:
         least = f" (of {rollout.min_tokens} tokens or more)" if rollout.min_tokens else ""
         return f"a response{least} ends {', '.join((*parts, f'after {rollout.max_response_tokens} tokens'))}"
 
-    def source_of_costs(self, hardware: HardwareSpec, costs: CostModel, costs_name: str) -> str:
+    def source_of_costs(self, hardware: HardwareSpec, costs: CostTable, costs_name: str) -> str:
         """The source of the times."""
         if pace := self.config.trainer.pace:
             return (
                 f"times are those of trainer.pace={pace} x {self.config.trainer.pace_stretch:g}, which work waits for"
             )
         if self.config.fusion.profile:
-            training = "training too" if costs.measures_training else "training analytically"
+            training = "training too" if costs.training is not None else "training analytically"
             link = ""
             if self.run.world_size > hardware.devices_per_node:
                 link = (
@@ -97,7 +97,7 @@ class Reasons:
             "fusion.profile to a past run's costs.json, or to what tools/profile_costs.py measures"
         )
 
-    def reward_calls(self, costs: CostModel) -> tuple[str, ...]:
+    def reward_calls(self, costs: CostTable) -> tuple[str, ...]:
         """What a call of the reward function counts, where there is one."""
         if not self.config.reward.function:
             return ()
@@ -188,7 +188,7 @@ class Reasons:
             told = f"a layer of the actor keeps {kept} of a token until its backward, which needs {needed}"
             yield f"trainer.recompute={actor.recompute}: {told}"
 
-    def early_loading(self, memory: MemoryBudget, costs: CostModel) -> Iterator[str]:
+    def early_loading(self, memory: MemoryBudget, costs: CostTable) -> Iterator[str]:
         """On GPUs, which models that score are loaded before generation ends."""
         scorers = self.config.scorers()
         if not memory.hardware.device.own_memory or not scorers:
@@ -251,7 +251,7 @@ class Reasons:
 
 def host_limits(draft: PlanDraft) -> tuple[str, ...]:
     """The tasks that a GPU's host limits, and from how many tokens of a forward on it no longer does."""
-    if not isinstance(draft.costs, JobCost) or not draft.inputs.hardware.device.own_memory:
+    if draft.inputs.measured or not draft.inputs.hardware.device.own_memory:
         return ()
     told: dict[str, list[str]] = defaultdict(list)
     micro_of = partial(equal_microbatch, draft.inputs.drawn, draft.batch, draft.training.likeliest)

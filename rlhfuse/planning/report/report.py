@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from rlhfuse.base.json_values import Versioned
 from rlhfuse.costs.layout_moves import LayoutMove, move_lines
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import Task
-from rlhfuse.decisions.migration import SampleMoveCost
 from rlhfuse.planning.graph_capture import GraphCapture
 from rlhfuse.planning.memory.memory_plan import MemoryPlan
 from rlhfuse.planning.plan import Plan
@@ -16,7 +16,6 @@ from rlhfuse.planning.report.efficiency import Efficiency
 from rlhfuse.planning.report.traffic import TrafficRow, traffic_lines
 from rlhfuse.planning.training.stage_cuts import StageBalance
 from rlhfuse.planning.training.training_orders import OrderPromise
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 from rlhfuse.simulator.threshold import Threshold
 
@@ -122,7 +121,6 @@ class GenerationPlan:
     """Numbers from which every rank computes the same migration plan, and the recording of decode steps, if any."""
 
     limits: InstanceLimits
-    move_cost: SampleMoveCost
     capture: GraphCapture | None
 
 

@@ -17,21 +17,16 @@ import numpy as np
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.forms.training import TICK_SECONDS
+from rlhfuse.costs.table import CostTable
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.planning.rooflines import optimizer_step_seconds
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import TrainingRow
 from rlhfuse.planning.training.stage_cuts import with_cut
-from rlhfuse.planning.training.training_problem import (
-    TICK_SECONDS,
-    equal_microbatch,
-    longest_microbatch,
-    stage_costs,
-    transfer_ticks,
-)
+from rlhfuse.planning.training.training_problem import equal_microbatch, longest_microbatch, transfer_ticks
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import ModelShare
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.tasks.role import Role, role_named
 
@@ -68,7 +63,7 @@ class TrainingFloors:
         key = "work", share.model, share.layout.tp, share.layout.stages, row.recompute, row.sequence_parallel, micro
         if key not in self._known:
             cost = self._cost(row, role_named(share.model))
-            seconds = self.setting.training_cost(share.model, cost).stage_seconds(micro)
+            seconds = self.setting.stage_seconds(share.model, cost, micro)
             forward, backward = seconds.layer
             if seconds.split:
                 parts = backward, sum(seconds.split)
@@ -113,10 +108,10 @@ class TrainingFloors:
             cut, split = (cost.layout.tp, cost.layout.pp, cost.layout.chunks, cost.layout.cut), splits[share.model]
             key = "stages", share.model, cut, row.recompute, row.sequence_parallel, micro, longest, split
             if key not in self._known:
-                training = self.setting.training_cost(share.model, cost)
-                if not training.splits:  # a draft refuses what is asked
+                seconds = self.setting.stage_seconds(share.model, cost, micro)
+                if not seconds.split:  # a draft refuses what is asked
                     split = (False,)
-                made = [stage_costs(cost, training, micro, longest, parts) for parts in split]
+                made = [cost.stage_costs(longest, parts, seconds) for parts in split]
                 self._known[key] = made[0] if len(made) == 1 else no_longer_than(*made)
             stages[share.model] = self._known[key]
             transfer = max(transfer, transfer_ticks(cost, micro))
@@ -127,10 +122,11 @@ class TrainingFloors:
     def seconds(self, row: TrainingRow, problems: Problems, bound: Bound) -> float:
         """Seconds of an iteration: a bound of its schedules, and the steps."""
         least, ticks = self.setting.inputs.cores.least_time, 0.0
-        costs = [(str(role), self._cut(row, layout, role)) for role, layout in row.layouts.items()]
-        host = {role: cost.host_seconds for role, cost in costs if self.setting.training_cost(role, cost) is cost}
+        measured, host = self.setting.inputs.measured, {}
+        if not (measured and measured.measures_training):
+            host = {str(role): self._cut(row, layout, role).host_seconds for role, layout in row.layouts.items()}
         for share, problem in problems:
-            ticks += share * max(float(bound(problem)), float(least(problem, row.shape, host, TICK_SECONDS)))
+            ticks += share * max(float(bound(problem)), float(least(problem, row.shape, host)))
         return row.batch.optimizer_steps * (ticks * TICK_SECONDS + self._steps(row))
 
     def cut_layouts(self, row: TrainingRow) -> dict[Role, ParallelLayout]:
@@ -168,8 +164,8 @@ class TrainingFloors:
         stages = layout.tp, layout.pp, layout.chunks, layout.cut
         key = "cut", role, stages, row.recompute, row.sequence_parallel, longest
         if key not in self._known:
-            training, how = self.setting.training_cost(role, cost), self.setting.config.parallel.stage_layers
-            self._known[key] = with_cut(how, cost, training, longest).cut
+            how, seconds = self.setting.config.parallel.stage_layers, self.setting.stage_seconds(role, cost, longest)
+            self._known[key] = with_cut(how, cost, seconds).cut
         return cost.with_cut(self._known[key])
 
 
@@ -209,7 +205,7 @@ def work_bound(problem: FusionProblem) -> float:
 
 
 def generation_floor(
-    batches: tuple[SampleLengths, ...], costs: CostModel, limits: InstanceLimits, instances: int, replicas: int
+    batches: tuple[SampleLengths, ...], costs: CostTable, limits: InstanceLimits, instances: int, replicas: int
 ) -> float:
     """Generation and inference of an iteration, mean over the batches, of each the larger of two: the longest sample
     alone on an instance; all decode steps and scores shared evenly, every token at the cheapest batch there may be.
@@ -220,7 +216,7 @@ def generation_floor(
 
 
 def _batch_floor(
-    batch: SampleLengths, costs: CostModel, limits: InstanceLimits, instances: int, replicas: int
+    batch: SampleLengths, costs: CostTable, limits: InstanceLimits, instances: int, replicas: int
 ) -> float:
     """What was measured ascends and need not be convex, so that contexts count as the shortest there."""
     convex, most = costs.convex, min(limits.max_sequences, len(batch))
@@ -241,7 +237,7 @@ def _batch_floor(
     return max(alone, (decoding + scoring) / instances)
 
 
-def _least_score(costs: CostModel, tokens: float, replicas: int) -> float:
+def _least_score(costs: CostTable, tokens: float, replicas: int) -> float:
     """Least seconds of a pack of so many tokens, however many sequences: replicas share sequences. Analytic costs fall
     with their number, measured ones rise."""
     return min(costs.score_seconds(tokens, sequences) for sequences in (1, replicas, max(replicas, tokens)))

@@ -12,10 +12,11 @@ from rlhfuse.base.remembered import remembered
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel, TrainingCost
+from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.layout_moves import layout_moves
-from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profile_files import run_costs
+from rlhfuse.costs.table import CostTable
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.planning.draft import DraftInputs, PlanDraft, draft_plan, instance_limits
 from rlhfuse.planning.memory.instance_cache import CACHE_PARTS, SPARE_BLOCKS, InstanceCache
@@ -25,7 +26,6 @@ from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.split_choice import given_split
 from rlhfuse.schedule.ir.ranks import rank_map
-from rlhfuse.simulator.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.tasks.role import POLICY, Role
 
@@ -65,7 +65,7 @@ class Setting:
         given = given or Given.of(config)
         split, notes = given_split(config.fusion, config.trained()), ()
         inputs = DraftInputs.of(run, lengths)
-        if isinstance(inputs.measured, MeasuredCost) and not (given.generation and given.inference):
+        if inputs.measured and inputs.measured.of_one_run and not (given.generation and given.inference):
             raise InputError(
                 f"fusion.profile={config.fusion.profile} was measured by a run in its layouts and says nothing of "
                 "others; use what tools/profile_costs.py --tensor 1,2,4 writes, or leave it empty"
@@ -111,12 +111,13 @@ class Setting:
         how = {"recompute": row.recompute, "sequence_parallel": row.sequence_parallel}
         return replace(self.rooflines, **how).costs(self._trainings(row.layouts))
 
-    def training_cost(self, role: str, analytic: AnalyticCost) -> TrainingCost:
-        """Costs of training a model on its layout. Raises InputError where its tensor degree was not measured."""
-        measured = self.inputs.measured
-        return analytic if measured is None else measured.training_cost(role, analytic)
+    def stage_seconds(self, role: str, roofline: AnalyticCost, micro: MicrobatchTokens) -> StageSeconds:
+        """As `CostTable.stage_seconds`. Raises InputError also where the tensor degree was not measured."""
+        if self.inputs.measured is None:
+            return roofline.stage_seconds(micro)
+        return self.inputs.measured.at(roofline.layout.tp).stage_seconds(role, roofline, micro)
 
-    def generation_costs(self, table: Table) -> CostModel:
+    def generation_costs(self, table: Table) -> CostTable:
         """Whatever trains. Raises InputError where a profile does not have the degrees of the other rows."""
         tasks = self._forwards(table.generation, table.inference)
         if self.inputs.measured is not None:
@@ -124,9 +125,9 @@ class Setting:
             return run_costs(self.inputs.measured, self.config.trainer, tasks, self.specs, self.config.fusion.profile)
         prompt, response = self.config.longest_sample
         longest = SampleLengths((prompt,), (response,))
-        return self.rooflines.job_cost(self.rooflines.costs(tasks), self.world_size, longest)
+        return self.rooflines.table(self.rooflines.costs(tasks), self.world_size, longest)
 
-    def limits(self, table: Table, costs: CostModel) -> InstanceLimits:
+    def limits(self, table: Table, costs: CostTable) -> InstanceLimits:
         """With room for all samples of an instance."""
         cache = InstanceCache.of(self.config, table.generation.dp)
         return instance_limits(self.run, cache, costs, self.inputs.lengths.samples)

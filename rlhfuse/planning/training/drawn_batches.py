@@ -15,7 +15,7 @@ from statistics import fmean
 import numpy as np
 
 from rlhfuse.base.remembered import remembered
-from rlhfuse.costs.cost_model import MicrobatchTokens
+from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.decisions.balance import deal, split_microbatches, split_minibatches
 from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.simulator.lengths import SampleLengths

@@ -7,14 +7,13 @@ the search's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import inf
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import FusionConfig
-from rlhfuse.costs.cost_model import TrainingCost
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, planned_bound
 from rlhfuse.schedule.bounds.bounds import latency_bound, quick_bound
 from rlhfuse.schedule.io import load_schedule
@@ -66,13 +65,14 @@ def given_split(fusion: FusionConfig, models: Sequence[str]) -> frozenset[str] |
     return frozenset(pipeline.model for pipeline in load_schedule(fusion.schedule).problem.pipelines if pipeline.split)
 
 
-def choose_split(fusion: FusionConfig, training: Collection[TrainingCost], stated: Stated) -> SplitChoice:
-    """Choose as fusion.split_backward says; `training`: costs of the models that train.
+def choose_split(fusion: FusionConfig, priced: bool, stated: Stated) -> SplitChoice:
+    """Choose as fusion.split_backward says; `priced`: the parts of a split backward have a price.
 
     Raises InputError where what it asks for cannot be.
     """
     whole, asked = stated(frozenset()), f"fusion.split_backward={fusion.split_backward}"
-    reason = _obstacle(fusion.profile, training)
+    fix = "; run tools/profile_costs.py again" if fusion.profile else ""
+    reason = "" if priced else f"{fusion.profile or 'trainer.pace'} has no times of split backwards{fix}"
     if fusion.split_backward == "false":
         return SplitChoice(frozenset(), whole, f"{asked}: all backwards are whole")
     if fusion.split_backward == "true":
@@ -90,14 +90,6 @@ def choose_split(fusion: FusionConfig, training: Collection[TrainingCost], state
         return SplitChoice(frozenset(), whole, f"{asked}: all backwards are whole: {reason}")
     split = _cheapest(whole, stated)
     return SplitChoice(split, whole, asked, stated(split or frozenset(whole.models)))
-
-
-def _obstacle(profile: str, training: Collection[TrainingCost]) -> str:
-    """Why backwards cannot be split, with what would do; '' if they can. `training`: costs, of the file `profile`."""
-    if not all(cost.splits for cost in training):
-        fix = "; run tools/profile_costs.py again" if profile else ""
-        return f"{profile or 'trainer.pace'} has no times of split backwards{fix}"
-    return ""
 
 
 def _cheapest(whole: FusionProblem, stated: Stated) -> frozenset[str]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, StageSeconds, TrainingCost
+from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
+from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.layouts import Task
 
 EXACT_SECONDS = 1e-9  # seconds are compared in whole numbers of these: ties are ties on every rank
@@ -36,7 +37,7 @@ class StageBalance:
 
 
 def stage_balances(
-    tasks: tuple[Task, ...], analytic: Mapping[str, AnalyticCost], costs: CostModel, micro: MicrobatchTokens
+    tasks: tuple[Task, ...], analytic: Mapping[str, AnalyticCost], costs: CostTable, micro: MicrobatchTokens
 ) -> tuple[StageBalance, ...]:
     """Balances of each model that trains in a pipeline; micro-batches as in `with_cuts`."""
     balances = []
@@ -44,8 +45,7 @@ def stage_balances(
         if task.training and task.layout.stages > 1:
             cost = analytic[task.name]
             cut = tuple(map(len, cost.layout.stage_layers(cost.spec.layers)))
-            seconds = costs.training_cost(task.role, cost).stage_seconds(micro)
-            ranks = seconds.of_ranks(cut, cost.layout.pp)
+            ranks = costs.stage_seconds(task.role, cost, micro).of_ranks(cut, cost.layout.pp)
             balances.append(StageBalance(task.role, cut, max(ranks), sum(ranks) / len(ranks)))
     return tuple(balances)
 
@@ -54,7 +54,7 @@ def with_cuts(
     stage_layers: str,
     tasks: tuple[Task, ...],
     analytic: Mapping[str, AnalyticCost],
-    costs: CostModel,
+    costs: CostTable,
     micro: MicrobatchTokens,
 ) -> tuple[Task, ...]:
     """`tasks` with the layers of each stage, the same on every rank.
@@ -66,15 +66,15 @@ def with_cuts(
         if not task.training:
             return _tidy(task.layout)
         cost = analytic[task.name]
-        return with_cut(stage_layers, cost, costs.training_cost(task.role, cost), micro)
+        return with_cut(stage_layers, cost, costs.stage_seconds(task.role, cost, micro))
 
     return tuple(replace(task, layout=layout(task)) for task in tasks)
 
 
-def with_cut(stage_layers: str, cost: AnalyticCost, training: TrainingCost, micro: MicrobatchTokens) -> ParallelLayout:
-    """The layout of a model that trains, likewise."""
+def with_cut(stage_layers: str, cost: AnalyticCost, seconds: StageSeconds) -> ParallelLayout:
+    """The layout of a model that trains, likewise; `seconds`: of the micro-batch."""
     if cost.layout.cut is None and stage_layers == "auto":
-        return _fastest(cost, training.stage_seconds(micro))
+        return _fastest(cost, seconds)
     return _tidy(cost.layout)
 
 

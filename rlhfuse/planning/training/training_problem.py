@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import CostModel, MicrobatchTokens, TrainingCost
+from rlhfuse.costs.forms.training import TICK_SECONDS, MicrobatchTokens
+from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
 from rlhfuse.tasks.task import TASKS, TRAINED
-
-TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
 
 BOUND_PRECISION = 0.0005  # of a bound that layouts are chosen by; what is proved beyond it costs most of the time
 
@@ -39,45 +38,40 @@ def equal_microbatch(drawn: DrawnBatches, batch: BatchArithmetic, rung: int, sha
     return drawn.microbatch(batch.cut, rung, share.layout.dp, share.depth)
 
 
-def training_problem(
-    analytic: Mapping[str, AnalyticCost],
-    batch: BatchArithmetic,
-    rung: int,
-    drawn: DrawnBatches,
-    longest: MicrobatchTokens,
-    costs: CostModel,
-    alternate: bool = True,
-    split: Collection[str] = (),
-) -> FusionProblem:
-    """A mini-batch of `rung` micro-batches per actor pipeline on one fused group, without a memory cap; backwards of
-    the models in `split` in two parts.
+@dataclass(frozen=True)
+class TrainingWork:
+    """What the scheduling problems of a run's mini-batches follow from.
 
-    What a stage computes reaches the next one a `transfer` later, by the slowest hop of any model; the sender goes on.
-    Times are for the micro-batches of `drawn`, in ticks of TICK_SECONDS: measured where `costs` has them, else
-    analytic. Activations are for the `longest`, in bytes.
+    `analytic`: rooflines by task. Times are for the micro-batches of `drawn`: measured where `costs` has them, else
+    analytic. Activations are for the `longest` micro-batch.
     """
-    trained = {TASKS[task].role: analytic[task] for task in TRAINED if task in analytic}
-    layouts: dict[str, ParallelLayout] = {model: cost.layout for model, cost in trained.items()}
-    stages: dict[str, StageCosts] = {}
-    shape, transfer = fused_shape(layouts, alternate), 0
-    for model, cost in trained.items():
-        micro = equal_microbatch(drawn, batch, rung, shape.share(model))
-        transfer = max(transfer, transfer_ticks(cost, micro))
-        stages[model] = stage_costs(cost, costs.training_cost(model, cost), micro, longest, model in split)
-    return replace(fused_problem(layouts, rung, stages, alternate=alternate), transfer=transfer)
+
+    analytic: Mapping[str, AnalyticCost]
+    costs: CostTable
+    batch: BatchArithmetic
+    drawn: DrawnBatches
+    longest: MicrobatchTokens
+    alternates: bool = True
+
+    def problem(self, rung: int, split: Collection[str] = ()) -> FusionProblem:
+        """A mini-batch of `rung` micro-batches per actor pipeline on one fused group, without a memory cap; backwards
+        of the models in `split` in two parts. Ticks of TICK_SECONDS, and bytes.
+
+        What a stage computes reaches the next one a `transfer` later, by the slowest hop of any model; the sender goes
+        on.
+        """
+        trained = {TASKS[task].role: self.analytic[task] for task in TRAINED if task in self.analytic}
+        layouts: dict[str, ParallelLayout] = {model: cost.layout for model, cost in trained.items()}
+        stages: dict[str, StageCosts] = {}
+        shape, transfer = fused_shape(layouts, self.alternates), 0
+        for model, cost in trained.items():
+            micro = equal_microbatch(self.drawn, self.batch, rung, shape.share(model))
+            transfer = max(transfer, transfer_ticks(cost, micro))
+            seconds = self.costs.stage_seconds(model, cost, micro)
+            stages[model] = cost.stage_costs(self.longest, model in split, seconds)
+        return replace(fused_problem(layouts, rung, stages, alternate=self.alternates), transfer=transfer)
 
 
 def transfer_ticks(cost: AnalyticCost, micro: MicrobatchTokens) -> int:
     """Ticks that a hidden state takes to the next stage."""
     return round(cost.send_seconds(micro.tokens) / TICK_SECONDS)
-
-
-def stage_costs(
-    analytic: AnalyticCost,
-    training: TrainingCost,
-    micro: MicrobatchTokens,
-    longest: MicrobatchTokens,
-    split: bool = False,
-) -> StageCosts:
-    """Costs of a model's stages: times for `micro`, activations for `longest`, as in `training_problem`."""
-    return analytic.stage_costs(longest, TICK_SECONDS, split, training.stage_seconds(micro))

@@ -14,7 +14,7 @@ from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.sampler import PromptSampler
 from rlhfuse.decisions.group_selection import BEGUN, EQUAL, PLACES, PREFIX, SURPLUS, GroupSelection
-from rlhfuse.decisions.migration import FusionLimits
+from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.fusion.inter.group_stream import GroupStream
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.inter.report import GenInferReport, joined
@@ -47,7 +47,7 @@ class GroupSampler:
         self.drawn = 0  # prompts, by all iterations
         self.share = 1.0
 
-    def run(self, iteration: int, threshold: int, limits: FusionLimits) -> tuple[GenInferReport, dict[str, Any]]:
+    def run(self, iteration: int, threshold: int, limits: InstanceLimits) -> tuple[GenInferReport, dict[str, Any]]:
         """All samples of an iteration, and metrics of how groups were filtered; a collective. The engine is ready.
 
         Raises JointError where too few differ and that is an error, and as `InterStage.run`.
@@ -89,7 +89,7 @@ class GroupSampler:
         first: int,
         end: int,
         threshold: int,
-        limits: FusionLimits,
+        limits: InstanceLimits,
         stream: GroupStream | None = None,
         number: int = 0,
     ) -> GenInferReport:

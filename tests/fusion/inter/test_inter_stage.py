@@ -12,6 +12,7 @@ from testkit.programs import eventually
 from testkit.sim_helpers import limits, linear_cost
 
 from rlhfuse.costs.fits import Line
+from rlhfuse.costs.forms.form import Form
 from rlhfuse.simulator.lengths import SampleLengths
 
 LENGTHS = {
@@ -157,7 +158,9 @@ def test_the_migration_is_that_of_the_simulation(run):
     report = run(case)["report"]
     prompts = tuple(len(request.prompt) for request in case.requests())
     lim = limits(bs_max=7, block_tokens=8, kv_capacity_bytes=640 * 100.0, max_prompt_tokens=9, max_output_tokens=LONG)
-    costs = replace(linear_cost(), migration=Line(0.0, (1e-12,)))  # a cache is always quicker than a prefill
+    costs = replace(
+        linear_cost(), transfer=Form.of_line(Line(0.0, (1e-12,)))
+    )  # a cache is always quicker than a prefill
     plan = simulate_gen_infer(SampleLengths(prompts, AT_ONCE), 4, costs, lim, 20).plan
     assert facts_of(report.plan, first=1000) == facts_of(plan) and report.plan.moves
 

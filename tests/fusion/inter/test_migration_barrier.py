@@ -2,18 +2,13 @@
 
 import pytest
 
-from rlhfuse.decisions.migration import (
-    FusionLimits,
-    MigrationPlan,
-    SampleMove,
-    SampleMoveCost,
-    UnfinishedSample,
-    plan_at_threshold,
-)
+from rlhfuse.decisions.instance_limits import InstanceLimits, SampleMoveCost
+from rlhfuse.decisions.migration import MigrationPlan, SampleMove, UnfinishedSample, plan_at_threshold
 from rlhfuse.fusion.inter.migration import MigrationBarrier
 from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, StepDecision, TensorParallelGroup
 
-LIMITS = FusionLimits(4, 1.0, 100.0, 8, SampleMoveCost(1, 0.0, 0.0, 1.0, 1.0), 64)
+MOVES = SampleMoveCost(1, 0.0, 0.0, 1.0, 1.0)
+LIMITS = InstanceLimits(8, 100.0, 0.05, 8, 4, 10, 10, 64, move_cost=MOVES)
 
 
 def test_the_plan_follows_from_what_all_instances_brought():

@@ -14,8 +14,8 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.flops import TRAINING_FORWARDS, forward_flops
+from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.costs.hardware import data_sheets, hardware_by_name
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.decisions.layouts import planned_world_size

@@ -7,7 +7,7 @@ from testkit.four_ranks import SPECS, drafted, planned, run, shared_plan
 
 from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.cost_model import MicrobatchTokens
+from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.report.reasons import Reasons, host_limits

@@ -27,6 +27,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import Speculation
+from rlhfuse.costs.table import CostTable
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.price import ideal_limits
 from rlhfuse.planning.search.floors import TrainingFloors, generation_floor, work_bound
@@ -134,12 +135,12 @@ def line(rng: random.Random, slopes: int) -> Line:
     return Line(rng.random() * 1e-3, tuple(rng.random() * 1e-5 for _ in range(slopes)))
 
 
-def measured_cost(rng: random.Random) -> MeasuredCost:
+def measured_cost(rng: random.Random) -> CostTable:
     guesses = tuple(sorted((rng.uniform(0, 8) for _ in range(6)), reverse=True))
     tokens = tuple(sorted((rng.uniform(1, 3) for _ in range(6)), reverse=True))
     speculation = Speculation(rng.random() * 1e-4, guesses, tokens) if rng.random() < 0.5 else None
     lines = line(rng, 2), line(rng, 2), line(rng, 2), line(rng, 1)
-    return MeasuredCost(*lines, rng.random() * 1e-3, 1e-4, 1e-4, speculation=speculation)
+    return MeasuredCost(*lines, rng.random() * 1e-3, 1e-4, 1e-4, speculation=speculation).table
 
 
 @pytest.mark.parametrize("kind", ["analytic", "measured", "profiled"])

@@ -18,7 +18,7 @@ from testkit.search_cases import (
     with_memory,
     with_profiles,
 )
-from testkit.sim_helpers import linear_cost
+from testkit.sim_helpers import linear_file
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
@@ -235,7 +235,7 @@ def test_all_ranks_of_any_hash_seed_find_the_same(programs):
 
 
 def test_a_cost_for_one_table_alone_is_refused(tmp_path):
-    write_json(tmp_path / "costs.json", linear_cost().to_dict())
+    write_json(tmp_path / "costs.json", linear_file().to_dict())
     config = auto_config(fusion__profile=str(tmp_path / "costs.json"))
     with pytest.raises(InputError, match="was measured by a run in its layouts and says nothing of others"):
         SearchCase(config, SPECS, 4, None).setting

@@ -42,5 +42,5 @@ def test_a_slow_network_has_other_layouts_moves_and_threshold(best_at):
     assert any("25 MB/s between machines" in reason for reason in dear.reasons)
     across = [sum(row.across for row in report.traffic) for report in (quick, dear)]
     assert across[1] < across[0] and quick.threshold.samples != dear.threshold.samples
-    modes = [report.generation.move_cost.mode(200, 200) for report in (quick, dear)]
+    modes = [report.generation.limits.move_cost.mode(200, 200) for report in (quick, dear)]
     assert modes == ["kv", "tokens"]

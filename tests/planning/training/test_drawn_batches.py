@@ -19,7 +19,7 @@ from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.training import drawn_batches
 from rlhfuse.planning.training.drawn_batches import DRAWS, DrawnBatches
-from rlhfuse.planning.training.training_problem import equal_microbatch, training_problem
+from rlhfuse.planning.training.training_problem import equal_microbatch
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.simulator.lengths import SampleLengths
 
@@ -135,10 +135,8 @@ def test_a_draft_prices_and_predicts_the_same_batches():
 
 
 def mean_problem(draft):
-    drawn = replace(draft.inputs.drawn, even=True)
-    longest = draft.longest_microbatch
-    rung, split = draft.training.likeliest, draft.training.split.models
-    return training_problem(draft.analytic, draft.batch, rung, drawn, longest, draft.costs, split=split)
+    work = replace(draft.work, drawn=replace(draft.inputs.drawn, even=True))
+    return work.problem(draft.training.likeliest, draft.training.split.models)
 
 
 @pytest.mark.parametrize("critic, depth", [("d1t1p4v2", 4), ("d1t2p2", 2), ("d2t1p2", 1)])

@@ -10,7 +10,7 @@ from testkit.profiles import examples
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import MicrobatchTokens, StageSeconds
+from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.hardware import known_hardware
 from rlhfuse.planning.training.stage_cuts import EXACT_SECONDS, _deal, fastest_cut
 

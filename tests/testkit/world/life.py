@@ -22,7 +22,7 @@ from rlhfuse.base.errors import JointError
 from rlhfuse.base.sample_ids import sample_id, sample_origin
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.decisions.migration import FusionLimits, SampleMoveCost
+from rlhfuse.decisions.instance_limits import InstanceLimits, SampleMoveCost
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
@@ -276,8 +276,9 @@ class Life:
             for copy in copies
         ]
 
-    def _limits(self) -> FusionLimits:
-        return FusionLimits(4, 10.0, 1000.0, 4, SampleMoveCost(1.0, 1e-4, 1e-9, 1e-5), 64)
+    def _limits(self) -> InstanceLimits:
+        moves = SampleMoveCost(1.0, 1e-4, 1e-9, 1e-5)
+        return InstanceLimits(4, 1000.0, 1.0, 4, 4, 5, 5, 64, move_cost=moves)
 
     def _answer(self, call: Any) -> tuple[Any, str]:
         text, error = self.setting.script.answer(call.sample_id, call.number)

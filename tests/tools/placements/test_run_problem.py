@@ -24,8 +24,8 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
+from rlhfuse.costs.analytic_table import analytic_table
 from rlhfuse.costs.hardware import hardware_by_name, machines_by_name
-from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.layout_moves import model_load
 from rlhfuse.costs.machine import SharedCores
 from rlhfuse.planning.planner import make_plan
@@ -92,7 +92,7 @@ def test_scoring_takes_what_the_simulation_says():
     work = work_of(draft)
     costs = {name: work.cost(name, draft.tasks[0].layout, H100) for name in ("generation", "reference_inference")}
     share = work.inputs.lengths.samples.output_share
-    job = JobCost(costs["generation"], (costs["reference_inference"],), output_share=share)
+    job = analytic_table(costs["generation"], (costs["reference_inference"],), output_share=share)
     limits = replace(draft.generation.limits, scoring_models=1, early_models=0)
     lines = [simulate_gen_infer(batch, 4, job, limits, threshold=0) for batch in work.inputs.drawn.batches]
     scored = option(RunProblem.of(work, machines_by_name("h100", ranks=4)), "reference_inference", "d4t1p1")

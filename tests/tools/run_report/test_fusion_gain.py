@@ -9,7 +9,6 @@ from run_report.run_files import RunFiles
 from run_report.timeline import simulate_gen_infer
 from testkit.finished_run import GATHER, RANKS, START, costs_of, lengths_of, write_run
 
-from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.rules.builders import greedy, one_at_a_time
 
@@ -28,8 +27,9 @@ def test_generation_with_inference_is_held_against_the_serial_run_of_its_lengths
     forecaster = Forecaster(run)
     gain = gen_infer_gain(run, [forecaster.forecast(4)], "")
     limits, before = PlanReport.from_dict(run.plan).generation.limits, lengths_of(3)
-    limits = replace(limits, bs_max=largest_flat_batch(costs_of(), before.median_context, limits.max_sequences))
-    serial = simulate_gen_infer(lengths_of(4), RANKS, costs_of(), limits, 0)
+    costs = costs_of().table
+    limits = replace(limits, bs_max=costs.largest_flat_batch(before.median_context, limits.max_sequences))
+    serial = simulate_gen_infer(lengths_of(4), RANKS, costs, limits, 0)
     assert gain.measured == pytest.approx(run.rows[4]["fusion/gen_infer_seconds"])
     assert gain.fused == pytest.approx(gain.measured) and gain.off == pytest.approx(0.0, abs=1e-6)
     assert gain.serial == pytest.approx(serial.total_seconds + START + GATHER) and gain.serial != gain.fused

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from rehearsal.stand_ins.samples import TAIL_STEPS, Samples
 
 from rlhfuse.base.clock import Clock
-from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, UnfinishedSample, plan_at_threshold
+from rlhfuse.decisions.instance_limits import InstanceLimits
+from rlhfuse.decisions.migration import MigrationPlan, UnfinishedSample, plan_at_threshold
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter import inter_stage, rank_place
 from rlhfuse.fusion.inter.report import RankEvents
@@ -39,7 +40,7 @@ class Batch:
     requests: tuple[list[Request], ...]
     tails: tuple[int, ...]
     threshold: int  # R_t; 0: serial
-    limits: FusionLimits
+    limits: InstanceLimits
 
     @property
     def total(self) -> int:

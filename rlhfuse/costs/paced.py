@@ -1,4 +1,4 @@
-"""The CostModel of a paced run: what the work of larger models takes, for which the run's own wait (monitor/pace.py).
+"""What work costs in a paced run: what that of larger models takes, for which the run's own wait (monitor/pace.py).
 
 A file of trainer.pace holds it, for layouts with as many stages as the run's. One rank may stand for the tensor ranks
 of a replica, and a run for one of several replicas.
@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import read_json
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.costs.cost_model import MicrobatchTokens, StageSeconds, TrainingCost
 from rlhfuse.costs.fits import Line, check_seconds
+from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.costs.table import CostTable
 from rlhfuse.schedule.ir.action import Action, Kind
 
 
 @dataclass(frozen=True)
 class TrainingPrice:
-    """Training of one model: seconds of F and of B on each stage, by the tokens of the micro-batch; of a mini-batch's
-    step, with reduced gradients and gathered weights; of the move of its weights in an iteration."""
+    """Training of one model: seconds of F and of B on each stage, whatever layers it has here, by the tokens of the
+    micro-batch; of a mini-batch's step, with reduced gradients and gathered weights; of the move of its weights in an
+    iteration. Backwards in two parts have no price."""
 
     stages: tuple[tuple[Line, Line], ...]
     step: float
@@ -35,17 +38,14 @@ class TrainingPrice:
         stages = tuple((_times(forward, stretch), _times(backward, stretch)) for forward, backward in self.stages)
         return TrainingPrice(stages, stretch * self.step, stretch * self.move)
 
-
-@dataclass(frozen=True)
-class PacedTraining:
-    """A TrainingCost of whole stages, whatever layers they have here; backwards in two parts have no price."""
-
-    price: TrainingPrice
-    layout: ParallelLayout
-    splits = False
-
-    def stage_seconds(self, micro: MicrobatchTokens) -> StageSeconds:
-        ends = tuple((forward(micro.tokens), backward(micro.tokens)) for forward, backward in self.price.stages)
+    def stage_seconds(self, role: str, layout: ParallelLayout, micro: MicrobatchTokens) -> StageSeconds:
+        """Raises InputError for another number of stages."""
+        if len(self.stages) != layout.stages:
+            raise InputError(
+                f"trainer.pace prices {len(self.stages)} stages of the {role}, parallel.{role}_train={layout} has "
+                f"{layout.stages}; use a layout with as many"
+            )
+        ends = tuple((forward(micro.tokens), backward(micro.tokens)) for forward, backward in self.stages)
         return StageSeconds((0.0, 0.0), ends)
 
 
@@ -90,26 +90,17 @@ class PacedCost(MeasuredCost):
         return {
             "action": self.action_seconds,
             "step": self.engine_step_seconds,
-            "score": lambda tokens, samples: self.score_seconds(tokens, samples) / scorers,
+            "score": lambda tokens, samples: self.table.score_seconds(tokens, samples) / scorers,
             "load": lambda: self.swap_in / scorers,
-            "migration": lambda tokens: self.migration_seconds(tokens * self.token_bytes),
-            "move": self.move_seconds,
+            "migration": lambda tokens: self.table.migration_seconds(tokens * self.token_bytes),
+            "move": lambda role: self.training[role].move,
         }
 
-    def training_cost(self, role: str, analytic: TrainingCost) -> TrainingCost:
-        stages, layout = len(self.training[role].stages) if role in self.training else 0, analytic.layout
-        if stages != layout.stages:
-            raise InputError(
-                f"trainer.pace prices {stages} stages of the {role}, parallel.{role}_train={layout} has "
-                f"{layout.stages}; use a layout with as many"
-            )
-        return PacedTraining(self.training[role], layout)
-
-    def step_seconds(self, role: str, analytic: float) -> float:
-        return self.training[role].step
-
-    def move_seconds(self, role: str, analytic: float = 0.0) -> float:
-        return self.training[role].move
+    @cached_property
+    def table(self) -> CostTable:
+        """Of a run with as many stages."""
+        steps, moves = ({role: getattr(p, name) for role, p in self.training.items()} for name in ("step", "move"))
+        return self._table(training=self.training, steps=steps, moves=moves)
 
 
 def load_paced_cost(path: str | Path) -> PacedCost:
