@@ -4,7 +4,6 @@ import json
 
 import pytest
 from cost_profiles.measured_grid import grid_of
-from cost_profiles.points import powers_of_two
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
@@ -15,7 +14,7 @@ from rlhfuse.base.files import write_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.cost_model import MicrobatchTokens, RewardCost
+from rlhfuse.costs.cost_model import MicrobatchTokens
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profile_files import load_costs
@@ -74,11 +73,6 @@ def test_points_that_were_not_measured_lie_on_the_line_through_the_others():
         grid_of(axes, {})
 
 
-def test_powers_of_two_end_with_the_largest():
-    assert powers_of_two(64, 416) == (64, 128, 256, 416) and powers_of_two(1, 8) == (1, 2, 4, 8)
-    assert powers_of_two(64, 30) == (30,) and powers_of_two(1, 1) == (1,)
-
-
 def profile(**changes) -> ProfiledCost:
     made_for = {"generation_tp": 2, "reference_inference_tp": 2, "reward_inference_tp": 1, "dtype": "float32"}
     line = Grid(((100.0, 200.0),), (1e-3, 2e-3))
@@ -118,12 +112,6 @@ def test_what_is_larger_than_anything_measured_is_named_and_nothing_else():
         "5 tokens of a pack for reward (measured: 4)",
         "201 tokens of a micro-batch of actor (measured: 200)",
     )
-
-
-def test_a_file_may_say_what_the_reward_function_takes():
-    raw = profile().to_dict()
-    assert raw.pop("reward") is None and ProfiledCost.from_dict(raw, "p").reward is None
-    assert ProfiledCost.from_dict({**raw, "reward": {"seconds": 0.05}}, "p").reward == RewardCost(0.05, 1)
 
 
 def test_a_stage_costs_its_layers_and_the_last_one_the_ends():
