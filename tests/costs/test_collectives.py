@@ -3,7 +3,7 @@
 import pytest
 
 from rlhfuse.config.spec import HardwareSpec
-from rlhfuse.costs.forms.collectives import RankGroup, send_seconds
+from rlhfuse.costs.forms.collectives import RankGroup
 
 # 8 devices a machine: 100 GB/s within, 20 GB/s and a NIC for each beyond; steps of 1 us and 10 us
 MACHINE = HardwareSpec(
@@ -37,8 +37,3 @@ def test_an_all_reduce_goes_up_and_down_a_tree():
     assert RankGroup(MACHINE, 8).all_reduce_seconds(1e6) == pytest.approx(moved / 100e9 + 6e-6)
     assert RankGroup(MACHINE, 8, 4).all_reduce_seconds(1e6) == pytest.approx(moved / 40e9 + 2e-6 + 40e-6)
     assert RankGroup(MACHINE, 1).all_reduce_seconds(1e6) == RankGroup(MACHINE, 1).gather_seconds(1e6) == 0
-
-
-def test_a_message_takes_the_link_between_its_ranks():
-    assert send_seconds(MACHINE, 1e6, across=False) == pytest.approx(1e-5 + 1e-6)
-    assert send_seconds(MACHINE, 1e6, across=True) == pytest.approx(5e-5 + 1e-5)

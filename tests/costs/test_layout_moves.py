@@ -11,7 +11,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.layout_moves import ACROSS, STAYS, WITHIN, MoveLoad, layout_moves, model_load
 from rlhfuse.decisions.layouts import Task, training_layouts
-from rlhfuse.decisions.shards import Shard, model_shards
+from rlhfuse.decisions.shards import model_shards
 from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.decisions.weight_moves import plan_moves, shards_of_move
 from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells, rank_map
@@ -92,20 +92,6 @@ def test_what_the_seconds_are_made_of():
     assert load.bytes[ACROSS, 0].tolist() == [whole, 0, 0, 0] and load.minimum_across == whole
     rates = MACHINE.memory_bandwidth / 2, MACHINE.node_link_bandwidth, MACHINE.cross_link_bandwidth
     assert load.seconds(MACHINE) == pytest.approx(sum(whole / rate for rate in rates))
-
-
-def test_seconds_are_those_of_the_busiest_rank():
-    shards = [Shard(name, rank, ((0, 1),), 10**9) for name, rank in (("v", 0), ("w", 0), ("v", 1), ("w", 9))]
-    near_and_far = plan_moves(WeightHolders.of_shards(shards[:2]), WeightHolders.of_shards(shards[2:]), 8)
-    seconds = 1e9 / MACHINE.node_link_bandwidth + 1e9 / MACHINE.cross_link_bandwidth
-    assert MoveLoad.of(near_and_far, 8).seconds(MACHINE) == pytest.approx(seconds)
-
-
-def test_what_nobody_has_is_named():
-    """The only stage of a model with tied weights has no output layer of its own."""
-    tied = SPECS[1]
-    with pytest.raises(ValueError, match="no rank has output_layer.weight"):
-        check(tied, ParallelLayout(2, 1, 1), plain_cells(ParallelLayout(2, 1, 1)), ParallelLayout(1, 1, 2), 8, False)
 
 
 def test_moves_of_a_run():

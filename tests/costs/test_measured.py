@@ -1,7 +1,6 @@
 """Measured costs: the fit, the file."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,16 +84,6 @@ def test_one_observation_is_enough_and_none_is_not():
             MeasuredCost.fit([step for step in steps if (step.prefill_tokens > 0) is kind], *rest)
     with pytest.raises(InputError, match="seconds of a swap_in observation must be in"):
         MeasuredCost.fit(*observe(linear_cost(), 0.0)[:3], [float("nan")])
-
-
-def test_graphs_and_the_reward_function_are_optional_in_a_file():
-    """Files of before have no such key, and runs without a function know no time."""
-    plain, graphs, reward = linear_file(), replace(linear_file(), capture=0.05), linear_file(reward=0.05)
-    assert MeasuredCost.from_dict(graphs.to_dict()) == graphs and "capture    50.0 ms a shape" in str(graphs)
-    assert MeasuredCost.from_dict(reward.to_dict()) == reward and "50000.0 us a call" in str(reward)
-    raw = plain.to_dict()
-    assert raw.pop("reward") is None and raw.pop("capture") == 0
-    assert MeasuredCost.from_dict(raw) == plain and plain.capture == 0
 
 
 NAN, INF = float("nan"), float("inf")

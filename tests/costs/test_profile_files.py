@@ -57,12 +57,6 @@ def test_each_task_is_priced_by_the_profile_of_its_degree(tmp_path):
     assert known["generation_tp"] == 2 and known["reward_inference_tp"] == 1
 
 
-def test_profiles_of_the_runs_own_degrees_are_its_profile():
-    alike = {task: "d2t2p1" for task in ("actor_train", "critic_train")}
-    alike |= {f"{role}_inference": "d2t2p1" for role in ("reference", "critic", "reward")}
-    assert TensorProfiles((profile(1), profile(2))).of(tasks_of(config_of(**alike))) == profile(2)
-
-
 def test_a_degree_that_was_not_measured_is_refused_by_name():
     with pytest.raises(InputError) as caught:
         TensorProfiles((profile(1),)).of(tasks_of(config_of()), "p.json")

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 from cost_profiles.measured_grid import grid_of
-from cost_profiles.points import powers_of_two
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
@@ -21,7 +20,6 @@ from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profile_files import load_costs
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, check_made_for
-from rlhfuse.costs.table import RewardCost
 
 TABLE = Grid(((1.0, 2.0, 4.0), (10.0, 20.0)), (1.0, 2.0, 3.0, 6.0, 5.0, 12.0))
 
@@ -76,11 +74,6 @@ def test_points_that_were_not_measured_lie_on_the_line_through_the_others():
         grid_of(axes, {})
 
 
-def test_powers_of_two_end_with_the_largest():
-    assert powers_of_two(64, 416) == (64, 128, 256, 416) and powers_of_two(1, 8) == (1, 2, 4, 8)
-    assert powers_of_two(64, 30) == (30,) and powers_of_two(1, 1) == (1,)
-
-
 def profile(**changes) -> ProfiledCost:
     made_for = {"generation_tp": 2, "reference_inference_tp": 2, "reward_inference_tp": 1, "dtype": "float32"}
     line = Grid(((100.0, 200.0),), (1e-3, 2e-3))
@@ -120,12 +113,6 @@ def test_what_is_larger_than_anything_measured_is_named_and_nothing_else():
         "5 tokens of a pack for reward (measured: 4)",
         "201 tokens of a micro-batch of actor (measured: 200)",
     )
-
-
-def test_a_file_may_say_what_the_reward_function_takes():
-    raw = profile().to_dict()
-    assert raw.pop("reward") is None and ProfiledCost.from_dict(raw, "p").reward is None
-    assert ProfiledCost.from_dict({**raw, "reward": {"seconds": 0.05}}, "p").reward == RewardCost(0.05, 1)
 
 
 def test_a_stage_costs_its_layers_and_the_last_one_the_ends():

@@ -43,23 +43,6 @@ def test_a_steps_parts_are_found_again():
         assert found.tokens[batch - 1] == pytest.approx(1 + 0.2 * (ROWS - batch) / batch, rel=0.2)
 
 
-def test_predicted_seconds_of_a_generation_are_those_that_it_takes():
-    """One sequence after another ends: steps of the fit over tokens, against the steps themselves."""
-    costs, rng = measured(steps(3000, 0.2)), random.Random(5)
-    left, seconds, predicted = [200 + 60 * i for i in range(20)], 0.0, 0.0
-    gained = dict.fromkeys(range(20), 0.0)
-    while any(left):
-        here = [i for i, tokens in enumerate(left) if tokens > 0]
-        context, guesses = 300 * len(here), max(0, ROWS - len(here))
-        seconds += plain(len(here), context) + 3e-5 * guesses
-        accepted = sum(rng.random() < 0.2 for _ in range(guesses))
-        for i in here:
-            gained[i] += 1 + accepted / len(here)
-        predicted += costs.table.decode_step_seconds(len(here), context) * (1 + accepted / len(here))
-        left = [max(0, 200 + 60 * i - int(gained[i])) for i in range(20)]
-    assert predicted == pytest.approx(seconds, rel=0.03)
-
-
 def test_without_guesses_nothing_changes():
     observed = [StepObservation(s.batch, s.context_tokens, 0, plain(s.batch, s.context_tokens)) for s in steps(200, 0)]
     line, _, found = fit_steps([*observed, *PREFILLS])
@@ -134,20 +117,6 @@ def test_what_begins_to_repeat_itself_is_guessed_soon():
         rows = GuessRows(ROWS, lambda sequences, guesses: 1.0)
         assert run_steps(rows, 8, 12, 1.5, accepted)[1] < 6
         assert fewest < run_steps(rows, 8, 200, 1.1, 8)[1] < most, accepted
-
-
-def test_what_is_looked_for_in_vain_is_turned_off():
-    """Every third search finds something that pays for itself, but not for the others."""
-    rows, spent, searches = GuessRows(ROWS, lambda sequences, guesses: 1.0), 0.0, 0
-    for _ in range(2000):
-        searched = bool(rows.rows(8))
-        searches += searched
-        guessed = searched and searches % 3 == 0
-        seconds = 1.5 if guessed else 1.2 if searched else 1.0
-        rows.observe(StepObservation(8, 800, 0, seconds, 8 * guessed, 5 * guessed), searched)
-        spent += seconds
-    assert spent < 1.02 * 2000 and searches < 60
-    assert "they make a step take 1.27 times as long and give 1.16 times the tokens" in rows.take_news()
 
 
 def test_each_number_of_samples_is_measured_by_itself_and_what_pays_later_comes_back():

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
@@ -30,37 +28,6 @@ def test_what_is_kept_of_a_layer():
     assert cost("d1t2p1", sequence_parallel=True).memory.split_layer_bytes(10) == 10 * 2 * (
         2048 + 2048 + halves + 4096 + 4096
     )
-
-
-def test_w_is_its_products_and_one_more_pass_over_what_is_kept():
-    seconds, whole = cost().stage_seconds(MICRO), cost().stage_seconds(MICRO).layer[1]
-    b, w = seconds.split
-    product = 2 * LLAMA_8B.layer_parameters * TOKENS / H100.flops
-    assert w == pytest.approx(product + cost().memory.split_layer_bytes(TOKENS) / H100.memory_bandwidth)
-    assert b == pytest.approx(whole - product) and b + w > whole
-    few = MicrobatchTokens(64, 1, 64)  # the float32 sums take longer than the products, and launches than nothing
-    b, w = cost().stage_seconds(few).split
-    sums = 8 * LLAMA_8B.layer_parameters / H100.memory_bandwidth
-    assert w == pytest.approx(sums + cost().memory.split_layer_bytes(64) / H100.memory_bandwidth) and b > 0
-
-
-def test_sequence_parallelism_gathers_once_more_and_recomputation_is_bs():
-    plain, parallel = (cost("d1t2p4", sequence_parallel=on).stage_seconds(MICRO).split for on in (False, True))
-    message = TOKENS * 4096 * 2
-    kept = TOKENS * 2 * 4096  # two inputs of a layer, each cut in halves
-    gathered = (
-        2 * (message / 2 / H100.node_link_bandwidth + H100.collective_seconds) - kept * 2 / 2 / H100.memory_bandwidth
-    )
-    assert parallel[1] - plain[1] == pytest.approx(gathered)
-    again = cost(recompute="full").stage_seconds(MICRO)
-    assert again.split[1] == cost().stage_seconds(MICRO).split[1]
-    assert again.split[0] - cost().stage_seconds(MICRO).split[0] == pytest.approx(again.layer[0])
-    some, plain = cost(recompute="selective"), cost()
-    assert some.stage_seconds(MICRO).split[1] == plain.stage_seconds(MICRO).split[1]
-    assert some.stage_seconds(MICRO).split[0] > plain.stage_seconds(MICRO).split[0]
-    held, kept = some.memory.split_layer_bytes(TOKENS), some.memory.kept_layer_bytes(TOKENS)
-    assert some.memory.split_passing_bytes(TOKENS) == (held - kept, 0) and held > kept
-    assert plain.memory.split_passing_bytes(TOKENS) == (0, 0)  # what is kept has all that W needs
 
 
 def test_stages_have_b_w_and_what_w_keeps():

@@ -29,20 +29,6 @@ TABLE_3 = [
 FACTS = ("forward", "backward", "activation", "weight_gradient", "weight_activation")
 
 
-class Random:
-    """The kernels' xorshift64*, in Python integers."""
-
-    def __init__(self, word):
-        self.x = word
-
-    def __call__(self):
-        mask = 2**64 - 1
-        self.x ^= self.x >> 12
-        self.x ^= (self.x << 25) & mask
-        self.x ^= self.x >> 27
-        return ((self.x * 0x2545F4914F6CDD1D & mask) >> 11) / 2**53
-
-
 def table_3_problem(p0, p1, m0, m1, f0, f1, a0, a1):
     critics = p0 // p1
     pipelines = [Pipeline("actor", "actor", tuple(range(p0)), m0, (f0,) * p0, (2 * f0,) * p0, (a0,) * p0)]

@@ -155,13 +155,6 @@ def test_a_schedule_file_says_its_gaps():
     assert told["makespan"] <= told["lower_bound"] and not told["optimal"]
 
 
-def test_a_cap_below_the_memory_bound_slows_the_bound():
-    _, _, bound, _, _ = TABLE_3[1]
-    assert latency_bound(table_3(1, memory_cap=15.6)) == bound
-    assert latency_bound(table_3(1, memory_cap=15.59)) > bound  # 15.6 is proved to be needed for it
-    assert latency_bound(table_3(1, memory_cap=18, static_memory=2.41)) > bound
-
-
 @examples(60)
 @given(st.integers(0, 10**6))
 def test_bounds_move_with_what_they_are_asked(seed):
@@ -180,14 +173,6 @@ def test_bounds_move_with_what_they_are_asked(seed):
         assert latency * 0.98 * (1 - EDGE) <= rough <= latency * (1 + EDGE)
 
 
-def test_one_stage_that_must_hold_two():
-    """Two stages of 1 + 1: one micro-batch at a time takes 4 each, two in flight save a tick a round."""
-    problem = FusionProblem(2, (Pipeline("a", "a", (0, 1), 3, (1, 1), (1, 1), (2, 2)),))
-    assert latency_bound(problem) == 8 and memory_bound(problem, 8) == 4
-    assert memory_bound(problem, 11) == 4 and memory_bound(problem, 12) == 2
-    assert latency_bound(replace(problem, memory_cap=3)) == 12
-
-
 def test_a_node_visited_twice_holds_both():
     """Down and up over one node twice: every micro-batch at the second visit is still held at the first."""
     problem = FusionProblem(1, (Pipeline("a", "a", (0, 0), 2, (1, 1), (1, 1), (2, 3)),))
@@ -195,16 +180,6 @@ def test_a_node_visited_twice_holds_both():
     assert latency_bound(replace(problem, memory_cap=5)) == 8
     with pytest.raises(InputError, match="node 0: the memory cap leaves 4 .* one micro-batch needs 5"):
         latency_bound(replace(problem, memory_cap=4))
-
-
-def test_what_does_not_fit_together_is_kept_apart():
-    """One node, two pipelines with four ticks each: 5 units hold only one at a time, 6 units both."""
-    pair = (Pipeline(name, name, (0, node), 1, (1, 4), (1, 4), (3, 0)) for name, node in (("a", 1), ("b", 2)))
-    problem = FusionProblem(3, tuple(pair))
-    alone, both = 1 + 4 + 4 + 1, 11  # the second waits a tick for the first
-    assert latency_bound(replace(problem, memory_cap=6)) <= both
-    assert latency_bound(replace(problem, memory_cap=5)) == 2 * alone
-    assert memory_bound(problem, 2 * alone - 1) == 6 and memory_bound(problem, 2 * alone) == 3
 
 
 def test_times_without_a_common_tick_are_bounded_to_the_last_digit():

@@ -79,12 +79,6 @@ def test_it_proves_that_nothing_overlaps_where_two_do_not_fit():
     assert rules and not rules.excludes(0.8 * makespan, disjunctions=True)
 
 
-def test_of_one_pipeline_it_is_round_trips_over_credits():
-    pipeline = Pipeline("actor", "actor", (0, 1), 8, (1, 1), (2, 2), (2, 2))
-    problem = FusionProblem(2, (pipeline,), memory_cap=7.9)
-    assert configurations_bound(problem) == pytest.approx(8 * 6 / 3)
-
-
 def test_whole_numbers_prove_more_than_memory_times_time(monkeypatch):
     problem = closed_problem()
     whole = configurations_bound(problem)

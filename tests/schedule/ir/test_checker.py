@@ -17,7 +17,6 @@ from testkit.schedule_cases import (
     random_instance,
     random_problem,
     same_layout_problem,
-    table_3,
     verdict,
 )
 
@@ -245,16 +244,3 @@ def random_order(problem, node, rng, tidy):
                 lane = [Action(pipeline.name, stage, kind, m) for m in range(pipeline.microbatches)]
                 placed += [(begin + pace * action.microbatch, action) for action in lane]
     return [action for _, action in sorted(placed)]
-
-
-def test_times_and_figures_in_a_file_are_for_people():
-    """Only the order is read; what is said about it is computed again."""
-    schedule = greedy(table_3(2))
-    assert read_schedule({**without_times(as_file(schedule)), "makespan": 1, "optimal": True}, "file") == schedule
-
-
-def test_a_schedule_over_its_own_cap_is_not_read():
-    problem = table_3(2, memory_cap=20, static_memory=1)
-    with pytest.raises(ScheduleError, match="node 1 holds 23.6 of activations, but its memory cap leaves 19"):
-        read_schedule(as_file(greedy(problem)), "file")
-    assert read_schedule(as_file(serial_1f1b(problem)), "file") == serial_1f1b(problem)

@@ -58,15 +58,6 @@ def test_merged_stages_hold_what_their_fullest_part_holds():
     assert merged.activation == (4, 2) and merged.weight_gradient == (3, 3) and merged.weight_activation == (5, 1)
 
 
-def test_merged_stages_sit_on_the_nodes_ranks():
-    problem, ranks = pair("d2t2p2", "d2t1p4", 2, activation=2)
-    assert ranks.pipelines("actor") == (((0, 1), (2, 3)), ((4, 5), (6, 7)))
-    assert ranks.pipelines("critic") == (((3,), (2,), (1,), (0,)), ((7,), (6,), (5,), (4,)))
-    assert ranks.replicas[0]["critic"] == (((3,), (2,)), ((1,), (0,)))
-    assert ranks.replica_of(3) == 0 and ranks.replica_of(4) == 1
-    assert problem.pipeline("critic").forward == (8, 8) and problem.pipeline("critic").activation == (2, 2)
-
-
 @pytest.mark.parametrize("layouts", GROUPS)
 def test_every_rank_has_one_place_in_each_model(layouts):
     ranks = rank_map(dict(zip(MODELS, map(L, layouts))))
@@ -103,13 +94,6 @@ def test_two_rank_program_is_the_one_on_the_whiteboard():
     )
     for program in programs.values():
         assert Program.parse(program.text()) == program
-
-
-@pytest.mark.parametrize(
-    "text", "actor:0F3 actor:0SF3>1 actor:1RF3<0 critic.1:2SB0>7 a:0W1 a:0RG a.1:2TE a:0ST".split()
-)
-def test_instruction_text_parses_back(text):
-    assert str(Instruction.parse(text)) == text
 
 
 @pytest.mark.parametrize(

@@ -89,12 +89,6 @@ def two_models(nodes, *facts, **more):
     return FusionProblem(nodes, (even(nodes, *facts), even(nodes, *facts, model="c", **more)))
 
 
-@pytest.mark.parametrize("nodes, microbatches, speedup", [(4, 4, 1.273), (16, 14, 1.349), (16, 16, 1.319)])
-def test_puzzle_equation_1_for_equal_models(nodes, microbatches, speedup):
-    problem = two_models(nodes, microbatches)
-    assert serial_makespan(problem) / makespan(time_sharing(problem)) == pytest.approx(speedup, abs=5e-4)
-
-
 @examples(60)
 @given(st.integers(1, 8), st.integers(0, 10), *[st.integers(1, 9)] * 4)
 def test_puzzle_equation_1_for_unequal_models(nodes, more, f0, b0, first, second):

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
@@ -11,9 +10,7 @@ from testkit.schedule_cases import capped_halfway, random_problem, table_3
 from testkit.solutions import check_found
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
-from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph
-from rlhfuse.schedule.rules.builders import min_memory, one_at_a_time
 from rlhfuse.schedule.search.admission_rules import AdmissionRules, reached_by_rule
 from rlhfuse.schedule.search.dispatch import KEPT, Dispatcher
 
@@ -55,23 +52,8 @@ def test_a_cap_that_nothing_can_break_changes_nothing(seed):
     assert tight.without_idle_cap() == tight or not any(most)
 
 
-@pytest.mark.parametrize("tries", [1, 8, 30])
-def test_it_decodes_so_often(tries, monkeypatch):
-    made, dispatch = [], Dispatcher.dispatch
-    monkeypatch.setattr(Dispatcher, "dispatch", lambda *given: made.append(given) or dispatch(*given))
-    reached_by_rule(table_3(2, memory_cap=8), tries)
-    assert len(made) == tries
-
-
 def test_more_decodes_come_nearer_and_enough_ends_them():
     problem = table_3(1, memory_cap=12)
     few, more = (reached_by_rule(problem, tries).makespan for tries in (8, 600))
     assert latency_bound(problem) <= more < few
     assert reached_by_rule(problem, 600, enough=few).makespan == few
-
-
-def test_the_least_cap_is_met():
-    problem = table_3(0, memory_cap=max(min_memory(table_3(0))))
-    solution = reached_by_rule(problem, 100)
-    check_found(build_graph(problem), solution)
-    assert solution.makespan < evaluate(one_at_a_time(problem)).makespan

@@ -1,6 +1,5 @@
 """Capped runs: what they report is valid, within the cap aimed at and as fast as asked; the same seed repeats."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
@@ -11,8 +10,7 @@ from rlhfuse.schedule.ir.evaluate import loosen
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 from rlhfuse.schedule.search.capped_run import LONGEST_RUN_MOVES, SHARES, CappedRun
-from rlhfuse.schedule.search.solution import Incumbent, Objective
-from rlhfuse.schedule.search.worker import CoarseLevel
+from rlhfuse.schedule.search.solution import Objective
 
 _, SERIAL, _, _, LEAST_MEMORY = TABLE_3[5]  # (8, 8, 8, 8): 15.6 is proved at the bound of latency
 
@@ -63,17 +61,3 @@ def test_fruitless_runs_go_less_far_and_last_longer(monkeypatch):
     assert run.exhausted
     assert caps[: shares - 1] == sorted(set(caps[: shares - 1])) and caps[:shares] == caps[shares:]
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1] == LONGEST_RUN_MOVES * run.graph.size
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_of_odd_numbers_make_capped_runs_at_once_others_when_a_step_has_failed(rank):
-    start = Incumbent.of(greedy(table_3(5)))
-    objective = Objective(table_3(5), "memory", start.timeline.makespan)
-    level = CoarseLevel(build_graph(table_3(5)), objective, [start], 1, rank)
-    assert level.fast_enough
-    level.advance(1000, False)
-    assert (level.capped.length > 0) == bool(rank)
-    level.run.step = 1
-    level.advance(1000, False)
-    level.advance(1000, False)
-    assert level.capped.length > 0

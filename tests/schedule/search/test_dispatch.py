@@ -83,15 +83,6 @@ def test_pipelines_of_one_model_share_its_extra(number):
         assert schedule_of(dispatcher.graph, dispatcher.dispatch(rules).sequence).orders == expected.orders
 
 
-def test_a_dispatcher_forgets_what_it_made_before():
-    dispatcher = dispatcher_of(table_3(2))
-    first, second = dispatcher.rules(0, 8, True, False), dispatcher.rules(16, 0, False, True)
-    alone = dispatcher.dispatch(first)
-    dispatcher.dispatch(second)
-    again = dispatcher.dispatch(first)
-    assert again[:2] == alone[:2] and again.sequence.tolist() == alone.sequence.tolist()
-
-
 @examples(30)
 @given(st.integers(0, 10**6))
 def test_tuned_starts_are_the_undominated_ones_of_the_grid(seed):
@@ -110,12 +101,6 @@ def test_tuned_starts_are_the_same_to_the_operation(number, digest):
     starts = tuned_starts(dispatcher_of(table_3(number)))
     arrays = [np.asarray(part).tobytes() for solution in starts for part in (solution.sequence, solution[:2])]
     assert hashlib.sha256(b"".join(arrays)).hexdigest()[:16] == digest
-
-
-def test_one_operation_each_is_enough():
-    problem = FusionProblem(1, (Pipeline("only", "only", (0,), 1, (1,), (2,), (0,)),))
-    (solution,) = tuned_starts(dispatcher_of(problem))
-    assert solution[:2] == (3.0, 0.0) and solution.sequence.tolist() == [0, 1]
 
 
 def random_rules(dispatcher, seed):

@@ -68,17 +68,6 @@ def test_search_goes_on_from_a_schedule():
     assert (second.makespan, second.peak_memory) <= (first.makespan, first.peak_memory)
 
 
-def test_improvements_are_reported_in_order():
-    keys = []
-
-    class Observer(SearchObserver):
-        def improved(self, schedule, report):
-            keys.append((evaluate(schedule).makespan, report.peak_memory))
-
-    _, report = search(table_3(5), SearchSettings(iterations=500_000), observer=Observer())
-    assert keys == sorted(set(keys), reverse=True) and keys[-1][0] == report.makespan
-
-
 def test_a_signal_ends_the_search_with_what_it_has():
     class Observer(SearchObserver):
         asked = 0

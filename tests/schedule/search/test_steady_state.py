@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
-from testkit.schedule_cases import TABLE_3, capped_greedy, capped_halfway, random_problem, table_3, table_3_problem
+from testkit.schedule_cases import TABLE_3, capped_greedy, capped_halfway, random_problem, table_3
 from testkit.solutions import check_found, check_solution, solution_in
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
@@ -23,7 +23,6 @@ from rlhfuse.schedule.search.steady_state import (
     FEWEST_UNITS,
     SteadyStateExtender,
     coarser_problem,
-    few_units,
     period_of,
     units_of,
     with_units,
@@ -121,22 +120,6 @@ def test_1f1b_extends_to_its_bound_in_the_same_memory(small, large):
         assert schedule_of(graph, lifted.sequence).orders == serial_1f1b(one_pipeline(16)).orders
 
 
-@pytest.mark.parametrize(
-    "row, extra, before, after",
-    [((4, 2, 8, 4, 1, 1, 2, 1), 0, (39, 9), (75, 9)), ((4, 2, 16, 8, 1, 2, 2, 1), 1, (102, 12), (198, 12))],
-    ids=str,
-)
-def test_a_fused_schedule_at_its_bound_extends_to_the_next_bound(row, extra, before, after):
-    """Three pipelines on four nodes, by capped greedy."""
-    small = table_3_problem(*row)
-    large = with_units(small, 2 * units_of(small))
-    start = capped_greedy(small, extra)
-    assert coarser_problem(large) == small and solution_in(start)[:2] == before and before[0] == latency_bound(small)
-    lifted, _, _, graph = extended(start, large)
-    check_solution(graph, lifted)
-    assert lifted[:2] == after and after[0] == latency_bound(large)
-
-
 @examples(30)
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
 def test_under_caps_every_try_fits_and_the_best_of_the_better_is_taken(seed, choice):
@@ -165,8 +148,3 @@ def test_a_steady_state_repeated_under_a_tight_cap_fits(seed):
     _, fastest, tries, graph = extended(one_at_a_time(small), large, stretched=True)
     for solution in [fastest, *tries[::12]]:
         check_found(graph, solution)
-
-
-def test_few_units_are_those_of_a_problem_that_is_soon_searched():
-    units = [units_of(few) if (few := few_units(table_3(number))) else None for number in range(len(TABLE_3))]
-    assert units == [None, None, None, None, None, None, 6, 6, None, 9, 9, None]

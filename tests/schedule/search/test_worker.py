@@ -14,8 +14,7 @@ from testkit.solutions import check_found
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import reaches
 from rlhfuse.schedule.ir.graph import build_graph
-from rlhfuse.schedule.rules.builders import greedy, min_memory, one_at_a_time, serial_1f1b
-from rlhfuse.schedule.search.annealing_run import AnnealingRun
+from rlhfuse.schedule.rules.builders import greedy, min_memory, one_at_a_time
 from rlhfuse.schedule.search.solution import Incumbent, Objective, schedule_of
 from rlhfuse.schedule.search.steady_state import units_of, with_units
 from rlhfuse.schedule.search.worker import SearchWorker
@@ -103,24 +102,6 @@ def test_a_worker_of_two_levels_comes_down(objective):
     assert objective == "latency" or best.timeline.peak_memory <= 9
 
 
-def test_levels_that_can_help_get_the_same_work():
-    """An extension counts as so many moves: the lower level finds leaner ones all the time, and does not take over."""
-    worker, best = worker_of(TWO_LEVELS)
-    play(worker, best, 300)
-    least, most = sorted(worker.work)
-    assert 0 < most - least <= worker.extenders[0].work + 2 * 2000
-
-
-def test_the_first_round_gives_a_better_start_made_by_rule():
-    """The owner's best is serial 1F1B; the worker's tuned starts beat it without a move."""
-    problem = table_3(2)
-    start = Incumbent.of(serial_1f1b(problem))
-    worker = SearchWorker(build_graph(problem), Objective(problem), [start], 1, 0)
-    done = worker.round(start, 1, 0.0)
-    assert done.tried == 1 and done.solution.makespan < start.timeline.makespan
-    check_found(worker.levels[-1].graph, done.solution)
-
-
 def test_the_owners_best_becomes_the_one_to_beat():
     """What another rank has solution stands at the top from the next round on."""
     worker, start = worker_of(TWO_LEVELS)
@@ -156,18 +137,6 @@ def test_under_a_tight_cap_all_ways_take_turns():
     assert min(worker.work) > 0 and top.admissions.spent > 0 and top.run.spent > 0
 
 
-@pytest.mark.parametrize("cap, late", [(None, True), (1000, False)])
-def test_under_a_cap_no_time_goes_into_memory_before_the_bound_is_reached(cap, late, monkeypatch):
-    """Its peak is then what the cap allows; without a cap the second half of a search lowers it."""
-    asked, advance = [], AnnealingRun.advance
-    monkeypatch.setattr(AnnealingRun, "advance", lambda *given: asked.append(given[-1]) or advance(*given))
-    worker, best = worker_of(table_3(11, memory_cap=cap))
-    play(worker, best, 1)
-    asked.clear()
-    play(worker, Incumbent.of(serial_1f1b(worker.levels[-1].objective.problem)), 1, share=0.9)
-    assert asked == [late]
-
-
 def test_same_seed_and_rank_same_rounds():
     def rounds(seed, rank):
         worker, best = worker_of(TWO_LEVELS, seed=seed, rank=rank)
@@ -178,11 +147,3 @@ def test_same_seed_and_rank_same_rounds():
     first, others = rounds(1, 0), [rounds(2, 0), rounds(1, 1), rounds(1, 2)]
     assert rounds(1, 0) == first and rounds(1, 1) == others[1]
     assert all(one[2][0] != other[2][0] for one, other in combinations([first, *others], 2))
-
-
-def test_a_cap_counts_on_every_level():
-    problem = table_3(9, memory_cap=tuple(range(20, 36)), static_memory=1)
-    worker, best = worker_of(problem, "latency")
-    for level in worker.levels:
-        assert level.objective.problem.memory_cap == problem.memory_cap and level.objective.problem.static_memory == 1
-    play(worker, best, 8, 20_000)

@@ -12,7 +12,7 @@ from rlhfuse.schedule.rules.builders import one_at_a_time
 from rlhfuse.schedule.search.annealing_run import AnnealingRun
 from rlhfuse.schedule.search.dispatch import Dispatcher
 from rlhfuse.schedule.search.solution import Objective
-from rlhfuse.schedule.search.under_cap.admissions import MOVES, Admissions
+from rlhfuse.schedule.search.under_cap.admissions import Admissions
 
 
 def run_of(kind, problem, seed):
@@ -57,12 +57,3 @@ def test_it_comes_down_from_one_at_a_time(kind):
     start = solution_in(one_at_a_time(problem))
     best = [new for _, new in finds(run_of(kind, problem, 1), start, 60, 20_000)][-1]
     assert best.makespan < 0.6 * start.makespan
-
-
-def test_a_schedule_is_paid_for_before_the_next(monkeypatch):
-    problem = table_3(2, memory_cap=8)
-    (advance, graph), start, made = run_of(Admissions, problem, 1), solution_in(one_at_a_time(problem)), []
-    monkeypatch.setattr(Admissions, "_step", lambda self: made.append(self))
-    for _ in range(10):
-        assert advance(start, MOVES * graph.size // 2)[:2] == (MOVES * graph.size // 2, None)
-    assert len(made) == 5

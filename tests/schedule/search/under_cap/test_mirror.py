@@ -9,7 +9,6 @@ from testkit.profiles import examples
 from testkit.schedule_cases import capped_halfway, random_problem
 from testkit.solutions import check_found
 
-from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.search.dispatch import Dispatcher, Rules
 from rlhfuse.schedule.search.heads_tails import new_state, refresh
@@ -47,22 +46,6 @@ def test_the_aims_of_a_schedule_give_it_back_from_its_end(seed):
     unbound = np.maximum(0.0, aim - 1e-6), mirror.dispatcher.any_window, mirror.dispatcher.unreserved
     again = mirror.dispatch(Rules(aim, *unbound), np.inf)
     assert again.sequence.tolist() == start.sequence.tolist()
-
-
-def test_what_an_operation_stands_for():
-    graph = build_graph(whole(random_problem(5)))
-    mirror = Mirror.of(graph)
-    there = mirror.dispatcher.graph
-    for number, action in enumerate(graph.actions):
-        other = there.actions[mirror.other[number]]
-        last = graph.problem.pipeline(action.pipeline).microbatches - 1
-        assert (other.pipeline, other.stage, other.microbatch) == (
-            action.pipeline,
-            action.stage,
-            last - action.microbatch,
-        )
-        assert {action.kind, other.kind} == {Kind.F, Kind.B}
-        assert there.duration[mirror.other[number]] == graph.duration[number]
 
 
 def test_a_split_backward_has_no_mirror():
