@@ -46,7 +46,7 @@ def exact_costs(swap_in: int, per_token: int, reward: int = 0, at_once: int = 1,
         meeting=3072 * TICK,
         release=(swap_in // 2 if release is None else release) * TICK,
         reward=RewardCost(reward * TICK, at_once) if reward else None,
-    )
+    ).table
 
 
 def limits(**changes) -> InstanceLimits:
