@@ -67,21 +67,6 @@ def tensor_segments(rows: int, joined: int, tp_rank: int, tp: int) -> tuple[tupl
     return tuple(((part * tp + tp_rank) * length, (part * tp + tp_rank + 1) * length) for part in range(joined))
 
 
-def model_shards(
-    spec: ModelSpec, layout: ParallelLayout, cells: Cells, element_bytes: int, scalar_head: bool = False
-) -> list[Shard]:
-    """Every shard of every rank, rank by rank. `cells` name the ranks of the layout (schedule/ir/ranks.py)."""
-    by_stage = weights_by_stage(spec, layout, element_bytes, scalar_head)
-    return [
-        Shard(weight.name, rank, weight.segments(tp_rank, layout.tp), weight.row_bytes)
-        for pipeline in cells
-        for place, cell in enumerate(pipeline)
-        for tp_rank, rank in enumerate(cell)
-        for stage in range(place, layout.stages, layout.pp)
-        for weight in by_stage[stage]
-    ]
-
-
 def weights_by_stage(
     spec: ModelSpec, layout: ParallelLayout, element_bytes: int, scalar_head: bool = False
 ) -> list[list[Weight]]:

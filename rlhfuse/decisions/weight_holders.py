@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.shards import Cells, Shard, Weight, weights_by_stage
+from rlhfuse.decisions.shards import Cells, Weight, weights_by_stage
 
 Parts = tuple[tuple[int, int, int], ...]  # (start, stop, list of ranks): indices of the cut dimension; they ascend
 
@@ -31,20 +30,6 @@ class WeightHolders:
     weights: Mapping[str, HeldWeight]
     ranks: np.ndarray
     starts: np.ndarray
-
-    @staticmethod
-    def of_shards(shards: Sequence[Shard]) -> WeightHolders:
-        """Holders of any shards, in any order."""
-        by_tensor: dict[str, list[Shard]] = defaultdict(list)
-        for shard in shards:
-            by_tensor[shard.tensor].append(shard)
-        lists: dict[tuple[int, ...], int] = {}
-        weights = {}
-        for tensor, held in by_tensor.items():
-            parts = tuple((start, stop, lists.setdefault(ranks, len(lists))) for start, stop, ranks in _covered(held))
-            weights[tensor] = HeldWeight(held[0].row_bytes, max(shard.bytes for shard in held), parts)
-        ranks = np.array([rank for ranks in lists for rank in ranks], np.int64)
-        return WeightHolders(weights, ranks, np.cumsum([0, *map(len, lists)]))
 
     @staticmethod
     def of_layout(
@@ -78,15 +63,6 @@ class WeightHolders:
 
     def list_of(self, index: int) -> list[int]:
         return self.ranks[self.starts[index] : self.starts[index + 1]].tolist()
-
-
-def _covered(shards: Sequence[Shard]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """The finest parts between all borders of one weight's shards that some rank has, and these ranks."""
-    borders = sorted({border for shard in shards for segment in shard.segments for border in segment})
-    for start, stop in zip(borders, borders[1:]):
-        ranks = (s.rank for s in shards if any(first <= start < end for first, end in s.segments))
-        if ranks := tuple(sorted(ranks)):
-            yield start, stop, ranks
 
 
 def _held(weight: Weight, tp: int, first_list: int) -> HeldWeight:

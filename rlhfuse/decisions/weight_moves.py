@@ -7,7 +7,7 @@ and are what its price adds up (costs/layout_moves.py).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
@@ -15,13 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.layouts import Task
-from rlhfuse.decisions.shards import Shard, model_shards
 from rlhfuse.decisions.weight_holders import Parts, WeightHolders
-from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells
-from rlhfuse.tasks.role import Role
-from rlhfuse.tasks.task import DESTINATIONS
 
 
 class Transfer(NamedTuple):
@@ -231,13 +225,3 @@ def _taking_turns(transfers: Sequence[Transfer]) -> list[Transfer]:
         first = place * len(mine) // len(by_target)
         turned.append(mine[first:] + mine[:first])
     return [transfer for row in zip_longest(*turned) for transfer in row if transfer is not None]
-
-
-def shards_of_move(
-    tasks: tuple[Task, ...], ranks: FusedRanks, specs: Mapping[Role, ModelSpec], element_bytes: int, model: Role
-) -> tuple[list[Shard], list[Shard]]:
-    """What all ranks hold of a model that trains, and what its inference or generation wants, rank by rank."""
-    layouts = {task.name: task.layout for task in tasks}
-    training, target = layouts[f"{model}_train"], layouts[DESTINATIONS[model]]
-    has = model_shards(specs[model], training, ranks.pipelines(model), element_bytes, model.scalar_head)
-    return has, model_shards(specs[model], target, plain_cells(target), element_bytes, model.scalar_head)

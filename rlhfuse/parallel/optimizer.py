@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -70,7 +71,7 @@ class ModelOptimizer:
         if not self._zero:  # else Megatron takes the values over into a buffer on the device
             for chunk in chunks.values():
                 chunk.to(device.torch_device)
-        with fake_cuda(device):
+        with fake_cuda(device), _meeting_among(groups.intra_dist_opt):
             # Any: Megatron's annotations know neither `buffers` nor what a chained optimizer has
             self._modules: dict[int, Any] = {
                 stage: DistributedDataParallel(
@@ -353,3 +354,19 @@ def _step_a_spare_weight(optimizer: Any) -> None:
         optimizer.step()
     finally:
         optimizer.param_groups, optimizer.state = groups, state
+
+
+@contextmanager
+def _meeting_among(group: dist.ProcessGroup) -> Iterator[None]:
+    """Let Megatron gather the keys of parameter groups over the ranks of one model; it would ask the world."""
+    gather = dist.all_gather_object
+
+    def among(found: list[Any], keys: Any) -> None:
+        found[:] = [None] * dist.get_world_size(group)
+        gather(found, keys, group=group)
+
+    dist.all_gather_object = among
+    try:
+        yield
+    finally:
+        dist.all_gather_object = gather

@@ -1,6 +1,6 @@
 """Copies weights from one layout to another by the plan of decisions/weight_moves.py, over Megatron-core's transports.
 
-    every rank names its shards -> all compute the same plan -> bucket by bucket: send, receive, write
+    both layouts -> every rank computes the same plan -> bucket by bucket: send, receive, write
 
 A rank holds one bucket at most beside both copies of the weights. Values are copied bit for bit. The transport is gloo
 on CPU, NCCL on CUDA.
@@ -9,7 +9,7 @@ on CPU, NCCL on CUDA.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,9 @@ from rlhfuse.base.launcher import ranks_per_node
 from rlhfuse.decisions.shards import Shard, tensor_segments
 from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.decisions.weight_moves import Transfer, in_buckets, plan_moves
-from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.parallel.device import Device
 
 BUCKET_BYTES = 64 << 20
-Shards = list[list[Shard]]  # one rank's: what it has of a model, and what it wants
 
 
 class _GlooTransport(GlooCopyService):
@@ -77,37 +75,42 @@ class Route(NamedTuple):
 class Resharder:
     """Moves a model's weights between two built modules. Every rank of both layouts must call `reshard`."""
 
-    def __init__(
-        self,
-        device: Device,
-        bucket_bytes: int = BUCKET_BYTES,
-        gather: Callable[[Shards], list[Shards]] = all_gather_objects,
-    ) -> None:
-        """`gather`: every rank's shards."""
+    def __init__(self, device: Device, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._service = _NcclTransport() if device.is_cuda else _GlooTransport()
         self._ranks_per_node = ranks_per_node() or dist.get_world_size()
-        self._bucket_bytes, self._gather = bucket_bytes, gather
+        self._bucket_bytes = bucket_bytes
         self._routes: weakref.WeakKeyDictionary[torch.nn.Module, Route] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
-    def reshard(self, source: Iterable[torch.nn.Module], destination: torch.nn.Module) -> None:
+    def reshard(
+        self, source: Iterable[torch.nn.Module], destination: torch.nn.Module, has: WeightHolders, wants: WeightHolders
+    ) -> None:
         """Copy a model's weights into `destination`'s parameters, whatever the layouts.
 
-        `source`: this rank's chunks of the model, one where it is not interleaved, the same in every move into
-        `destination`: the first makes the plan. `destination` must have its memory whenever it is called.
+        `source`: this rank's chunks of the model, one where it is not interleaved. `has`, `wants`: the ranks that hold
+        each part in both layouts. The first move into `destination` makes the plan, which later ones repeat.
+        `destination` must have its memory whenever it is called. Raises ValueError for modules of other layouts.
         """
         if destination not in self._routes:
-            self._routes[destination] = self._plan(located_shards(source), located_shards([destination]))
+            shards = located_shards(source), located_shards([destination])
+            self._routes[destination] = self._plan(*shards, has, wants)
         route = self._routes[destination]
         for bucket in route.buckets:
             self._run(bucket, route.sources, route.targets)
 
-    def _plan(self, sources: Mapping[str, LocatedShard], targets: Mapping[str, LocatedShard]) -> Route:
-        rank, mine = dist.get_rank(), [[located.shard for located in side.values()] for side in (sources, targets)]
-        sides = ([shard for part in side for shard in part] for side in zip(*self._gather(mine)))
-        has, wants = map(WeightHolders.of_shards, sides)
+    def _plan(
+        self,
+        sources: Mapping[str, LocatedShard],
+        targets: Mapping[str, LocatedShard],
+        has: WeightHolders,
+        wants: WeightHolders,
+    ) -> Route:
+        rank = dist.get_rank()
         buckets = in_buckets(plan_moves(has, wants, self._ranks_per_node), self._bucket_bytes)
         own = [[transfer for transfer in bucket if rank in (transfer.source, transfer.target)] for bucket in buckets]
+        planned = sum(transfer.bytes for bucket in own for transfer in bucket if transfer.target == rank)
+        if planned != (held := sum(located.shard.bytes for located in targets.values())):
+            raise ValueError(f"rank {rank} holds {held} bytes of a copy whose layout gives it {planned}")
         return Route(sources, targets, own)
 
     def _run(

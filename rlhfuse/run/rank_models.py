@@ -23,6 +23,7 @@ from rlhfuse.config.values import AUTO
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.decisions.layout_rules import least_vocab
 from rlhfuse.decisions.placement import Placement
+from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.fusion.inter.inference import FrozenModel
 from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.inter.request import Request
@@ -69,6 +70,7 @@ class RankModels:
     generation: WeightMemory
     frozen: dict[Role, FrozenModel]  # what scores, in this order
     place: RankPlace
+    holders: dict[str, WeightHolders]  # by task, of those that weights move between
     channels: Channels
     groups: GroupMaker  # owns every process group of the above
 
@@ -109,14 +111,20 @@ def build_models(
     dtype = DTYPES[config.trainer.dtype]
     specs, paths = folders.specs, folders.paths
     activations = Activations.of(config.parallel, config.trainer)
+    holders: dict[str, WeightHolders] = {}
 
     def build(role: Role, grid: ModelGrid, groups: Any, **part: Any) -> torch.nn.Module:
         progress(f"building models: {role}")
         kind: dict[str, Any] = {"scalar_head": role.scalar_head, "dtype": dtype, "device": device, "on_host": True}
         return build_model(specs[role], grid, groups, rank, **{**kind, **part})
 
+    def note_holders(task: str, role: Role, grid: ModelGrid) -> None:
+        whole = specs[role], grid.layout, grid.cells, dtype.itemsize, role.scalar_head
+        holders[task] = WeightHolders.of_layout(*whole)
+
     def trained(role: Role) -> TrainedModel:
         grid = trained_grid(ranks, role)
+        note_holders(f"{role}_train", role, grid)
         groups = maker.for_model(role, grid, rank)
         head = role.scalar_head
         chunks = {}
@@ -134,6 +142,8 @@ def build_models(
     def whole(task: str, role: Role) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
         grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))
         groups = maker.for_model("frozen", grid, rank)  # one after the other, so in one order on all ranks
+        if role.trains:
+            note_holders(task, role, grid)
         return build(role, grid, groups).requires_grad_(False), groups.tp, grid
 
     def frozen(role: Role) -> FrozenModel:
@@ -166,7 +176,7 @@ def build_models(
     connect(uses, device.torch_device)
     longest = max(model.spec.hidden * model.spec.context for model in models.values()) * dtype.itemsize
     channels.connect(min(longest, MOST_BYTES[device.torch_device.type]))
-    return RankModels(models, generation, scorers, place, channels, maker)
+    return RankModels(models, generation, scorers, place, holders, channels, maker)
 
 
 def engine_options(config: RunConfig, instances: int, keep_memory: bool = False) -> EngineOptions:

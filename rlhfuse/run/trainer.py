@@ -45,6 +45,7 @@ from rlhfuse.run.sampling.group_sampler import GroupSampler
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 from rlhfuse.run.threshold_controller import ThresholdController
 from rlhfuse.tasks.role import POLICY
+from rlhfuse.tasks.task import DESTINATIONS
 
 
 class Trainer:
@@ -261,7 +262,9 @@ class Trainer:
 
     def _move(self, role: str, destination: Module) -> None:
         with self.clock.work(price=("move", role)):
-            self.resharder.reshard(self.models.trained[role].optimizer.modules.values(), destination)
+            holders = self.models.holders
+            sides = holders[f"{role}_train"], holders[DESTINATIONS[role]]
+            self.resharder.reshard(self.models.trained[role].optimizer.modules.values(), destination, *sides)
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         self.memory.switch("training")

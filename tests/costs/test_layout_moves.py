@@ -4,6 +4,7 @@ import random
 
 import pytest
 from testkit.profiles import share
+from testkit.weight_shards import holders_of, model_shards
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
@@ -11,9 +12,8 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.layout_moves import ACROSS, STAYS, WITHIN, MoveLoad, layout_moves, model_load
 from rlhfuse.decisions.layouts import Task, training_layouts
-from rlhfuse.decisions.shards import model_shards
 from rlhfuse.decisions.weight_holders import WeightHolders
-from rlhfuse.decisions.weight_moves import plan_moves, shards_of_move
+from rlhfuse.decisions.weight_moves import plan_moves
 from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells, rank_map
 from rlhfuse.tasks.task import TASKS
 
@@ -29,7 +29,7 @@ def check(spec, layout, cells, target, node: int, head: bool, element_bytes: int
     """The load; its plan is the same, row by row, whether holders are told by the layouts or by every shard."""
     sides = (layout, cells), (target, plain_cells(target))
     told = [WeightHolders.of_layout(spec, *side, element_bytes, head) for side in sides]
-    named = [WeightHolders.of_shards(model_shards(spec, *side, element_bytes, head)) for side in sides]
+    named = [holders_of(model_shards(spec, *side, element_bytes, head)) for side in sides]
     made = plan_moves(*told, node)
     assert list(made) == list(plan_moves(*named, node))
     return MoveLoad.of(made, node)
@@ -105,11 +105,8 @@ def test_moves_of_a_run():
     whole = sum(s.bytes for s in model_shards(spec, ParallelLayout(1, 1, 1), (((0,),),), 4))
     assert actor.traffic.across == whole  # half of it to each node; norms too, which both tensor ranks hold, once
     assert critic.traffic.across == 0 and 0 < critic.seconds < 1
-    sides = map(
-        WeightHolders.of_shards,
-        shards_of_move(tasks, ranks, {"actor": spec, "critic": spec}, 4, TASKS["critic_train"].role),
-    )
-    load = MoveLoad.of(plan_moves(*sides, 8), 8)
+    wanted = ParallelLayout.parse("d8t2p1")
+    load = check(spec, ParallelLayout.parse("d4t2p2"), ranks.pipelines("critic"), wanted, 8, True, 4)
     assert critic.seconds == load.seconds(MACHINE) + load.host_copy_seconds(MACHINE)  # it goes on to host memory
     alone = layout_moves(tuple(t for t in tasks if t.role == "actor"), ranks, {"actor": spec}, 4, MACHINE)
     assert [move.model for move in alone] == ["actor"]

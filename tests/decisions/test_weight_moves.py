@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
+from testkit.weight_shards import holders_of, model_shards
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.layout_moves import MoveLoad
-from rlhfuse.decisions.shards import Shard, model_shards, tensor_segments
-from rlhfuse.decisions.weight_holders import WeightHolders
+from rlhfuse.decisions.shards import Shard, tensor_segments
 from rlhfuse.decisions.weight_moves import WeightMoves, in_buckets, plan_moves
 
 
 def planned(sources, targets, node: int) -> WeightMoves:
-    return plan_moves(WeightHolders.of_shards(sources), WeightHolders.of_shards(targets), node)
+    return plan_moves(holders_of(sources), holders_of(targets), node)
 
 
 def elements(shards) -> dict[int, set[tuple[str, int]]]:

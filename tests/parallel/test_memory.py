@@ -7,6 +7,7 @@ import torch
 from testkit.stages import build, build_alone, copy_for, one_step, random_rows, ranks_of
 from testkit.tiny import write_checkpoint
 
+from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.parallel.device import Device, choose_device
 from rlhfuse.parallel.memory import PhaseMeter, process_line, status_bytes
 
@@ -61,11 +62,11 @@ def move_by_buckets(rank: int, folder, bucket: int) -> dict:
 
     built, maker = build_alone(rank, "d1t2p1", folder)
     device = choose_device("cpu", 0, 1)
-    memory, resharder = (
-        WeightMemory(copy_for(rank, maker, built.spec, "d2t1p1")[0], device),
-        Resharder(device, bucket_bytes=bucket),
-    )
-    resharder.reshard(built.optimizer.modules.values(), memory.module)  # makes the plan
+    copy, grid = copy_for(rank, maker, built.spec, "d2t1p1")
+    memory, resharder = WeightMemory(copy, device), Resharder(device, bucket_bytes=bucket)
+    chunks = built.optimizer.modules.values()
+    sides = [WeightHolders.of_layout(built.spec, side.layout, side.cells, 4) for side in (built.grid, grid)]
+    resharder.reshard(chunks, memory.module, *sides)  # makes the plan
     weights = sum(weight.nbytes for weight in memory.module.parameters())
     memory.release()
     left = sum(weight.nbytes for weight in memory.module.parameters())
@@ -73,7 +74,7 @@ def move_by_buckets(rank: int, folder, bucket: int) -> dict:
     meter.switch("moves")
     before = status_bytes("VmRSS")
     memory.allocate()
-    resharder.reshard(built.optimizer.modules.values(), memory.module)
+    resharder.reshard(chunks, memory.module, *sides)
     grown = meter.take()["moves"] - before
     maker.close()
     return {"exact": meter.exact, "grown": grown, "weights": weights, "left": left}

@@ -64,9 +64,10 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
         sent[to // NODE != rank // NODE] += tensor.nbytes if to != rank else 0
         send(number, tensor, to)
 
-    resharder.reshard(built.optimizer.modules.values(), arrived)
+    sides = predicted(role, folder, layout, generation)
+    resharder.reshard(built.optimizer.modules.values(), arrived, *sides)
     resharder._service.submit_send_with_id = counted
-    resharder.reshard(built.optimizer.modules.values(), arrived)  # by the plan of the first time
+    resharder.reshard(built.optimizer.modules.values(), arrived, *sides)  # by the plan of the first time
     weights = WholeWeights(built.optimizer.modules.values())
     tensors = hf_tensors(weights, spec, built.head)
     if rank == 0:

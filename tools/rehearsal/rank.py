@@ -29,9 +29,7 @@ from rehearsal.tensors import CUDA, FakeCuda
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlhfuse.data.prompts import Prompt, PromptSet
-from rlhfuse.decisions.weight_moves import shards_of_move
 from rlhfuse.parallel.device import Device
-from rlhfuse.parallel.reshard import Resharder, Shards
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.plan import Plan
 from rlhfuse.run import rank_models
@@ -107,27 +105,11 @@ class Rehearsal:
         store: Any = FakeStore()
         rank_models.TrainingStage = partial(SampledStage, self._mode)  # type: ignore[misc,assignment]
         trainer = RehearsedTrainer(inputs, self._rank, self._device, store, watchdog.progress, folder)
-        trainer.resharder = Resharder(
-            self._device, bucket_bytes=config.fusion.bucket_mib << 20, gather=self._everyones_shards
-        )
         trainer.prepare(self._samples)
         loop = RunLoop(trainer, RunDirectory(folder), watchdog)
         checkpoints: Any = loop.checkpoints
         checkpoints._rank = 0  # which completes a checkpoint when all files are there
         return trainer, loop
-
-    def _everyones_shards(self, mine: Shards) -> list[Shards]:
-        """What all ranks would say of their shards, from the layouts; this rank's must be what it says itself."""
-        draft = self._draft
-        for model in (task.role for task in draft.tasks if task.training):
-            sides = shards_of_move(draft.tasks, draft.ranks, draft.specs, self._config.trainer.element_bytes, model)
-            rows: list[Shards] = [[[], []] for _ in range(draft.world_size)]
-            for side, shards in enumerate(sides):
-                for shard in shards:
-                    rows[shard.rank][side].append(shard)
-            if [sorted(side) for side in rows[self._rank]] == [sorted(side) for side in mine]:
-                return rows
-        raise RuntimeError(f"rank {self._rank} holds other shards than its layouts say")
 
     def _generate(self, trainer: RehearsedTrainer) -> None:
         """All samples of the instance but for their last tokens, decoded to the end; then the engine's memory goes."""
