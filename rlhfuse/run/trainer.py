@@ -44,7 +44,7 @@ from rlhfuse.run.sampling.function_reward import AS_DRAWN, FunctionRewarder
 from rlhfuse.run.sampling.group_sampler import GroupSampler
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 from rlhfuse.run.threshold_controller import ThresholdController
-from rlhfuse.tasks.role import POLICY
+from rlhfuse.tasks.role import POLICY, Role
 from rlhfuse.tasks.task import DESTINATIONS
 
 
@@ -260,7 +260,7 @@ class Trainer:
         self.memory.note_base(held)
         self.engine.resume()
 
-    def _move(self, role: str, destination: Module) -> None:
+    def _move(self, role: Role, destination: Module) -> None:
         with self.clock.work(price=("move", role)):
             holders = self.models.holders
             sides = holders[f"{role}_train"], holders[DESTINATIONS[role]]

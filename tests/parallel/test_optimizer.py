@@ -98,14 +98,14 @@ def test_shards_of_a_weight_step_as_the_whole_bit_for_bit():
 
 
 def norms_at(rank: int, folder, places: tuple[int, ...], name: str) -> list[float]:
-    """Norms of a model of four stages on the ranks of `places`; other ranks have none. Gradients of stages are made up."""
+    """Norms of a model of four stages on the ranks of `places`; others have none. Gradients of stages are made up."""
     from rlhfuse.base.parallel_layout import ParallelLayout
     from rlhfuse.config.settings import OptimizerConfig
     from rlhfuse.models.build import WHOLE
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker, ModelGrid
 
-    cells, layout = (tuple((place,) for place in places),), ParallelLayout(1, 1, len(places), 4 // len(places))
+    cells, layout = (tuple((place,) for place in places),), ParallelLayout(1, 1, len(places), chunks=4 // len(places))
     grid, maker = ModelGrid(cells, layout), GroupMaker(600)
     groups, config = maker.for_model("actor", grid, rank), OptimizerConfig(name=name)
     if rank not in places:
