@@ -53,7 +53,7 @@ def test_a_second_reward_model_is_a_row():
     models = {role_named("critic"): stand_in(1.0), role_named("reward"): stand_in(0.5), names["JUDGE"]: stand_in(10.0)}
     scorer = Scorer(models, vocab=100, temperature=1.0, device=torch.device("cpu"))
     samples = (Rollout(i, (1, 2 + i), (5 + i, 7, 9 - i), torch.zeros(3), "stop") for i in range(2))
-    scored, _ = scorer.score([*samples])
+    scored = scorer.score([*samples])
     scorer.release()
     for one in scored:
         assert one.score == pytest.approx(10.5 * one.response_tokens[-1]) and one.ref_logprobs is None
