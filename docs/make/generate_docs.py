@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))  # where svg_text lies
 
-from page_figures import Results, benchmark_page, claims_table, fill_figures, load_results
+from page_figures import Results, benchmark_page, claims_table, fill_figures, load_results, retired_table
 from page_pictures import PICTURES, picture
 
 from rlhfuse.base.errors import InputError, run_program
@@ -54,9 +54,13 @@ def pages(results: Results) -> dict[str, Callable[[str], str]]:
     made: dict[str, Callable[[str], str]] = {
         "docs/reference/configuration.md": settings_page,
         "docs/reference/configuration.schema.json": settings_schema,
-        "docs/results.md": lambda text: fill(text, "claims", ["", claims_table(results)]),
+        "docs/results.md": lambda text: fill(
+            fill(text, "claims", ["", claims_table(results)]), "retired", ["", retired_table(results)]
+        ),
     }
     for name, result in results.items():
+        if result.get("retired"):
+            continue
         page = benchmark_page(results, name, name in PICTURES)
         made[f"docs/results/{name}.md"] = lambda _, page=page: page
         if name in PICTURES:

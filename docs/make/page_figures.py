@@ -4,7 +4,7 @@
 
 The marks are comments, which nobody sees on the page; what stands between them is replaced. With a * FIGURE names
 several. What figures mean is said once, in `benchmarks/results/claims.yaml`: a claim is a row of its benchmark's page
-in docs/results/, and a main one of docs/results.md too.
+in docs/results/, and a main one of docs/results.md too. A `retired` benchmark has no program and no page any more.
 """
 
 from __future__ import annotations
@@ -91,13 +91,25 @@ def claim_row(results: Results, name: str, claim: Mapping[str, Any]) -> list[str
 
 
 def claims_table(results: Results) -> str:
-    """The claims of all benchmarks that stand on the page of results, each with its program."""
+    """The main claims of all benchmarks that have a program, each with it."""
     rows = []
     for name, result in results.items():
+        if result.get("retired"):
+            continue
         program = re.sub(r" -.*", "", result["command"])
         link = f"[`{program}`](results/{name}.md)"
         rows += [[*claim_row(results, name, claim), link] for claim in result["claims"] if claim.get("main")]
     return table_text([*HEAD, "command"], rows)
+
+
+def retired_table(results: Results) -> str:
+    """The first claim of every benchmark that has no program any more, with the file that keeps all its figures."""
+    rows = [
+        [*claim_row(results, name, result["claims"][0]), f"`{name}.json`", f"{result['commit']}, {result['date']}"]
+        for name, result in results.items()
+        if result.get("retired")
+    ]
+    return table_text([*HEAD, "file", "commit"], rows)
 
 
 def benchmark_page(results: Results, name: str, picture: bool) -> str:

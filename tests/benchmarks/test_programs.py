@@ -6,13 +6,15 @@ import os
 import shlex
 
 import pytest
+import yaml
 from harness import result_text
 from testkit.machines import INTERFACE, machines
 from testkit.paths import ROOT, shared_data
 from testkit.programs import call_main
 
 BENCHMARKS = ROOT / "benchmarks"
-RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
+CLAIMS = yaml.safe_load((BENCHMARKS / "results" / "claims.yaml").read_text())
+RESULTS = [f for f in sorted((BENCHMARKS / "results").glob("*.json")) if not CLAIMS[f.stem].get("retired")]
 INNER = ("layer_host_side", "end_to_end_trl", "planner_speed_search")  # started by others
 MAINS = [file.stem for file in sorted(BENCHMARKS.glob("*.py")) if "def main(" in file.read_text()]
 TAIL = (2, 3, 2, 4, 2, 3, 40, 2, 5, 2, 3, 2) * 4  # output tokens of the trace's requests
@@ -55,11 +57,6 @@ def measured(programs, tmp_path):
         ("planner_regret.py", "--settings balanced --measured MEASURED", "balanced.analytic.chosen_over_best"),
         ("real_plans.py", "", "T4.published_over_best T2.heuristic_over_searched regret T2.walks_that_fit"),
         ("inter_stage.py", "--sizes 1:2 --lengths TRACE", "1to2.speedup 1to2.mean_error 1to2.chosen_over_best"),
-        (
-            "tool_pauses.py",
-            "--lengths TRACE",
-            "over_rounds over_rounds_at_most over_serial mean_error chosen_over_best",
-        ),
         ("generation.py", "--threads 1 --trace TRACE", "a.over_transformers b.rlhfuse e.gemm"),
         ("intra_stage.py", "--sizes 2.5:1 --microbatches 2", "2_5to1_m2.speedup 2_5to1_m2.instruction"),
         (
@@ -67,8 +64,6 @@ def measured(programs, tmp_path):
             "--sizes 1:1 --microbatches samples,tokens --lengths TRACE",
             "1to1_samples.fusion_unsorted 1to1_samples.order_serial.of_predicted 1to1_tokens.fused_sorted.planned",
         ),
-        ("iteration_prediction.py", "--iterations 4", "mean_error train.error"),
-        ("iteration_prediction.py", "--iterations 4 --reward 50", "step.error reward.waited"),
         ("planner_regret.py", "--lengths TRACE", "tail.profile.chosen_over_best balanced.analytic.mean_error"),
         ("kills.py", "--how kill,preempt", "lost processes_left kills untold"),
         ("learning.py", "--tasks sums,calculator --seeds 1", "sums.least_rise"),
@@ -177,7 +172,6 @@ def test_results_are_of_a_whole_run_of_a_program_that_still_takes_its_arguments(
         ("endurance.py", "--iterations 12", "--iterations 12: 20 are left out, give 24 or more"),
         ("paced.py", "training --only 9/9x9", "'9/9x9' is unknown; give some of 8/8x8, 8/8x8 short, 8/4x16"),
         ("paced.py", "iterations --cells 7B/7B:P", "'7B/7B:P' is unknown; give some of 13B/33B:P"),
-        ("iteration_prediction.py", "--iterations 2", "--iterations 2: the first 2 are left out; give some more"),
     ],
 )
 def test_bad_input_exits_2(program, arguments, message):
