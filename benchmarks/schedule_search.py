@@ -22,7 +22,6 @@ import resource
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -296,7 +295,6 @@ class Search:
     enough: Number | None = None
     until: Number | None = None  # ends at a schedule at the latency bound with no more memory
     objective: str = "memory"
-    cpu: bool = False  # the seconds are those that each rank computes
 
 
 def launch(searches: Sequence[Search], measurement: Measurement) -> list[Outcome]:
@@ -332,8 +330,7 @@ def rank_main(asked: Path, answers: Path, ranks: int, seconds: float) -> None:
         if one.enough is not None and last[0] == one.name and last[1] <= one.enough * (1 + TOLERANCE):
             continue
         settings = SearchSettings(time_limit=seconds, seed=one.seed, objective=one.objective, latency=one.latency)
-        clock = time.process_time if one.cpu else time.monotonic
-        _, report = search(one.problem, settings, comm=comm, observer=observer, clock=clock)
+        _, report = search(one.problem, settings, comm=comm, observer=observer)
         last = one.name, report.peak_memory
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         facts = {

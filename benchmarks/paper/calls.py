@@ -14,7 +14,6 @@ from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.forms.collectives import ring_gather_seconds
 from rlhfuse.costs.forms.training import MicrobatchTokens
-from rlhfuse.costs.kernels import Kernels
 
 WEIGHT_BYTES = 2  # bfloat16
 
@@ -107,13 +106,10 @@ class CallWork:
     def sample_tokens(self) -> int:
         return self.prompt_tokens + self.output_tokens
 
-    def on(self, layout: ParallelLayout, machine: HardwareSpec, kernels: Kernels | None = None) -> ModelCall:
-        """In bf16; training recomputes. `kernels`: those of this project between the products."""
-        head = self.name.startswith(("Rew", "Critic"))
-        cost = AnalyticCost(
-            self.spec, layout, machine, WEIGHT_BYTES, head, recompute="full" if self.trains else "none", kernels=kernels
-        )
-        return ModelCall(cost)
+    def on(self, layout: ParallelLayout, machine: HardwareSpec) -> ModelCall:
+        """In bf16; training recomputes."""
+        head, recompute = self.name.startswith(("Rew", "Critic")), "full" if self.trains else "none"
+        return ModelCall(AnalyticCost(self.spec, layout, machine, WEIGHT_BYTES, head, recompute=recompute))
 
     def seconds(self, call: ModelCall) -> float:
         if self.name.endswith("Gen"):

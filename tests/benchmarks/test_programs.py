@@ -50,12 +50,9 @@ def measured(programs, tmp_path):
         ("schedule_search.py", "growth --ranks 1", "4x4.accepted_move 8x6.rss"),
         ("schedule_search.py", "seeds --ranks 1 --rows 4", "8/8.x8.as_published"),
         ("schedule_search.py", "curve --ranks 1 --rows 1", "8/4.x8.whole.memory 8/4.x8.split.makespan"),
-        ("capped_search.py", "", "median worst review.mean fresh.median solved proved rss"),
-        ("capped_search.py", "--exact 1 --only t01w2,r09s2", "within faster worst nothing_found"),
         ("paper_settings.py", "", "p.gen_infer.within"),
         ("planner_speed.py", "", "8.cpu_seconds 8.best 8.tables 8.drafted 8.priced"),
         ("planner_regret.py", "--settings balanced --measured MEASURED", "balanced.analytic.chosen_over_best"),
-        ("real_plans.py", "", "T4.published_over_best T2.heuristic_over_searched regret T2.walks_that_fit"),
         ("inter_stage.py", "--sizes 1:2 --lengths TRACE", "1to2.speedup 1to2.mean_error 1to2.chosen_over_best"),
         ("generation.py", "--threads 1 --trace TRACE", "a.over_transformers b.rlhfuse e.gemm"),
         ("intra_stage.py", "--sizes 2.5:1 --microbatches 2", "2_5to1_m2.speedup 2_5to1_m2.instruction"),
@@ -114,15 +111,6 @@ def test_a_search_on_two_ranks(measured):
     assert row["makespan"] == row["lower_bound"] == [225]
 
 
-@pytest.mark.slow
-@pytest.mark.mpi
-def test_capped_searches_on_two_ranks_stand_beside_those_on_one(measured):
-    pytest.importorskip("mpi4py", reason="needs pip install rlhfuse[mpi]")
-    result = measured("capped_search.py", "--ranks", 2)
-    assert {"one.median", "several.median", "several.mean", "faster"} <= set(result["figures"])
-    assert all(one["beside"] >= one["bound"] for kind in ("review", "fresh") for one in result["facts"][kind])
-
-
 def call(program, arguments):
     return call_main(importlib.import_module(program.removesuffix(".py")), *shlex.split(arguments))
 
@@ -155,9 +143,6 @@ def test_results_are_of_a_whole_run_of_a_program_that_still_takes_its_arguments(
     [
         ("schedule_search.py", "table --rows 13", "'13' is not a row; give numbers from 1 to 12, or all"),
         ("schedule_search.py", "growth --sizes 8by6", "'8by6' is not of the form NODESxMICROBATCHES"),
-        ("capped_search.py", "--only t04w0,t13w0", "'t13w0' is in none of the sets review,fresh"),
-        ("capped_search.py", "--only r01w9 --exact 40", "'r01w9' is in none of the sets review,fresh"),
-        ("capped_search.py", "--sets stale", "'stale' is unknown; give some of review, fresh"),
         ("generation.py", "--cases A,X", "'X' is unknown; give some of A, B, E"),
         ("generation.py", "--vllm-python nowhere", "--vllm-python nowhere is not there; run benchmarks/setup_peers.sh"),
         ("inter_stage.py", "--lengths nowhere.csv", "nowhere.csv does not exist"),
