@@ -13,7 +13,7 @@ import time
 
 from harness import RESULTS, git, machine
 from page_figures import load_results
-from paper import of_puzzle, of_real, of_rlhfuse
+from paper import of_puzzle, of_rlhfuse
 from paper.page import contents_of, page
 
 from rlhfuse.base.errors import InputError, run_program
@@ -33,7 +33,7 @@ def main() -> None:
         if not (file := RESULTS / f"{name}.json").exists():
             raise InputError(f"{file} is not there; check it out, or measure it again")
     results = load_results(RESULTS)
-    contents = contents_of(results, of_rlhfuse.SECTIONS | of_real.SECTIONS | of_puzzle.SECTIONS)
+    contents = contents_of(results, of_rlhfuse.SECTIONS | of_puzzle.SECTIONS)
     computer = machine()
     facts = (
         f"Commit {git('rev-parse', '--short', 'HEAD')}, {time.strftime('%Y-%m-%d')}, {computer['cpu']}, "

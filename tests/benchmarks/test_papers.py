@@ -6,25 +6,17 @@ from html.parser import HTMLParser
 import paper_page
 import pytest
 from markupsafe import escape
-from paper import of_puzzle, of_real, of_rlhfuse
-from paper.calls import ModelCall
+from paper import of_puzzle, of_rlhfuse
 from paper.llamas import llama
 from paper.page import Content, Row, claim_row, inside, page, value_row, words
 from paper.settings import DEGREES, PAIRS, draw_lengths, sweep, training_seconds
 from paper.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
 from paper_page import NEEDED
-from placements.exact_search import best_plan
 from testkit.programs import call_main
 
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.spec import HardwareSpec, ModelSpec
-from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
-
-# 8 layers; a device does 1 TFLOP/s, reads 1 TB/s, sends 10 GB/s within a node of 4 and 1 GB/s beyond
-MACHINE = HardwareSpec("x", 1e12, 1e12, 1e12, 10e9, 1e9, 1e9, 0.0, devices_per_node=4)
-SPEC = ModelSpec("llama", 8, 64, 4, 4, 16, 256, 512, 4096)
 
 
 @pytest.mark.parametrize("row", range(12))
@@ -51,20 +43,6 @@ def test_the_papers_settings(pair):
     assert 1.2 <= round(found.speedup, 1) <= 1.6
     serial, fused = training_seconds(pair, 2048.0)
     assert 1.2 <= round(serial / fused, 1) <= 1.3
-
-
-def call(layout):
-    return ModelCall(AnalyticCost(SPEC, ParallelLayout.parse(layout), MACHINE, 2, True))
-
-
-def test_pipelines_of_micro_batches_by_hand():
-    """24 samples of 1000 tokens on d2t1p4: 12 a replica, 3 passes of 4 micro-batches of 1; (4 + 3) stages of 2."""
-    layer = (2 * SPEC.layer_parameters * 1000 + 4 * 64 * 1000 * 1001 / 2) / 1e12  # forward of one, compute bound
-    send = 1000 * 64 * 2 / 1e9  # hidden states, between nodes: 8 ranks
-    assert call("d2t1p4").infer_seconds(24, 1000, passes=3) == pytest.approx(3 * (4 + 3) * (2 * layer + send))
-    step = 3 * (3 * 4 * layer + 2 * send / 10)  # d2t1p2, one node: (2 + 2 - 1) stages of 4 layers, forward + backward
-    gradients = call("d2t1p2").gradient_seconds()
-    assert call("d2t1p2").train_seconds(8, 1000, 2, 2) == pytest.approx(2 * (step + gradients), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["13B", "33B", "65B"])
@@ -96,7 +74,7 @@ def test_one_command_makes_one_page(tmp_path):
     sections, rows = map(int, re.search(r"(\d+) sections, (\d+) rows", finished.stdout).groups())
     tags, text = Tags(), (tmp_path / "page.html").read_text()
     tags.feed(text)
-    assert tags.counts["h2"] == sections + 1 and tags.counts["svg"] >= 5 and tags.counts["tr"] > rows > 150
+    assert tags.counts["h2"] == sections + 1 and tags.counts["svg"] >= 5 and tags.counts["tr"] > rows > 100
     assert tags.outside == [] and "<script" not in text and "prefers-color-scheme: dark" in text
     for name in NEEDED:
         assert f"benchmarks/results/{name}.json of 20" in text
@@ -126,9 +104,3 @@ def test_a_missing_result_is_named(tmp_path, monkeypatch):
     told = call_main(paper_page, "--out", tmp_path / "page.html")
     assert told.returncode == 2 and not (tmp_path / "page.html").exists()
     assert f"{tmp_path}/paper_settings.json is not there; check it out" in told.stderr
-
-
-@pytest.mark.parametrize("actor, critic, gpus", [("7B", "7B", 8), ("7B", "70B", 64), ("70B", "7B", 64)])
-def test_no_heuristic_beats_the_search(actor, critic, gpus):
-    problem = of_real.problem_of(actor, critic, gpus, 384)
-    assert of_real.heuristic_seconds(problem) > best_plan(problem).seconds

@@ -8,7 +8,6 @@ import shlex
 import pytest
 import yaml
 from harness import result_text
-from testkit.machines import INTERFACE, machines
 from testkit.paths import ROOT, shared_data
 from testkit.programs import call_main
 
@@ -62,13 +61,11 @@ def measured(programs, tmp_path):
             "1to1_samples.fusion_unsorted 1to1_samples.order_serial.of_predicted 1to1_tokens.fused_sorted.planned",
         ),
         ("planner_regret.py", "--lengths TRACE", "tail.profile.chosen_over_best balanced.analytic.mean_error"),
-        ("kills.py", "--how kill,preempt", "lost processes_left kills untold"),
         ("learning.py", "--tasks sums,calculator --seeds 1", "sums.least_rise"),
         ("layer_host.py", "--rounds 1", "forward.here backward.here"),
         ("paced.py", "training", "2_2x4.gain 2_2x4_split.fused.over_predicted"),
         ("paced.py", "generation --traces azure", "azure.gain azure.chosen_over_best"),
         ("paced.py", "iterations", "13B_13B.p.both.iteration 13B_13B.p.inter.gen_infer 13B_13B.p.intra.training"),
-        ("endurance.py", "--iterations 7", "memory_growth files_changed cpu_slope"),
     ],
 )
 def test_quick_run(measured, program, arguments, figures, trace):
@@ -89,18 +86,6 @@ def test_quick_run_on_the_story_model(measured, program):
             pytest.skip("RLHFUSE_TRL_PYTHON names no Python of an environment with TRL")
         words = ["--trl-python", python]
     assert {"reached", "ratio", "guess"} & set(measured(program, *words)["figures"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2000)
-def test_ends_of_a_run_on_two_machines_cost_nothing(measured, programs, tmp_path, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", INTERFACE)
-    with machines(programs, tmp_path) as two:
-        there = ((address, *map(str, two.words(node))) for node, address in enumerate(two.addresses))
-        words = [word for one in there for word in ("--machine", shlex.join(one))]
-        figures = measured("kills.py", *words, "--how", "preempt,kill")["figures"]
-        assert not two.pids(0) and not two.pids(1)
-    assert [figures[name]["value"] for name in ("lost", "processes_left", "untold")] == [0, 0, 0]
 
 
 @pytest.mark.slow
@@ -154,7 +139,6 @@ def test_results_are_of_a_whole_run_of_a_program_that_still_takes_its_arguments(
         ("intra_stage.py", "--microbatches 2,1", "'1' is not a number of at least 2, samples or tokens"),
         ("intra_stage.py", "--microbatches tokens --lengths nowhere.csv", "nowhere.csv does not exist"),
         ("learning.py", "--model nowhere", "holds no model; give --model"),
-        ("endurance.py", "--iterations 12", "--iterations 12: 20 are left out, give 24 or more"),
         ("paced.py", "training --only 9/9x9", "'9/9x9' is unknown; give some of 8/8x8, 8/8x8 short, 8/4x16"),
         ("paced.py", "iterations --cells 7B/7B:P", "'7B/7B:P' is unknown; give some of 13B/33B:P"),
     ],
