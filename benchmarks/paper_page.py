@@ -3,7 +3,7 @@
     python benchmarks/paper_page.py [--out page.html]
 
 What is cheap is computed with the page. Figures that take longer come from benchmarks/results, each with its date:
-run paper_settings.py or schedule_search.py for newer ones. The programs of real_tables and real_plans are deleted.
+run schedule_search.py for newer ones. The programs of paper_settings, real_tables and real_plans are deleted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 
 from harness import RESULTS, git, machine
 from page_figures import load_results
-from paper import of_puzzle, of_rlhfuse
+from paper.computed import SECTIONS
 from paper.page import contents_of, page
 
 from rlhfuse.base.errors import InputError, run_program
@@ -33,7 +33,7 @@ def main() -> None:
         if not (file := RESULTS / f"{name}.json").exists():
             raise InputError(f"{file} is not there; check it out, or measure it again")
     results = load_results(RESULTS)
-    contents = contents_of(results, of_rlhfuse.SECTIONS | of_puzzle.SECTIONS)
+    contents = contents_of(results, SECTIONS)
     computer = machine()
     facts = (
         f"Commit {git('rev-parse', '--short', 'HEAD')}, {time.strftime('%Y-%m-%d')}, {computer['cpu']}, "

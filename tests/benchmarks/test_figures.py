@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 from inter_stage import Point, Run, fit_costs
-from intra_stage import QUICK, cut
-from intra_stage_sides import MODELS, SIDES, Case
+from intra_stage import QUICK, SIDES, Case, cut
+from intra_stage_rank import MODELS
 from learning import Rise
 from run_report.timeline import simulate_gen_infer
 
@@ -56,7 +56,7 @@ def test_runs_of_generation_with_inference():
 def trained(actor, weights=(1,), microbatches=2):
     """Micro-batches of a critic whose forward takes 1 ms and whose backward 2 ms, and an actor `actor` times it; of
     micro-batches that are not alike so many times that by `weights`."""
-    seconds = {"F": 0.001, "B": 0.002, "B of input": 0.001, "W": 0.001, "RG": 0.0, "ST": 0.0005}
+    seconds = {"F": 0.001, "B": 0.002, "B of input": 0.001, "W": 0.001}
     sizes = dict(zip(MODELS, (actor, 1)))
     times = {
         (m, s, what): [sizes[m] * value * weight for weight in (weights if what in "FBW" else weights[:1])]
@@ -73,8 +73,7 @@ def test_predictions_of_training_by_hand():
     equal, larger = trained(1), trained(2.5)
     predicted = {side: 1000 * equal.predicted(side) for side in SIDES}
     plain = {"serial": 18, "megatron_1f1b": 18, "serial_no_barrier": 17, "fused": 12, "split": 12}
-    steps = {"serial_step": 19, "fused_step": 13, "split_step": 13}  # a step is work of all ranks
-    assert predicted == pytest.approx(plain | steps) and equal.bounds == pytest.approx({"fused": 0.012, "split": 0.012})
+    assert predicted == pytest.approx(plain) and equal.bounds == pytest.approx({"fused": 0.012, "split": 0.012})
     for side, seconds in (("fused", 0.0225), ("split", 0.0215)):
         assert larger.predicted(side) == pytest.approx(seconds) == pytest.approx(larger.bounds[side])
 
@@ -114,11 +113,8 @@ def test_sides_of_training_run_the_same_instructions():
         if side != "megatron_1f1b"
     }
     assert words["serial"] == words["serial_no_barrier"] == words["fused"]
-    assert words["serial_step"] == words["fused_step"] and len(case.phases("serial")) == 2
-    steps = {f"{m}:{s}{k}" for m in MODELS for s in (0, 1) for k in ("RG", "ST")}
     weights = {f"{m}:{s}W{mb}" for m in MODELS for s in (0, 1) for mb in (0, 1)}
-    assert set(words["fused_step"]) - set(words["fused"]) == set(words["split_step"]) - set(words["split"]) == steps
-    assert set(words["split"]) - set(words["fused"]) == weights
+    assert set(words["split"]) - set(words["fused"]) == weights and len(case.phases("serial")) == 2
 
 
 def test_the_rise_of_held_out_scores():

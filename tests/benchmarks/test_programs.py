@@ -48,7 +48,6 @@ def measured(programs, tmp_path):
         ("schedule_search.py", "table --ranks 1", "at_bound memory_below_published"),
         ("schedule_search.py", "seeds --ranks 1 --rows 4", "8/8.x8.as_published"),
         ("schedule_search.py", "curve --ranks 1 --rows 1", "8/4.x8.whole.memory 8/4.x8.split.makespan"),
-        ("paper_settings.py", "", "p.gen_infer.within"),
         ("planner_speed.py", "", "8.cpu_seconds 8.best 8.tables 8.drafted 8.priced"),
         ("planner_regret.py", "--settings balanced --measured MEASURED", "balanced.analytic.chosen_over_best"),
         ("inter_stage.py", "--sizes 1:2 --lengths TRACE", "1to2.speedup 1to2.mean_error 1to2.chosen_over_best"),
@@ -84,7 +83,7 @@ def test_quick_run_on_the_story_model(measured, program):
         if not (python := os.environ.get("RLHFUSE_TRL_PYTHON")):
             pytest.skip("RLHFUSE_TRL_PYTHON names no Python of an environment with TRL")
         words = ["--trl-python", python]
-    assert {"ratio", "guess"} & set(measured(program, *words)["figures"])
+    assert {"ratio", "grpo.it0.4.5m.arxiv.tail"} & set(measured(program, *words)["figures"])
 
 
 @pytest.mark.slow
