@@ -91,11 +91,9 @@ def claim_row(results: Results, name: str, claim: Mapping[str, Any]) -> list[str
 
 
 def claims_table(results: Results) -> str:
-    """The main claims of all benchmarks that have a program, each with it."""
+    """The main claims of benchmarks, each with its program."""
     rows = []
     for name, result in results.items():
-        if result.get("retired"):
-            continue
         program = re.sub(r" -.*", "", result["command"])
         link = f"[`{program}`](results/{name}.md)"
         rows += [[*claim_row(results, name, claim), link] for claim in result["claims"] if claim.get("main")]
@@ -105,9 +103,9 @@ def claims_table(results: Results) -> str:
 def retired_table(results: Results) -> str:
     """The first claim of every benchmark that has no program any more, with the file that keeps all its figures."""
     rows = [
-        [*claim_row(results, name, result["claims"][0]), f"`{name}.json`", f"{result['commit']}, {result['date']}"]
-        for name, result in results.items()
-        if result.get("retired")
+        [*claim_row(results, name, one["claims"][0]), f"`{name}.json`", one["commit"]]
+        for name, one in results.items()
+        if one.get("retired")
     ]
     return table_text([*HEAD, "file", "commit"], rows)
 
