@@ -11,52 +11,187 @@ compares. Prompts are new in each round, so no prefix cache answers for a model.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from generation_engines import SPARE
-from generation_fleet import LIMITS, OWN, Fleet, Model
-from harness import (
-    TRACE,
-    Figure,
-    Measurement,
-    counting,
-    named,
-    options,
-    peer_python,
-    take_turns,
-    trace_lengths,
-)
+from harness import TRACE, Figure, Measurement, counting, named, options, peer_python, take_turns, trace_lengths
+from processes import Worker, environment
 from random_models import write_llama
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec
 
+OWN = "rlhfuse"
+SDPA_STATIC = {"attn_implementation": "sdpa", "cache_implementation": "static"}
+OF_ENGINES = {  # configurations by name, arguments as the engine's class in generation_engines.py takes them
+    OWN: {f"blocks of {n}": {"block_tokens": n, "max_batched_tokens": 2048} for n in (16, 32)},
+    "transformers": {
+        "sdpa, dynamic cache": {"attn_implementation": "sdpa"},
+        "eager attention, dynamic cache": {"attn_implementation": "eager"},
+        "sdpa, static cache": SDPA_STATIC,
+        "sdpa, static cache, compiled": {**SDPA_STATIC, "compile": True},
+    },
+    "vllm": {
+        "eager": {"enforce_eager": True},
+        "eager, no prefix cache": {"enforce_eager": True, "enable_prefix_caching": False},
+        "eager, blocks of 32 tokens": {"enforce_eager": True, "block_size": 32},
+        "torch.compile": {"enforce_eager": False},
+    },
+}
 HEAD_DIM = 64
-# 4.5M and 100M parameters
+# 4.5M parameters
 SMALL = dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2)
 SMALL |= dict(intermediate_size=688, vocab_size=512)
 WORDS = dict(vocab_size=32_000)
-LARGE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4)
-LARGE |= dict(intermediate_size=2048, vocab_size=16384)
 GOALS = {("A", "vllm"): 1.2, ("A", "transformers"): 1.7, ("B", "vllm"): 1.5, ("B", "transformers"): 5.0}
 GOALS |= {("A.vocabulary", "vllm"): 1.7, ("A.greedy", "vllm"): 1.7, ("B", "vllm_ngrams"): 2.2}
 SPECULATION = {  # vLLM's own, without a draft model
     "speculative_config": dict(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=2)
 }
 GUESSING = "vllm_ngrams"  # vLLM with it, in its best configuration for any sequences
-LIMIT_GOAL = 0.6  # of the machine's limit reached by one sequence of the large model
 
 LONG_ROUNDS = 3  # of B at most: static batches of long sequences take minutes
 
 Asked = Callable[[int], dict[str, Any]]  # the request of a round
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to run an engine."""
+
+    name: str
+    arguments: dict[str, Any]  # as the engine's class in generation_engines.py takes them
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint in Hugging Face layout, and how much of it is to run at once."""
+
+    folder: Path
+    spec: ModelSpec
+    max_sequences: int
+    cache_tokens: int  # in all sequences together
+
+
+def candidates(peer: str, python: str, threads: int) -> list[Configuration]:
+    """The configurations that are tried for an engine; the first is a good one without trial."""
+    if peer != "vllm":
+        return [Configuration(name, arguments) for name, arguments in OF_ENGINES[peer].items()]
+    within = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    found = [Configuration(name, arguments, within) for name, arguments in OF_ENGINES[peer].items()]
+    intel_openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
+    if intel_openmp.exists():
+        preload = {"LD_PRELOAD": str(intel_openmp)}
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+        apart = {"VLLM_CPU_OMP_THREADS_BIND": cores, **preload}
+        plain = [one for one in found if one.name in ("eager", "torch.compile")]
+        found += [replace(one, name=f"{one.name}, Intel OpenMP", environment={**within, **preload}) for one in plain]
+        name = f"eager, engine process bound to cores {cores}, Intel OpenMP"
+        found.append(replace(plain[0], name=name, environment=apart))
+    return found
+
+
+class Fleet:
+    """The engines of one run, by name; a process is started when it is first asked for."""
+
+    def __init__(self, pythons: dict[str, str], threads: int, rounds: int, folder: Path) -> None:
+        self.pythons, self.threads, self.rounds = pythons, threads, rounds
+        self.chosen: dict[str, dict[str, Configuration]] = {}  # peer -> "many", "few", "any" sequences
+        self.versions: dict[str, str] = {}
+        self._folder = folder
+        self._workers: dict[tuple[str, str, Path], Worker] = {}
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes; the next that is asked for starts anew."""
+        while self._workers:
+            self._workers.popitem()[1].close()
+
+    def ask(self, peer: str, model: Model, kind: str, do: str, **request: Any) -> dict[str, Any]:
+        """One request to a peer in its best configuration for "many", "few" or "any" sequences."""
+        configuration = self.chosen[peer][kind]
+        key = (peer, configuration.name, model.folder)
+        if key not in self._workers:
+            self._workers[key] = self._start(peer, model, configuration)
+        worker = self._workers[key]
+        worker.go_on()
+        answer = worker.ask(do, **request)
+        worker.put_aside()
+        return answer
+
+    def _start(self, peer: str, model: Model, configuration: Configuration) -> Worker:
+        """Raises RuntimeError where the engine does not start, or with other threads."""
+        cache_bytes = model.cache_tokens * model.spec.kv_bytes_per_token(4)
+        more = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(cache_bytes / 2**30))}
+        worker = Worker(
+            f"generation_engines:{peer.capitalize()}",
+            self._folder / f"{peer}.log",
+            environment(self.threads, {**more, **configuration.environment}),
+            self.pythons[peer],
+            model=str(model.folder),
+            context=model.spec.context,
+            max_sequences=model.max_sequences,
+            cache_tokens=model.cache_tokens,
+            configuration=configuration.arguments,
+        )
+        try:
+            worker.ready()
+            self.versions[peer], threads = worker.ask("facts")
+            if threads != self.threads:
+                raise RuntimeError(f"{peer} ({configuration.name}) runs {threads} threads")
+        except BaseException:
+            worker.close()
+            raise
+        worker.put_aside()
+        return worker
+
+    def choose(
+        self, model: Model, trial: Callable[[str, int], dict[str, Any]] | None, say: Callable
+    ) -> list[list[str]]:
+        """Set each engine's best configuration for many sequences, for few, and for any (both seconds multiplied).
+
+        `trial(kind, round)` is the request for "many" and for "few"; None takes each engine's first configuration.
+        Returns a row of each that was tried; one that does not run is left out and says why.
+        """
+        rows = []
+        for peer, python in self.pythons.items():
+            found = candidates(peer, python, self.threads)
+            self.chosen[peer] = dict.fromkeys(("many", "few", "any"), found[0])
+            if trial is None:
+                continue
+            seconds: dict[str, tuple[float, float]] = {}
+            for configuration in found:
+                self.chosen[peer] = dict.fromkeys(("many", "few", "any"), configuration)
+                try:
+                    seconds[configuration.name] = tuple(
+                        min([self.ask(peer, model, kind, **trial(kind, i))["seconds"] for i in range(4)][1:])
+                        for kind in ("many", "few")
+                    )
+                    cells = [f"{value:.3f} s" for value in seconds[configuration.name]]
+                except RuntimeError as error:
+                    cells = ["failed", str(error).strip().splitlines()[-1][:60]]
+                self.close()
+                rows.append([peer, configuration.name, *cells])
+                say(", ".join(rows[-1]))
+            ran = [configuration for configuration in found if configuration.name in seconds]
+            if not ran:
+                raise RuntimeError(f"no configuration of {peer} runs: {rows[-1][-1]}")
+            keys = {"many": lambda one: one[0], "few": lambda one: one[1], "any": lambda one: one[0] * one[1]}
+            self.chosen[peer] = {kind: min(ran, key=lambda one: key(seconds[one.name])) for kind, key in keys.items()}
+        return rows
 
 
 @dataclass(frozen=True)
@@ -68,14 +203,9 @@ class Sizes:
     response_tokens: int = 128
     requests: int = 256  # of the long-tailed lengths
     context: int = 1024
-    decode_steps: int = 32  # timed, at each point of E
-    limit_batches: tuple[int, ...] = (1, 16, 64)
-    limit_context: int = 128
-    bandwidth_bytes: int = 2**31
-    gemm_size: int = 2048
 
 
-QUICK = Sizes(16, 16, 16, 32, 96, 8, (1, 4), 32, 2**26, 512)
+QUICK = Sizes(16, 16, 16, 32, 96)
 
 
 @dataclass(frozen=True)
@@ -85,7 +215,7 @@ class Bench:
     fleet: Fleet
     sizes: Sizes
     seed: int
-    models: dict[str, Model]  # small, words, large
+    models: dict[str, Model]  # small, words
     lengths: list[int]  # long-tailed, of B
     measurement: Measurement
 
@@ -98,11 +228,6 @@ class Bench:
         prompts, seed = self.prompts(len(lengths), self.sizes.prompt_tokens, number), self.seed + number + 1
         return dict(do="generate", prompts=prompts, lengths=lengths, at_once=self.sizes.sequences, seed=seed)
 
-    def decode(self, batch: int, context: int, number: int) -> dict[str, Any]:
-        """The request of decode steps that begin at a context."""
-        prompts, seed = self.prompts(batch, context, number), self.seed + number + 1
-        return dict(do="decode", prompts=prompts, steps=self.sizes.decode_steps, seed=seed)
-
     def trial(self, kind: str, number: int) -> dict[str, Any]:
         """The request by which configurations are compared: half of the throughput case, or of a small batch."""
         count = self.sizes.sequences if kind == "many" else 2
@@ -111,12 +236,12 @@ class Bench:
     def turns(
         self, model: str, kind: str, request: Asked, rounds: int, warm_up: bool = True, guessing: bool = False
     ) -> dict[str, list[float]]:
-        """Seconds of every engine, by round; of decode steps those of one. `guessing`: of vLLM with n-grams too."""
+        """Seconds of every engine, by round. `guessing`: of vLLM with n-grams too."""
 
         def side(peer: str, kind: str) -> Callable[[int], float]:
             return lambda number: self.fleet.ask(peer, self.models[model], kind, **request(number))["seconds"]
 
-        sides = {peer: side(peer, kind) for peer in self.fleet.engines}
+        sides = {peer: side(peer, kind) for peer in self.fleet.pythons}
         if guessing and "vllm" in sides:
             plain = self.fleet.chosen["vllm"][kind]
             guesses = replace(plain, name=f"{plain.name}, n-grams", arguments={**plain.arguments, **SPECULATION})
@@ -138,28 +263,22 @@ class Bench:
         return [*cells, *ratios]
 
     def heads(self, engines: Iterable[str] = ()) -> list[str]:
-        engines = [*(engines or self.fleet.engines)]
+        engines = [*(engines or self.fleet.pythons)]
         return [*engines, *(f"over {peer}" for peer in engines if peer != OWN)]
 
 
 def throughput(bench: Bench) -> None:
-    """A: 64 sequences of one length at once, beside the matrix products of the same steps alone; a large vocabulary"""
+    """A: 64 sequences of one length at once; a large vocabulary, sampled and greedy"""
     sizes, rows = bench.sizes, []
     lengths, tokens = [sizes.response_tokens] * sizes.sequences, sizes.response_tokens * sizes.sequences
     for case, model, greedy in (("A", "small", False), ("A.vocabulary", "words", False), ("A.greedy", "words", True)):
         spec = bench.models[model].spec
         request = lambda i: bench.generate(lengths, i) | {"greedy": greedy}  # noqa: E731
         seconds = bench.turns(model, "many", request, bench.fleet.rounds)
-        products = dict(shapes=product_shapes(spec), rows=sizes.sequences, repeats=4 * sizes.decode_steps)
-        step = bench.fleet.ask(LIMITS, bench.models[model], "any", "products", **products, seed=1)["step_seconds"]
         row = bench.compare(case, seconds, tokens, "tokens/s")
-        limit = bench.measurement.figure(f"{case.lower()}.gemm_only", sizes.sequences / step, "tokens/s").value
-        share = tokens / statistics.median(seconds[OWN]) / limit
-        bench.measurement.figure(f"{case.lower()}.of_gemm_only", share)
         name = f"{sizes.sequences} x {lengths[0]}, {spec.vocab:,} words{', greedy' if greedy else ''}"
-        rows.append([name, *row, f"{limit:,.4g}", f"{share:.0%}"])
-    head = ["tokens/s of", *bench.heads(), "products alone", "of it"]
-    bench.measurement.table("a", "A: throughput", head, rows)
+        rows.append([name, *row])
+    bench.measurement.table("a", "A: throughput", ["tokens/s of", *bench.heads()], rows)
 
 
 def long_tail(bench: Bench) -> None:
@@ -173,32 +292,7 @@ def long_tail(bench: Bench) -> None:
     bench.measurement.table("b", "B: long-tailed lengths", ["tokens/s of", *bench.heads(seconds)], [[name, *row]])
 
 
-def machine_limit(bench: Bench) -> None:
-    """E: decode steps of a 100M-parameter model against max(bytes / memory bandwidth, operations / GEMM rate)"""
-    model, sizes, rows = bench.models["large"], bench.sizes, []
-    spec, context = model.spec, sizes.limit_context + sizes.decode_steps // 2
-    # a buffer as large as the weights may lie in a cache: so may the weights, and the higher bandwidth counts
-    buffers = [sizes.bandwidth_bytes, step_bytes(spec, 0, 0)]
-    machine = bench.fleet.ask(LIMITS, model, "any", "machine", buffers=buffers, gemm_size=sizes.gemm_size, repeats=9)
-    bandwidth, rate = max(machine["bytes_per_second"]), machine["flops_per_second"]
-    bench.measurement.figure("e.bandwidth", bandwidth / 1e9, "GB/s")
-    bench.measurement.figure("e.gemm", rate / 1e9, "GFLOP/s")
-    for batch in sizes.limit_batches:
-        steps = bench.turns("large", "any", lambda i: bench.decode(batch, sizes.limit_context, i), bench.fleet.rounds)
-        memory, arithmetic = step_bytes(spec, batch, context) / bandwidth, step_flops(spec, batch, context) / rate
-        limit = max(memory, arithmetic)
-        for peer, each in steps.items():
-            share = Figure.of([limit / one for one in each])
-            goal = peer == OWN and batch == 1
-            bench.measurement.figure(f"e.batch{batch}.{peer}.of_limit", share.at_least(LIMIT_GOAL) if goal else share)
-        bound = f"{1e3 * limit:.2f} ms ({'memory' if memory >= arithmetic else 'arithmetic'})"
-        shares = [f"{limit / statistics.median(each):.0%}" for each in steps.values()]
-        rows.append([str(batch), bound, *bench.compare(f"E.batch{batch}", steps, 1e3, "ms"), *shares])
-    head = ["batch", "limit", *bench.heads(), *(f"{peer} of the limit" for peer in bench.fleet.engines)]
-    bench.measurement.table("e", "E: milliseconds of a step beside the machine's limit", head, rows)
-
-
-CASES = {"A": throughput, "B": long_tail, "E": machine_limit}
+CASES = {"A": throughput, "B": long_tail}
 
 
 def main() -> None:
@@ -210,7 +304,7 @@ def main() -> None:
         measurement.say("vllm is left out: no --vllm-python; benchmarks/setup_peers.sh makes its environment")
     else:
         pythons["vllm"] = peer_python("--vllm-python", arguments.vllm_python, "vllm")
-    pythons |= {"transformers": sys.executable, LIMITS: sys.executable}
+    pythons["transformers"] = sys.executable
     lengths: list[int] = []
     if "B" in cases and arguments.trace is None and not TRACE.exists():
         cases.remove("B")
@@ -221,7 +315,7 @@ def main() -> None:
         lengths = list(trace_lengths(arguments.trace or TRACE, sizes.requests, *longest, arguments.seed).output)
     rounds = 1 if arguments.quick else arguments.rounds
     with tempfile.TemporaryDirectory() as name:
-        models = write_models(Path(name), sizes, arguments.quick, arguments.seed)
+        models = write_models(Path(name), sizes, arguments.seed)
         if arguments.policy:
             policy = Path(arguments.policy).resolve()
             models["policy"] = replace(models["small"], folder=policy, spec=ModelSpec.from_config(policy))
@@ -231,8 +325,6 @@ def main() -> None:
             measurement.table("trial", "Configurations", ("engine", "configuration", "many", "few"), tried)
             for case in cases:
                 measurement.say(CASES[case].__doc__ or case)
-                if case == "E":
-                    fleet.close()  # another model: the processes of the last one need their memory no more
                 CASES[case](bench)
             chosen = {peer: {kind: one.name for kind, one in kinds.items()} for peer, kinds in fleet.chosen.items()}
             measurement.facts(threads=arguments.threads, versions=fleet.versions, configurations=chosen)
@@ -251,37 +343,13 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def write_models(folder: Path, sizes: Sizes, quick: bool, seed: int) -> dict[str, Model]:
-    """Random checkpoints in Hugging Face layout: small for A and B, large for E."""
-    limit, most = sizes.limit_context + sizes.decode_steps + SPARE, max(sizes.limit_batches)
-    models = {}
-    for name, shape, context, max_sequences in (
-        ("small", SMALL, sizes.context, sizes.sequences),
-        ("words", SMALL | WORDS, sizes.context, sizes.sequences),
-        ("large", SMALL if quick else LARGE, limit, most),
-    ):
-        made = write_llama(folder / name, seed, **shape, head_dim=HEAD_DIM, max_position_embeddings=context)
-        models[name] = Model(made, ModelSpec.from_config(made), max_sequences, max_sequences * context)
+def write_models(folder: Path, sizes: Sizes, seed: int) -> dict[str, Model]:
+    """Random checkpoints in Hugging Face layout."""
+    models, longest = {}, sizes.context
+    for name, shape in (("small", SMALL), ("words", SMALL | WORDS)):
+        made = write_llama(folder / name, seed, **shape, head_dim=HEAD_DIM, max_position_embeddings=longest)
+        models[name] = Model(made, ModelSpec.from_config(made), sizes.sequences, sizes.sequences * longest)
     return models
-
-
-def product_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """(outputs, inputs) of each matrix product of a step, in order."""
-    heads_dim = spec.heads * spec.head_dim
-    qkv = heads_dim + 2 * spec.kv_heads * spec.head_dim
-    layer = [(qkv, spec.hidden), (spec.hidden, heads_dim), (2 * spec.mlp, spec.hidden), (spec.hidden, spec.mlp)]
-    return layer * spec.layers + [(spec.vocab, spec.hidden)]
-
-
-def step_bytes(spec: ModelSpec, batch: int, context: int) -> int:
-    """That a float32 decode step must move: weights once (of the embedding only the rows looked up), KV once."""
-    weights = spec.layers * spec.layer_parameters + spec.hidden + spec.embedding_parameters + batch * spec.hidden
-    return 4 * weights + batch * (context + 1) * spec.kv_bytes_per_token(4)
-
-
-def step_flops(spec: ModelSpec, batch: int, context: int) -> int:
-    attention = 4 * spec.layers * spec.heads * spec.head_dim * context
-    return batch * (2 * sum(n * k for n, k in product_shapes(spec)) + attention)
 
 
 if __name__ == "__main__":

@@ -13,24 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from intra_stage_sides import (
-    FORWARD,
-    MEGATRON,
-    MODELS,
-    RANKS,
-    REDUCTION,
-    STEP,
-    WEIGHT,
-    WHOLE,
-    Sizes,
-    rank_layout,
-)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_1f1b import megatron_1f1b, with_pipeline_group
 from random_models import ModelRank, barrier, together
 from torch import Tensor
 
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import OptimizerConfig
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.step_report import StepReport
@@ -39,10 +29,41 @@ from rlhfuse.models.stage import LossFunction, PackedTokens, PipelineStage, Trai
 from rlhfuse.parallel.groups import ModelGrid, trained_grid
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.run.rank_models import neighbour_pairs
+from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.program.program import Program
 
 Phase = Callable[[], "StepReport | None"]
+RANKS = 2
+LAYOUT = ParallelLayout(1, 1, RANKS)
+MODELS = ("actor", "critic")
+HEAD_DIM = 64
+MEGATRON = "megatron_1f1b"  # Megatron's forward_backward_pipelining_without_interleaving, actor, barrier, critic
+FORWARD, WHOLE, INPUT, WEIGHT = "F", "B", "B of input", "W"  # the third is a backward that leaves weights to the last
 WARM_CYCLES = 2  # of the profile, not counted
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A pair of models, what one of equal micro-batches of them holds, and the samples that unequal ones are cut of."""
+
+    name: str  # "1:1"
+    layers: tuple[int, int]  # of actor and critic
+    hidden: int
+    mlp: int
+    vocab: int
+    sequences: int  # of one micro-batch
+    tokens: int  # of one of them
+    samples: int
+    longest: int  # of them, in tokens
+
+    def spec(self, model: str) -> ModelSpec:
+        layers, heads = self.layers[MODELS.index(model)], self.hidden // HEAD_DIM
+        context = max(self.tokens, self.longest)
+        return ModelSpec("llama", layers, self.hidden, heads, heads, HEAD_DIM, self.mlp, self.vocab, context)
+
+
+def rank_layout() -> FusedRanks:
+    return rank_map(dict.fromkeys(MODELS, LAYOUT))
 
 
 @dataclass(frozen=True)
@@ -146,7 +167,7 @@ class TrainingRank(ModelRank):
         other rank does the same; by (model, stage, what, micro-batch).
 
         A cycle goes through pairs of micro-batches, forwards of both models first and backwards in reverse, as in a
-        fused step: once for each of `backwards`, whole or split, and there is a step of each model at the end.
+        fused step: once for each of `backwards`, whole or split.
         """
         found: dict[tuple[str, int, str, int], list[float]] = {}
         for cycle in range(WARM_CYCLES + cycles):
@@ -158,10 +179,6 @@ class TrainingRank(ModelRank):
                     part.stage.split_backward(WEIGHT in backward)
                 for first in range(0, microbatches, 2):
                     self._profile_pair(range(first, min(first + 2, microbatches)), backward, kept)
-            for model, part in self.parts.items():
-                for what in (REDUCTION, STEP):
-                    barrier()
-                    kept.setdefault((model, part.number, what, 0), []).append(self._timed_step(part, what))
         return found
 
     def _profile_pair(
@@ -185,16 +202,6 @@ class TrainingRank(ModelRank):
             stage.backward_weight(mb)
         else:
             stage.backward(mb, None if stage.stage.last else tensor / tensor.numel())
-        return time.perf_counter() - start
-
-    @staticmethod
-    def _timed_step(part: Part, what: str) -> float:
-        start = time.perf_counter()
-        if what == REDUCTION:
-            part.optimizer.start_reduction(part.number)
-        else:
-            part.optimizer.finish_reduction(part.number)
-            part.optimizer.step(0.0)
         return time.perf_counter() - start
 
 

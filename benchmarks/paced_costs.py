@@ -6,8 +6,7 @@ longest prompt and response in scoring and training, `K` packs.
 
 from __future__ import annotations
 
-from paper.llamas import llama
-from paper.settings import ELEMENT_BYTES, GPUS, MAX_PROMPT
+from paper.settings import ELEMENT_BYTES, GPUS, MAX_PROMPT, llama
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
@@ -46,7 +45,7 @@ def paced_cost(pair: Pair, sequences: int, lengths: SampleLengths, max_output: i
 
 
 def cost(name: str, scalar_head: bool, layout: ParallelLayout) -> AnalyticCost:
-    """As paper/settings.py has it, but for a tensor degree that need not divide the heads."""
+    """The tensor degree need not divide the heads."""
     return AnalyticCost(llama(name), layout, hardware_by_name("h800"), ELEMENT_BYTES, scalar_head)
 
 

@@ -125,7 +125,7 @@ QUICK = Cell(("13B", "13B"), "P", (2, 1), sequences=4, longest=24, minibatches=2
 
 
 def draw_lengths(samples: int, longest_prompt: int, longest: int) -> SampleLengths:
-    """Lognormal prompts as in paper/settings.py, and responses that end at any token alike."""
+    """Lognormal prompts, and responses that end at any token alike."""
     generator = np.random.default_rng(1)
     prompts = np.exp(generator.normal(math.log(150), 0.8, samples)).clip(2, longest_prompt)
     outputs = generator.geometric(ENDS / VOCAB, samples).clip(1, longest)
@@ -143,12 +143,11 @@ class Journal:
     """Runs that have ended, a line each, in a file that a later start goes on with."""
 
     def __init__(self, file: Path) -> None:
-        self._file, self.runs = file, {}
-        if file.exists():
-            self.runs = dict(json.loads(line) for line in file.read_text().splitlines())
+        self._file = file
+        self.runs = dict(map(json.loads, file.read_text().splitlines())) if file.exists() else {}
 
-    def add(self, key: str, run: Mapping[str, Any]) -> None:
-        self.runs[key] = dict(run)
+    def add(self, key: str, run: dict[str, Any]) -> None:
+        self.runs[key] = run
         with self._file.open("a") as stream:
             stream.write(json.dumps([key, run]) + "\n")
 

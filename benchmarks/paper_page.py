@@ -2,8 +2,8 @@
 
     python benchmarks/paper_page.py [--out page.html]
 
-What is cheap is computed with the page. Figures that take longer are those of benchmarks/results: real_tables,
-real_plans, paper_settings, schedule_table, each with its date; run the program of that name to have newer ones.
+What is cheap is computed with the page. Figures that take longer come from benchmarks/results, each with its date:
+run schedule_search.py for newer ones. The programs of paper_settings, real_tables and real_plans are deleted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 
 from harness import RESULTS, git, machine
 from page_figures import load_results
-from paper import of_puzzle, of_real, of_rlhfuse
+from paper.computed import SECTIONS
 from paper.page import contents_of, page
 
 from rlhfuse.base.errors import InputError, run_program
@@ -31,10 +31,9 @@ def main() -> None:
     begun = time.monotonic()
     for name in NEEDED:
         if not (file := RESULTS / f"{name}.json").exists():
-            program = name.replace("schedule_table", "schedule_search")
-            raise InputError(f"{file} is not there; run benchmarks/{program}.py")
+            raise InputError(f"{file} is not there; check it out, or measure it again")
     results = load_results(RESULTS)
-    contents = contents_of(results, of_rlhfuse.SECTIONS | of_real.SECTIONS | of_puzzle.SECTIONS)
+    contents = contents_of(results, SECTIONS)
     computer = machine()
     facts = (
         f"Commit {git('rev-parse', '--short', 'HEAD')}, {time.strftime('%Y-%m-%d')}, {computer['cpu']}, "

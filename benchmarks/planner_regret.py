@@ -58,7 +58,6 @@ PHASES = {  # and what it is called in a run's metrics
 PROFILE, ANALYTIC = "profile", "analytic"
 REGRET_GOALS = {PROFILE: 1.05, ANALYTIC: 1.15}  # seconds of the chosen table over those of the best
 ERROR_GOAL, CORRELATION_GOAL, SPREAD_GOAL = 0.15, 0.8, 1.25
-BEST = 3  # that also run as a whole
 SHAPE = dict(
     hidden_size=512,
     intermediate_size=1376,
@@ -289,7 +288,6 @@ class Comparison:
                 measured.add(table, metrics)
         seconds = {table.text: measured.of(table) for table in self._tables}
         totals = self.compare(seconds)
-        self._check(ranks, totals)
         rows = [[table.text, seconds[table.text], *(one[table] for one in self._prices.values())] for table in totals]
         self._measurement.facts(**{f"{self._case.name}.tables": rows})
 
@@ -364,27 +362,6 @@ class Comparison:
                 self._measurement.say(f"{told} {ours:.3f} s, priced {theirs:.3f} s")
         head = ("phase", "kinds", "measured s", "predicted s", "differ by, mean")
         self._measurement.table(f"{name}.phases", f"Phases of {self._case.name}, priced by {kind} costs", head, rows)
-
-    def _check(self, ranks: Ranks, totals: Mapping[Table, float]) -> None:
-        """The best by measured phases, whose `totals` ascend, and those that are chosen, each run as a whole."""
-        order = list(totals)
-        chosen = {kind: next(iter(prices)) for kind, prices in self._prices.items()}
-        tables = list(dict.fromkeys((*order[:BEST], *chosen.values())))
-        sides = {table.text: partial(self._job, ranks, table) for table in tables}
-        whole = {}
-        for text, rounds in take_turns(sides, self._rounds).items():
-            whole[text] = mean_of([(batch, row["timing_s/step"]) for metrics in rounds for batch, row in metrics])
-        best, rows = min(whole.values()), []
-        for table in tables:
-            names = " ".join(kind for kind, one in chosen.items() if one == table)
-            prices = [f"{sum(found[table].values()):.3f}" for found in self._prices.values()]
-            cells = f"{totals[table]:.3f}", f"{whole[table.text]:.3f}", *prices
-            rows.append([table.text, f"{order.index(table) + 1}", names, *cells])
-        for kind, table in chosen.items():
-            self._figures.value(f"{kind}.whole_over_best", whole[table.text] / best, "x")
-        head = ("table", "place", "chosen by", "sum of phases s", "whole s", *self._prices)
-        title = f"The best tables of {self._case.name} and the chosen, run as a whole"
-        self._measurement.table(f"{self._case.name}.best", title, head, rows)
 
 
 def phases_of(table: Table) -> set[tuple]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import yaml
 from harness import Figure, Measurement, named, options, take_turns
-from paper.llamas import SHAPES
+from paper.settings import SHAPES
 from processes import environment
 
 from rlhfuse.base.errors import run_program

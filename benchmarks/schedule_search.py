@@ -1,13 +1,11 @@
-"""The schedule search on the settings of the paper's Table 3, over the size of the instance, and over many seeds.
+"""The schedule search on the settings of the paper's Table 3, and over many seeds.
 
     python benchmarks/schedule_search.py table --ranks 2 --seconds 60        speed-ups, memory, time to the bound
-    python benchmarks/schedule_search.py growth --ranks 2                    from 192 operations to 65,536
     python benchmarks/schedule_search.py seeds --ranks 2 --seconds 20        ten seeds each, to the published memory
     python benchmarks/schedule_search.py curve --ranks 2 --seconds 10        memory over latency, split and whole
 
-`growth`: an instance NxM has N nodes; both models have N stages and M micro-batches, times as in the last rows of
-Table 3. Seconds count from the start of a search, which the schedules made by rule are part of; moves are made before
-the first search, so that none pays for loading kernels. A bound never reached counts as later than all others.
+Seconds count from the start of a search, which the schedules made by rule are part of; moves are made before the first
+search, so that none pays for loading kernels. A bound never reached counts as later than all others.
 
 `curve`: the least memory at the latency bound, then with more and more slack until serial 1F1B needs no less. Split:
 half of every backward is its weight gradient; "freed" releases half of the activation after the first half.
@@ -17,31 +15,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import resource
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from harness import Figure, Measurement, counting, options
-from paper.table3 import LARGER, PRINTED, SETTINGS, TRACED, Setting, one_f_one_b_plus_makespan
+from paper.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
 from processes import mpirun, run
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.schedule.bounds.bounds import latency_bound
-from rlhfuse.schedule.ir.evaluate import TOLERANCE, evaluate, tidy
+from rlhfuse.schedule.ir.evaluate import TOLERANCE, tidy
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.builders import greedy, serial_makespan, serial_peak_memory
+from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
 from rlhfuse.schedule.search.mpi import load_mpi
 from rlhfuse.schedule.search.search import SearchObserver, SearchReport, SearchSettings, search
 
-SIZES = "8x6,8x16,16x16,16x64,32x64,32x128,64x128,64x256"
 SOON_SECONDS = 2.0
 GOALS = {  # settings of Table 3
     "at_bound": 12,
@@ -50,7 +45,6 @@ GOALS = {  # settings of Table 3
     "memory_below_published": 7,
     "memory_proved_least": 0,
 }
-GROWTH_BYTES = 2e9
 SLACKS = (0.0, 0.02, 0.05, 0.1, 0.2)  # of a curve, over the latency bound
 
 REPORTED = ("makespan", "lower_bound", "peak_memory", "memory_lower_bound", "moves", "accepted", "first_bound_seconds")
@@ -97,15 +91,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=counting, default=2, help="MPI ranks; 1 runs without mpirun")
     parser.add_argument("--seconds", type=counting, default=60, help="for one search [%(default)s]")
     parser.add_argument("--seeds", type=counting, help="seeds 1, 2, ... for each setting [1; seeds: 10]")
-    parser.add_argument("--rows", help="table, seeds, curve: rows of Table 3, such as 1,2,12 [all]")
-    parser.add_argument("--sizes", default=SIZES, help="growth: NODESxMICROBATCHES, several with commas")
+    parser.add_argument("--rows", help="of Table 3, such as 1,2,12 [all]")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.seconds, arguments.sizes, arguments.rows = 0.5, "4x4,8x6", arguments.rows or "1,4"
+        arguments.seconds, arguments.rows = 0.5, arguments.rows or "1,4"
     several = 2 if arguments.quick else 10
     arguments.seeds = arguments.seeds or (several if arguments.command == "seeds" else 1)
     arguments.rows = row_numbers(arguments.rows or "all")
-    arguments.sizes = sizes(arguments.sizes)
     return arguments
 
 
@@ -118,17 +110,6 @@ def row_numbers(text: str) -> list[int]:
             raise InputError(f"--rows {text}: {word!r} is not a row; give numbers from 1 to {len(SETTINGS)}, or all")
         rows.add(int(word))
     return sorted(rows)
-
-
-def sizes(text: str) -> list[tuple[int, int]]:
-    """(nodes, micro-batches) of each instance, smallest first. Raises InputError on any other text."""
-    found = []
-    for word in text.split(","):
-        match = re.fullmatch(r"\s*([1-9]\d*)x([1-9]\d*)\s*", word)
-        if not match:
-            raise InputError(f"--sizes {text}: {word!r} is not of the form NODESxMICROBATCHES, such as 16x64")
-        found.append((int(match[1]), int(match[2])))
-    return sorted(found, key=lambda size: size[0] * size[1])
 
 
 # Table 3 and seeds ------------------------------------------------------------------------------------------------
@@ -211,35 +192,6 @@ def seeds(measurement: Measurement) -> None:
     measurement.facts(rows=facts)
 
 
-# growth -----------------------------------------------------------------------------------------------------------
-
-
-def growth(measurement: Measurement) -> None:
-    """What a tried and an accepted move cost one rank, and what is reached, over the number of operations."""
-    rows, facts = [], []
-    for nodes, microbatches in measurement.arguments.sizes:
-        name, operations = f"{nodes}x{microbatches}", 4 * nodes * microbatches
-        problem = Setting(LARGER, (nodes, nodes), (microbatches, microbatches), (2, 1), (1.64, 1)).problem()
-        # one launch each, so that its memory is its own
-        (outcome,) = launch([Search(name, problem)], measurement)
-        rule = evaluate(greedy(problem))
-        tried, accepted = (
-            1e6 * outcome.rank_seconds / count if count else None for count in (outcome.moves, outcome.accepted)
-        )
-        facts.append({"operations": operations, "tried": tried, "accepted": accepted, "greedy": rule.makespan})
-        facts[-1] |= asdict(outcome)
-        ends = [f"{value:g}" for value in (outcome.makespan, rule.makespan, outcome.lower_bound, outcome.peak_memory)]
-        rss = outcome.peak_rss_bytes
-        costs = [f"{outcome.setup_seconds:.2f}", text(tried), text(accepted)]
-        rows.append([name, f"{operations:,}", *costs, *ends, f"{rss / 1e9:.2f}"])
-        measurement.figure(f"{name}.accepted_move", accepted or 0.0, "us")
-        measurement.figure(f"{name}.over_greedy", outcome.makespan / rule.makespan)
-        measurement.figure(f"{name}.rss", Figure(rss, "bytes").at_most(GROWTH_BYTES))
-    head = ("instance", "operations", "set-up s", "us/tried", "us/accepted", "makespan", "greedy", "bound", "memory")
-    measurement.table("growth", "Growth of the search", (*head, "RSS GB"), rows)
-    measurement.facts(rows=facts)
-
-
 # memory over latency ----------------------------------------------------------------------------------------------
 
 
@@ -296,7 +248,6 @@ class Search:
     enough: Number | None = None
     until: Number | None = None  # ends at a schedule at the latency bound with no more memory
     objective: str = "memory"
-    cpu: bool = False  # the seconds are those that each rank computes
 
 
 def launch(searches: Sequence[Search], measurement: Measurement) -> list[Outcome]:
@@ -332,8 +283,7 @@ def rank_main(asked: Path, answers: Path, ranks: int, seconds: float) -> None:
         if one.enough is not None and last[0] == one.name and last[1] <= one.enough * (1 + TOLERANCE):
             continue
         settings = SearchSettings(time_limit=seconds, seed=one.seed, objective=one.objective, latency=one.latency)
-        clock = time.process_time if one.cpu else time.monotonic
-        _, report = search(one.problem, settings, comm=comm, observer=observer, clock=clock)
+        _, report = search(one.problem, settings, comm=comm, observer=observer)
         last = one.name, report.peak_memory
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         facts = {
@@ -380,7 +330,7 @@ def text(value: Number | None) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-COMMANDS = {"table": table, "growth": growth, "seeds": seeds, "curve": curve}
+COMMANDS = {"table": table, "seeds": seeds, "curve": curve}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:

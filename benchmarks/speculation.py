@@ -1,6 +1,6 @@
 """Generation with and without guesses of the tail, in turns, on policies that a training run left behind.
 
-    python benchmarks/speculation.py [--policies FOLDER] [--cases small,large,plain,guess]
+    python benchmarks/speculation.py [--policies FOLDER] [--cases small,large,plain]
 
 Trains stories by GRPO and PPO and the quickstart, keeps the actor of every iteration, and sets it into the shape of a
 larger model (wide_models.py; FOLDER/wide). What the policies before it wrote is the guesser's history. The tail begins
@@ -39,7 +39,7 @@ TRACES = {"arxiv": "arxiv_llama2tok.csv", "azure": "azure2023_conv.csv", "shareg
 LONGEST, HISTORY_TOKENS, TAIL = 400, 200, 0.2
 SMALL, LARGE = "4.5M", "77M"
 TAIL_GOALS = {(SMALL, "grpo"): 1.5, (SMALL, "ppo"): 1.3, (SMALL, "quickstart"): 1.5}
-LARGE_GOAL, NEVER_SLOWER, GUESS_GOAL = 2.0, 0.98, 0.1  # the last in milliseconds a sequence, of 7 guesses
+LARGE_GOAL, NEVER_SLOWER = 2.0, 0.98
 STORIES = (f"rollout.max_response_tokens={HISTORY_TOKENS}", "rollout.ignore_eos=true")
 RUNS = {  # ranks, settings beside the example's: rewards climb without a collapse of the entropy
     "grpo": (2, ("actor.optim.lr=2e-4", *STORIES)),
@@ -47,7 +47,7 @@ RUNS = {  # ranks, settings beside the example's: rewards climb without a collap
     "quickstart": (4, ()),
 }
 ITERATIONS = (0, 5, 15)
-CASES = ("small", "large", "plain", "guess")
+CASES = ("small", "large", "plain")
 
 
 @dataclass(frozen=True)
@@ -202,32 +202,6 @@ class Bench:
         self.rows.append(cells)
         self.measurement.say("  ".join(cells))
 
-    def guess(self) -> None:
-        """Milliseconds a sequence that guessing takes, of 7 guesses, with full tables."""
-        engine = open_engine(self.policies["grpo"].folder(0), 16)
-        assert engine.loop.guesser is not None
-        for iteration in range(max(self.iterations))[-DRAFT_ITERATIONS:]:
-            engine.learn(self.written("grpo", iteration, False))
-        prompts = self.policies["grpo"].prompts(0)[:2]
-        for number, prompt in enumerate(prompts):
-            engine.add(number, prompt, SamplingParams(max_tokens=HISTORY_TOKENS, ignore_eos=True, seed=1))
-        guesser, seconds, propose = engine.loop.guesser, [], engine.loop.guesser.propose
-        guesser._price = lambda sequences, guesses: 1.0  # noqa: SLF001  all that there is room for,
-        guesser._tried[:] = guesser._right[:] = 1e6  # noqa: SLF001  however often it is wrong
-
-        def timed_propose(sequences, table, rows):  # noqa: ANN001, ANN202
-            start = time.perf_counter()
-            found = propose(sequences, table, 7 * len(sequences))
-            spent = time.perf_counter() - start
-            if sum(map(len, found)) == 7 * len(sequences):
-                seconds.append(1e3 * spent / len(sequences))
-            return found
-
-        guesser.propose = timed_propose
-        while engine.has_unfinished():
-            engine.step()
-        self.measurement.figure("guess", Figure.of(seconds, "ms").at_most(GUESS_GOAL))
-
 
 def main() -> None:
     parser = options(__doc__, rounds=5, seed=False)
@@ -262,8 +236,6 @@ def main() -> None:
         if "plain" in cases:
             for lengths in ("arxiv", "sharegpt"):
                 bench.compare("grpo", 0, SMALL, lengths, random_weights=True)
-        if "guess" in cases:
-            bench.guess()
         columns = ("policy", "lengths", "nats a token", "p50, max", "steps of the tail", "tail", "whole generation")
         measurement.table("speculation", "Times as fast with guesses", columns, bench.rows)
     measurement.facts(threads=arguments.threads, clock=clock.__name__, tail=TAIL)

@@ -1,10 +1,10 @@
-"""The ranks of an MPI job, or the one process there is: what the first reads, work that they share out, and one end."""
+"""The ranks of an MPI job, or the one process there is: what the first reads, and one end."""
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ from rlhfuse.schedule.search.mpi import load_mpi, meet
 
 STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # how many, if said
 
-Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 
@@ -80,25 +79,3 @@ class MpiRanks:
     def _broadcast(self, value: Any) -> Any:
         meet(self.comm)
         return self.comm.bcast(value)
-
-    def shared(self, items: Sequence[Item], work: Callable[[Item, Any], Made]) -> list[Made]:
-        """`work(item, comm)` of every item, in their order, on every rank. Items are dealt to groups of ranks, as many
-        as there can be; `comm` is of the group, None for one rank. Raises the InputError that the first item met."""
-        groups = min(self.size, len(items))
-        if self.comm is None or not groups:
-            return [work(item, None) for item in items]
-        own = self.rank % groups
-        group = self.comm.Split(own, self.rank)
-        comm, made = group if group.Get_size() > 1 else None, {}
-        for at in range(own, len(items), groups):
-            try:
-                made[at] = work(items[at], comm)
-            except InputError as error:
-                made[at] = error
-        meet(self.comm)
-        every = {at: one for part in self.comm.allgather(made) for at, one in part.items()}
-        group.Free()
-        for at in sorted(every):
-            if isinstance(every[at], InputError):
-                raise every[at]
-        return [every[at] for at in range(len(items))]

@@ -3,17 +3,14 @@
     python tools/plan.py --config run.yaml [key=value ...] [--world-size N] [--json] [--what-if] [--problem FILE]
     python tools/plan.py --config run.yaml --pace FILE
     python tools/plan.py --config run.yaml --search [--lengths runs/past] [--best best.yaml] [--json > search.json]
-    mpirun -n 8 python tools/plan.py --config run.yaml --search --anneal 60 --top 16 --best best.yaml
 
 Layouts, batch arithmetic, memory per rank and phase, predicted times, the training schedule, R_t, and why.
 --search ranks all layouts instead, as if layouts, micro-batches and recomputation were auto in the file; arguments
-that give a row still hold. --anneal betters the schedules of the best tables, for the library of schedules too, with
-which runs begin. The ranks of mpirun share these tables out, and the numbers of --world-sizes. --what-if adds what
-other placements would take, which no run can execute yet: models on parts of the ranks, the critic beside the next
-generation; each with the layouts that are best for it. --problem writes the training schedule's problem for
-tools/search_schedule.py: ticks of a microsecond, bytes; --pace what its work costs, for a small run that lasts as long
-(docs/howto/paced_runs.md). Exits with 2 and the equation that fails, or the memory that
-is missing, where the config cannot run on so many ranks.
+that give a row still hold. --what-if adds what other placements would take, which no run can execute yet: models on
+parts of the ranks, the critic beside the next generation; each with the layouts that are best for it. --problem writes
+the training schedule's problem for tools/search_schedule.py: ticks of a microsecond, bytes; --pace what its work costs,
+for a small run that lasts as long (docs/howto/paced_runs.md). Exits with 2 and the equation that fails, or the memory
+that is missing, where the config cannot run on so many ranks.
 """
 
 from __future__ import annotations
@@ -27,16 +24,12 @@ import time
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from math import inf
 from typing import NamedTuple
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
-from layout_search.annealed_tables import annealed
 from layout_search.enough_ranks import with_enough_ranks
 from layout_search.search_answer import SearchAnswer, answer_of, draw_memory_curve, overrides
-from layout_search.sizes import render_sizes, sizes_of
-from mpi_ranks import MpiRanks
 from paced_plan import paced_cost_of
 from placements.placements import Placement, placements
 from placements.placements_text import as_dict, as_text
@@ -45,7 +38,7 @@ from placements.run_work import RunWork
 from rich.console import Console
 
 from rlhfuse.base.cuda_environment import has_gpu
-from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
+from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_bytes, write_json, write_text
 from rlhfuse.config.load import dump_config, load_config, model_folder, read_specs
 from rlhfuse.config.settings import RunConfig
@@ -59,13 +52,13 @@ from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.memory_budget import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.report.report import PlanReport
-from rlhfuse.planning.search.search import TOP, FastestTables, Ranking
+from rlhfuse.planning.search.search import TOP, Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.settle import settle, settle_but_layouts, with_table
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.tasks.role import POLICY
 
-SEARCH_OPTIONS = ("top", "best", "draw", "thorough", "anneal", "world_sizes")
+SEARCH_OPTIONS = ("top", "best", "draw")
 SEARCHED = (
     "parallel=auto",
     "fusion.microbatch_tokens=auto",
@@ -75,7 +68,7 @@ SEARCHED = (
 
 
 class Asked(NamedTuple):
-    """What is to be done: the same on every rank."""
+    """What is to be done."""
 
     arguments: argparse.Namespace
     job: Job
@@ -83,28 +76,17 @@ class Asked(NamedTuple):
 
 
 def main() -> int:
-    ranks = MpiRanks.here()
-    with ranks.together():
-        asked = ranks.from_first(lambda: read(parse_arguments()))
-        if asked.arguments.world_sizes:
-            return compare_sizes(asked, ranks)
-        if asked.arguments.search:
-            return search(asked, ranks)
-        return show_plan(asked) if ranks.rank == 0 else 0
+    asked = read(parse_arguments())
+    return search(asked) if asked.arguments.search else show_plan(asked)
 
 
 def read(args: argparse.Namespace) -> Asked:
     """Raises InputError for files that say what cannot be."""
     loaded = load_config(args.config, [*(SEARCHED if args.search else ()), *args.overrides])
     own = load_config(args.config, args.overrides) if args.search and args.world_size is None else loaded
-    world_size = planned_world_size(own, args.world_sizes[0] if args.world_sizes else args.world_size)
+    world_size = planned_world_size(own, args.world_size)
     loaded = loaded.with_(parallel={"lengths": args.lengths}) if args.lengths else loaded
-    job, notes = found_here(loaded, world_size)
-    if args.anneal and (loaded.fusion.by_rule or loaded.fusion.schedule):
-        key = "schedule" if loaded.fusion.schedule else "intra_stage"
-        value = getattr(loaded.fusion, key)
-        raise InputError(f"--anneal: fusion.{key}={value} gives the schedules; leave one of them out")
-    return Asked(args, job, notes)
+    return Asked(args, *found_here(loaded, world_size))
 
 
 def show_plan(asked: Asked) -> int:
@@ -148,20 +130,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--top", type=int, metavar="N", help=f"with --search: the N fastest tables [{TOP}]")
     parser.add_argument("--best", metavar="FILE", help="with --search: write the run with the fastest table here")
     parser.add_argument("--draw", metavar="FILE.png", help="with --search: draw memory against time")
-    thorough = "with --search: also what no fusion and less memory cost, and wrong constants; a few times longer"
-    parser.add_argument("--thorough", action="store_true", default=None, help=thorough)
-    anneal = "with --search: anneal schedules of each of the N for so long, where that may make it the fastest"
-    parser.add_argument("--anneal", type=float, metavar="SECONDS", help=anneal)
-    sizes = "with --search: a line for each of these numbers of ranks, as 64,128,256"
-    parser.add_argument("--world-sizes", type=numbers, metavar="N,N,...", help=sizes)
     args = parser.parse_intermixed_args()
     refuse_together(args)
     return args
-
-
-def numbers(text: str) -> list[int]:
-    """Raises ValueError, which argparse tells of."""
-    return [int(word) for word in text.split(",")]
 
 
 def refuse_together(args: argparse.Namespace) -> None:
@@ -169,21 +140,11 @@ def refuse_together(args: argparse.Namespace) -> None:
     given = [f"--{name.replace('_', '-')}" for name in SEARCH_OPTIONS if getattr(args, name) is not None]
     if given and not args.search:
         raise InputError(f"{given[0]} is of a search; add --search")
-    if args.world_sizes and (others := [name for name in given if name != "--world-sizes"]):
-        raise InputError(f"{others[0]} is of one number of ranks; leave --world-sizes out")
-    if args.world_sizes and args.what_if:
-        raise InputError("--what-if is of one number of ranks; leave --world-sizes out")
-    if args.world_sizes and args.world_size is not None:
-        raise InputError("--world-size and --world-sizes are given; leave one of them out")
     for option in ("problem", "pace"):
         if args.search and getattr(args, option):
             raise InputError(f"--{option} is of one plan, --search of many; leave one of them out")
-    if args.world_sizes and min(args.world_sizes) < 1:
-        raise InputError(f"--world-sizes: {min(args.world_sizes)} ranks run nothing; give 1 or more")
     if args.top is not None and args.top < 1:
         raise InputError(f"--top {args.top} shows nothing; give 1 or more")
-    if args.anneal is not None and not 0 < args.anneal < inf:
-        raise InputError(f"--anneal {args.anneal:g} is no time; give seconds above 0")
 
 
 def found_here(config: RunConfig, world_size: int) -> tuple[Job, tuple[str, ...]]:
@@ -205,25 +166,15 @@ def found_here(config: RunConfig, world_size: int) -> tuple[Job, tuple[str, ...]
     return Job(config, specs, world_size, host, device, longest), notes
 
 
-def search(asked: Asked, ranks: MpiRanks) -> int:
+def search(asked: Asked) -> int:
     """Print what is found; the plan of the best table is another command's."""
     args, job, _ = asked
     run = settle_but_layouts(job)
-    setting, made = Setting.of(run), []  # the first rank's ranking, which would take long to send
-
-    def find() -> FastestTables:
-        try:
-            made.append(Ranking(setting))
-            return made[0].fastest(args.top or TOP)
-        except MemoryRefusal as refusal:
-            raise without_a_plan(args, run, refusal) from None
-
-    fastest = ranks.from_first(find)
-    if args.anneal:
-        fastest = annealed(fastest, setting, args.anneal, ranks)
-    if ranks.rank > 0:
-        return 0
-    answer = answer_of(made[0], fastest, bool(args.thorough))
+    ranking = Ranking(Setting.of(run))
+    try:
+        answer = answer_of(ranking, ranking.fastest(args.top or TOP))
+    except MemoryRefusal as refusal:
+        raise without_a_plan(args, run, refusal) from None
     best = answer.fastest.best
     if args.best:
         whole = with_table(job.config, best.table)
@@ -276,19 +227,6 @@ def without_a_plan(args: argparse.Namespace, run: SettledRun, refusal: MemoryRef
         )
         print(shown, flush=True)
     return refusal
-
-
-def compare_sizes(asked: Asked, ranks: MpiRanks) -> int:
-    """Print a line for each number of ranks; exit code 2 where nothing fits any."""
-    args, job, _ = asked
-    sizes = sizes_of(job, args.world_sizes, ranks)
-    if ranks.rank > 0:
-        return 0
-    if args.json:
-        print(json.dumps({"sizes": [size.to_dict() for size in sizes]}, indent=1))
-    else:
-        print(f"{render_sizes(sizes)}\nCPU time: {time.process_time():.1f} s")
-    return 0 if any(size.row for size in sizes) else EXIT_BAD_INPUT
 
 
 run = partial(run_program, main)  # the installed program

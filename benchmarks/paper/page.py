@@ -51,11 +51,6 @@ def value_row(what: str, source: str, printed: float, ours: float, form: str = "
     return Row(what, source, f"{printed:{form}}{unit}", f"{ours:{form}}{unit}", f"{ours / printed - 1:+.1%}")
 
 
-def inside(values: Sequence[float], printed: tuple[float, float]) -> int:
-    """How many values lie in a printed range, to the digit that it is printed with."""
-    return sum(printed[0] <= round(one, 1) <= printed[1] for one in values)
-
-
 def claim_row(what: str, source: str, printed: str, ours: str, holds: bool) -> Row:
     """A statement in words."""
     return Row(what, source, printed, ours, "holds" if holds else "does not hold")

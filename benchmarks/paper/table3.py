@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, Pipeline
 from rlhfuse.schedule.rules.builders import serial_makespan
 
-LARGER = "65B/33B"
 # models; of the large and the small one stages, micro-batches, forward, activation; a row of PRINTED; one of TRACED
 _ROWS = """
 33B/13B  8  4  8  4 5 4 1.95 2 1.10 1.29 1.38 1.38 1.51 1.00 309 225 239 225  15.6  23.6  15.6

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))  # where svg_text lies
 
-from page_figures import Results, benchmark_page, claims_table, fill_figures, load_results
+from page_figures import Results, benchmark_page, claims_table, fill_figures, load_results, retired_table
 from page_pictures import PICTURES, picture
 
 from rlhfuse.base.errors import InputError, run_program
@@ -51,12 +51,15 @@ def settings_schema(text: str) -> str:
 
 def pages(results: Results) -> dict[str, Callable[[str], str]]:
     """The pages that are made from code and from what was measured."""
+    live = {name: result for name, result in results.items() if not result.get("retired")}
     made: dict[str, Callable[[str], str]] = {
         "docs/reference/configuration.md": settings_page,
         "docs/reference/configuration.schema.json": settings_schema,
-        "docs/results.md": lambda text: fill(text, "claims", ["", claims_table(results)]),
+        "docs/results.md": lambda text: fill(
+            fill(text, "claims", ["", claims_table(live)]), "retired", ["", retired_table(results)]
+        ),
     }
-    for name, result in results.items():
+    for name, result in live.items():
         page = benchmark_page(results, name, name in PICTURES)
         made[f"docs/results/{name}.md"] = lambda _, page=page: page
         if name in PICTURES:

@@ -4,7 +4,7 @@
 
 The marks are comments, which nobody sees on the page; what stands between them is replaced. With a * FIGURE names
 several. What figures mean is said once, in `benchmarks/results/claims.yaml`: a claim is a row of its benchmark's page
-in docs/results/, and a main one of docs/results.md too.
+in docs/results/, and a main one of docs/results.md too. A `retired` benchmark has no program and no page any more.
 """
 
 from __future__ import annotations
@@ -91,13 +91,23 @@ def claim_row(results: Results, name: str, claim: Mapping[str, Any]) -> list[str
 
 
 def claims_table(results: Results) -> str:
-    """The claims of all benchmarks that stand on the page of results, each with its program."""
+    """The main claims of benchmarks, each with its program."""
     rows = []
     for name, result in results.items():
         program = re.sub(r" -.*", "", result["command"])
         link = f"[`{program}`](results/{name}.md)"
         rows += [[*claim_row(results, name, claim), link] for claim in result["claims"] if claim.get("main")]
     return table_text([*HEAD, "command"], rows)
+
+
+def retired_table(results: Results) -> str:
+    """The first claim of every benchmark that has no program any more, with the file that keeps all its figures."""
+    rows = [
+        [*claim_row(results, name, one["claims"][0]), f"`{name}.json`", one["commit"]]
+        for name, one in results.items()
+        if one.get("retired")
+    ]
+    return table_text([*HEAD, "file", "commit"], rows)
 
 
 def benchmark_page(results: Results, name: str, picture: bool) -> str:

@@ -2,13 +2,10 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from endurance import CPU, Look, Slope, cpu_of, slopes_of, windows
 from inter_stage import Point, Run, fit_costs
-from intra_stage import QUICK, cut
-from intra_stage_sides import MODELS, SIDES, Case
-from kills import lost
+from intra_stage import QUICK, SIDES, Case, cut
+from intra_stage_rank import MODELS
 from learning import Rise
 from run_report.timeline import simulate_gen_infer
 
@@ -59,7 +56,7 @@ def test_runs_of_generation_with_inference():
 def trained(actor, weights=(1,), microbatches=2):
     """Micro-batches of a critic whose forward takes 1 ms and whose backward 2 ms, and an actor `actor` times it; of
     micro-batches that are not alike so many times that by `weights`."""
-    seconds = {"F": 0.001, "B": 0.002, "B of input": 0.001, "W": 0.001, "RG": 0.0, "ST": 0.0005}
+    seconds = {"F": 0.001, "B": 0.002, "B of input": 0.001, "W": 0.001}
     sizes = dict(zip(MODELS, (actor, 1)))
     times = {
         (m, s, what): [sizes[m] * value * weight for weight in (weights if what in "FBW" else weights[:1])]
@@ -76,8 +73,7 @@ def test_predictions_of_training_by_hand():
     equal, larger = trained(1), trained(2.5)
     predicted = {side: 1000 * equal.predicted(side) for side in SIDES}
     plain = {"serial": 18, "megatron_1f1b": 18, "serial_no_barrier": 17, "fused": 12, "split": 12}
-    steps = {"serial_step": 19, "fused_step": 13, "split_step": 13}  # a step is work of all ranks
-    assert predicted == pytest.approx(plain | steps) and equal.bounds == pytest.approx({"fused": 0.012, "split": 0.012})
+    assert predicted == pytest.approx(plain) and equal.bounds == pytest.approx({"fused": 0.012, "split": 0.012})
     for side, seconds in (("fused", 0.0225), ("split", 0.0215)):
         assert larger.predicted(side) == pytest.approx(seconds) == pytest.approx(larger.bounds[side])
 
@@ -117,55 +113,10 @@ def test_sides_of_training_run_the_same_instructions():
         if side != "megatron_1f1b"
     }
     assert words["serial"] == words["serial_no_barrier"] == words["fused"]
-    assert words["serial_step"] == words["fused_step"] and len(case.phases("serial")) == 2
-    steps = {f"{m}:{s}{k}" for m in MODELS for s in (0, 1) for k in ("RG", "ST")}
     weights = {f"{m}:{s}W{mb}" for m in MODELS for s in (0, 1) for mb in (0, 1)}
-    assert set(words["fused_step"]) - set(words["fused"]) == set(words["split_step"]) - set(words["split"]) == steps
-    assert set(words["split"]) - set(words["fused"]) == weights
+    assert set(words["split"]) - set(words["fused"]) == weights and len(case.phases("serial")) == 2
 
 
 def test_the_rise_of_held_out_scores():
     rise = Rise("sums", 1, [-1, 1], [0.25, 0.5], [0.03, 0.04])
     assert rise.standard_errors == pytest.approx(5) and rise.row() == ["sums", "1", "0.250", "0.500", "5.0"]
-
-
-def test_slopes_are_free_of_tokens():
-    x, rng = np.arange(10, 110), np.random.default_rng(0)
-    y = 3 + 0.002 * x + rng.normal(0, 0.3, len(x))
-    (slope, _), covariance = np.polyfit(x, y, 1, cov=True)
-    found = Slope.of(dict(zip(x, y)))
-    expected = (y.mean(), 1e4 * slope / y.mean(), 1e4 * np.sqrt(covariance[0, 0]) / y.mean())
-    assert (found.mean, found.percent, found.standard_error) == pytest.approx(expected)
-    tokens = {i: 1000 * 0.98**i + rng.uniform(0, 50) for i in range(100)}
-    slower = Slope.of({i: 1 + 0.002 * count + 0.003 * i for i, count in tokens.items()}, tokens)
-    assert slower.percent == pytest.approx(30 / slower.mean)
-
-
-def test_lives_of_ranks():
-    looks = [Look(i, 1, 1000 + 2 * i, 7 + (i % 3 == 0), 3, 0.0) for i in range(10, 60)]
-    memory = windows(looks, "resident_bytes")
-    assert (memory[0], memory[-1], len(memory)) == (1024, 1114, 10) and set(windows(looks, "files")) == {7}
-    spent = {(0, 0): 5.0, (0, 1): 6.0, (1, 0): 7.0, (1, 1): 9.0, (2, 0): 8.0, (3, 0): 9.0, (3, 1): 12.0}
-    assert cpu_of([Look(i, rank, 0, 0, 0, seconds) for (i, rank), seconds in spent.items()]) == {1: 5.0}
-    rows = [{"iteration": i, "timing_s/step": 2.0 + i, "lengths/output": [3, 5]} for i in range(5, 15)]
-    assert slopes_of(rows, {i: 4.0 for i in range(15)})[CPU].percent == pytest.approx(0, abs=1e-6)
-
-
-def test_what_a_killed_run_has_lost(tmp_path):
-    """Iterations above the newest checkpoint may be missing or half there; nothing may be other than it was."""
-
-    def write(name, metrics, samples="", saved=2):
-        folder = tmp_path / name
-        (folder / "checkpoints" / f"iteration-{saved}").mkdir(parents=True)
-        (folder / "metrics.jsonl").write_text("".join(f'{{"iteration": {i}, "a": {a}}}\n' for i, a in metrics))
-        (folder / "samples.jsonl").write_text("".join(f'{{"iteration": {i}, "text": "é"}}\n' for i in samples))
-        return folder
-
-    whole = write("whole", [(0, 0.5), (1, 0.25), (2, 0.125)], (0, 1, 1, 2), saved=3)
-    fine = write("fine", [(0, 0.5), (1, 0.25)], (0, 1, 1, 2))
-    with (fine / "samples.jsonl").open("ab") as file:
-        file.write(b'{"itera')
-    assert not lost(whole, fine, 2) and lost(whole, fine, 3) == ["iterations 2 to 3", "iteration 2"]
-    assert lost(whole, write("other", [(0, 0.5), (1, 0.5)], (0, 1, 1)), 2) == ["iteration 1 a"]
-    assert lost(whole, write("few", [(0, 0.5), (1, 0.25)], (0, 1)), 2) == ["samples"]
-    assert lost(whole, write("twice", [(0, 0.5), (1, 0.25)], (0, 0, 1, 1)), 2) == ["samples"]

@@ -6,29 +6,14 @@ from html.parser import HTMLParser
 import paper_page
 import pytest
 from markupsafe import escape
-from paper import of_puzzle, of_real, of_rlhfuse
-from paper.calls import ModelCall
-from paper.llamas import llama
-from paper.page import Content, Row, claim_row, inside, page, value_row, words
-from paper.real import BATCH, EAGER_END_TO_END, END_TO_END, REAL_H100, end_to_end_seconds, of_table, real_rows
-from paper.settings import DEGREES, PAIRS, draw_lengths, sweep, training_seconds
+from paper.computed import bubbles, time_shared
+from paper.page import Content, Row, claim_row, page, value_row, words
 from paper.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
 from paper_page import NEEDED
-from placements.exact_search import best_plan
-from real_plans import problem_of, published_plan
-from real_tables import errors, fit_calibration, mean
 from testkit.programs import call_main
 
-from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.spec import HardwareSpec, ModelSpec
-from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
-
-ROWS = real_rows()
-# 8 layers; a device does 1 TFLOP/s, reads 1 TB/s, sends 10 GB/s within a node of 4 and 1 GB/s beyond
-MACHINE = HardwareSpec("x", 1e12, 1e12, 1e12, 10e9, 1e9, 1e9, 0.0, devices_per_node=4)
-SPEC = ModelSpec("llama", 8, 64, 4, 4, 16, 256, 512, 4096)
 
 
 @pytest.mark.parametrize("row", range(12))
@@ -39,72 +24,6 @@ def test_table_3_follows_from_its_settings(row):
     assert (serial, serial_peak_memory(problem)) == (traced.serial, traced.serial_memory)
     assert latency_bound(problem) == traced.lower_bound
     assert serial / one_f_one_b_plus_makespan(setting) == pytest.approx(printed.one_f_one_b_plus, abs=0.01)
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids="/".join)
-def test_the_papers_settings(pair):
-    """Figure 9: 20% of the batch is near the optimum; 7.2: gains of 1.2-1.6 and 1.2-1.3, to the digit printed.
-
-    65% and more are worse where instances begin with BS_max samples; those of 33B, of four devices, begin with half.
-    """
-    found = sweep(pair, 1024, "P", draw_lengths(1024, 3))
-    curve = {point.ratio: point.fused_seconds for point in found.sweep}
-    assert curve[0.2] <= 1.05 * min(curve.values()) and curve[0.0] > curve[0.05] > curve[0.2]
-    many = [seconds for ratio, seconds in curve.items() if ratio >= 0.65]
-    assert min(many) > curve[0.2] or pair[0] == "33B"
-    assert 1.2 <= round(found.speedup, 1) <= 1.6
-    serial, fused = training_seconds(pair, 2048.0)
-    assert 1.2 <= round(serial / fused, 1) <= 1.3
-
-
-def test_the_shipped_constants_are_the_fit_and_within_the_goals():
-    assert len(ROWS) == 28 and sum(row.eager for row in ROWS) == 4 and sum(row.derived for row in ROWS) == 2
-    assert all(row.layout.size == 8 * (row.nodes[1] - row.nodes[0] + 1) for row in ROWS), "meshes are whole nodes"
-    assert llama("70B", 128256).parameters() == 70553706496
-    assert fit_calibration(ROWS, REAL_H100.name) == REAL_H100
-    found = errors(ROWS, REAL_H100)
-    assert mean(found) <= 0.06 and max(found) <= 0.35
-    for table in BATCH:
-        own = of_table(ROWS, table)
-        assert mean(errors(own, REAL_H100)) <= 0.10
-        assert end_to_end_seconds(own, REAL_H100) == pytest.approx(END_TO_END[table], rel=0.10)
-        assert end_to_end_seconds(own, REAL_H100, eager=True) == pytest.approx(EAGER_END_TO_END[table], rel=0.10)
-
-
-def call(layout):
-    return ModelCall(AnalyticCost(SPEC, ParallelLayout.parse(layout), MACHINE, 2, True))
-
-
-def test_pipelines_of_micro_batches_by_hand():
-    """24 samples of 1000 tokens on d2t1p4: 12 a replica, 3 passes of 4 micro-batches of 1; (4 + 3) stages of 2."""
-    layer = (2 * SPEC.layer_parameters * 1000 + 4 * 64 * 1000 * 1001 / 2) / 1e12  # forward of one, compute bound
-    send = 1000 * 64 * 2 / 1e9  # hidden states, between nodes: 8 ranks
-    assert call("d2t1p4").infer_seconds(24, 1000, passes=3) == pytest.approx(3 * (4 + 3) * (2 * layer + send))
-    step = 3 * (3 * 4 * layer + 2 * send / 10)  # d2t1p2, one node: (2 + 2 - 1) stages of 4 layers, forward + backward
-    gradients = call("d2t1p2").gradient_seconds()
-    assert call("d2t1p2").train_seconds(8, 1000, 2, 2) == pytest.approx(2 * (step + gradients), rel=1e-3)
-
-
-@pytest.mark.parametrize("table, heuristic", [("T4", "T5"), ("T2", "T3")])
-def test_reals_plans_beside_the_fastest(table, heuristic):
-    """The heuristic's loss as printed; REAL's plan near the fastest that fits, whose trainings lie as published."""
-    problem = problem_of(table, ROWS, REAL_H100)
-    published, found = published_plan(problem, table, ROWS), best_plan(problem)
-    seconds = {one: end_to_end_seconds(of_table(ROWS, one), REAL_H100) for one in (table, heuristic)}
-    assert problem.seconds(published) == pytest.approx(seconds[table])
-    ratio, printed = seconds[heuristic] / seconds[table], END_TO_END[heuristic] / END_TO_END[table]
-    assert ratio == pytest.approx(printed, rel=0.05)
-    assert problem.fits(published) and problem.fits(found.plan)
-    assert 1 <= problem.seconds(published) / found.seconds <= 1.35
-    trainings = [[plan[name].mesh for name in ("ActorTrain", "CriticTrain")] for plan in (published, found.plan)]
-    assert {one.overlaps(other) for one, other in trainings} == {table == "T2"}
-
-
-@pytest.mark.parametrize("name", ["13B", "33B", "65B"])
-def test_layouts_of_the_papers_settings_cut_their_models(name):
-    spec, (tp, stages) = llama(name), DEGREES[name]
-    spec.check_layout(ParallelLayout(256 // tp // stages, tp, stages), name)
-    assert tp == max(degree for degree in (1, 2, 4, 8) if spec.heads % degree == 0)
 
 
 # the page
@@ -129,7 +48,7 @@ def test_one_command_makes_one_page(tmp_path):
     sections, rows = map(int, re.search(r"(\d+) sections, (\d+) rows", finished.stdout).groups())
     tags, text = Tags(), (tmp_path / "page.html").read_text()
     tags.feed(text)
-    assert tags.counts["h2"] == sections + 1 and tags.counts["svg"] >= 5 and tags.counts["tr"] > rows > 150
+    assert tags.counts["h2"] == sections + 1 and tags.counts["svg"] >= 5 and tags.counts["tr"] > rows > 100
     assert tags.outside == [] and "<script" not in text and "prefers-color-scheme: dark" in text
     for name in NEEDED:
         assert f"benchmarks/results/{name}.json of 20" in text
@@ -139,7 +58,6 @@ def test_one_command_makes_one_page(tmp_path):
 
 def test_rows_say_how_far_off_they_are():
     assert value_row("x", "paper", 2.0, 1.9).difference == "-5.0%"
-    assert inside((1.16, 1.3, 1.7), (1.2, 1.6)) == 2
     claims = [claim_row("x", "paper", "a", "b", holds).difference for holds in (True, False)]
     assert claims == ["holds", "does not hold"]
     text = page("<facts>", {}, {"rlhfuse-3": Content([Row("what", "where", "", "1")])})
@@ -147,21 +65,15 @@ def test_rows_say_how_far_off_they_are():
 
 
 def test_what_formulas_give_is_exact():
-    rows = {row.what: row for row in of_puzzle.time_shared({}).rows}
+    rows = {row.what: row for row in time_shared({}).rows}
     assert {row.difference for row in rows.values()} == {"+0.0%"}
     assert {row.printed for row in rows.values()} >= {"1.273", "1.349", "1.319", "9", "15"}
-    bubbles = [(row.printed, row.difference) for row in of_rlhfuse.bubbles({}).rows]
-    assert bubbles == [("0.429", "+0.0%"), ("0.273", "+0.0%")]
+    shares = [(row.printed, row.difference) for row in bubbles({}).rows]
+    assert shares == [("0.429", "+0.0%"), ("0.273", "+0.0%")]
 
 
 def test_a_missing_result_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(paper_page, "RESULTS", tmp_path)
     told = call_main(paper_page, "--out", tmp_path / "page.html")
     assert told.returncode == 2 and not (tmp_path / "page.html").exists()
-    assert f"{tmp_path}/paper_settings.json is not there; run benchmarks/paper_settings.py" in told.stderr
-
-
-@pytest.mark.parametrize("actor, critic, gpus", [("7B", "7B", 8), ("7B", "70B", 64), ("70B", "7B", 64)])
-def test_no_heuristic_beats_the_search(actor, critic, gpus):
-    problem = of_real.problem_of(actor, critic, gpus, 384)
-    assert of_real.heuristic_seconds(problem) > best_plan(problem).seconds
+    assert f"{tmp_path}/paper_settings.json is not there; check it out" in told.stderr

@@ -5,8 +5,9 @@ from fnmatch import fnmatchcase
 
 import pytest
 from generate_docs import RESULTS as FOLDER
+from generate_docs import pages
 from page_charts import lines
-from page_figures import benchmark_page, claim_row, claims_table, fill_figures, load_results, value_text
+from page_figures import benchmark_page, claim_row, claims_table, fill_figures, load_results, retired_table, value_text
 from page_pictures import picture
 
 from rlhfuse.base.errors import InputError
@@ -108,7 +109,15 @@ def test_every_goal_is_told_once(name, result):
 
 
 def test_the_page_of_results_is_one_table_of_at_most_twenty_rows():
-    assert 2 < claims_table(load_results(FOLDER)).count("\n") <= 22
+    results = load_results(FOLDER)
+    assert 2 < claims_table({name: one for name, one in results.items() if not one.get("retired")}).count("\n") <= 22
+
+
+def test_a_retired_benchmark_has_one_line_and_no_page():
+    results = {**RESULTS, "old": {**RESULT, **SAID, "retired": True}}
+    table, made = retired_table(results), pages(results)
+    assert "| Times as fast | 1.26 (1.10-1.30) | at least 1.20 | yes | `old.json` | abc |" in table
+    assert table.count("\n") == 3 and "docs/results/speed.md" in made and "docs/results/old.md" not in made
 
 
 def test_a_picture_is_drawn_anew_when_its_values_change():

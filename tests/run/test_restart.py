@@ -12,7 +12,7 @@ from testkit.tiny import write_run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 # RANK WHO COUNT REGEX of testkit/killed_training.py; a checkpoint begins after every iteration. Random moments of all
-# ranks are for benchmarks/kills.py
+# ranks are for soak/test_kills.py
 KILLS = (
     "0 one 1 building models",
     "0 one 2 start.0, .*: generation: step",

@@ -6,18 +6,16 @@ import gc
 import json
 import os
 import random
-import re
 import signal
 import time
 from contextlib import suppress
 from itertools import product
-from pathlib import Path
 from subprocess import Popen
 
 import psutil
 import pytest
 from testkit.paths import ROOT
-from testkit.programs import call_tool, ended, eventually
+from testkit.programs import call_tool, ended, eventually, left_of
 from testkit.world.life import live
 
 pytestmark = pytest.mark.slow
@@ -115,13 +113,3 @@ def test_a_run_that_is_ended_again_and_again_has_the_bits_of_one_that_is_not(pro
         assert found.returncode == 0, (ends.met, found.stdout)
     assert set(os.listdir("/dev/shm")) <= before, ends.met
     print(json.dumps(ends.met))
-
-
-def left_of(folder: Path) -> list[str]:
-    """Processes of a run that has ended."""
-    found = []
-    for one in psutil.process_iter(["cmdline", "status"]):
-        words = " ".join(one.info["cmdline"] or ())
-        if re.search(rf"output_dir={folder}\b", words) and one.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(words)
-    return found

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -69,12 +69,14 @@ class Machines:
     def run(self, node: int, *words: object, **more) -> subprocess.CompletedProcess[str]:
         return self._programs.run(*self.words(node, *words), **more)
 
-    def launch(self, ranks: int, *words: object, program: Path = TRAIN, **variables: str) -> list[Popen]:
+    def launch(
+        self, ranks: int, *words: object, program: Path = TRAIN, launcher: Sequence[str] = (), **variables: str
+    ) -> list[Popen]:
         """Start a torchrun with so many ranks on every machine, for one job. `words`: of the program."""
         variables = {"GLOO_SOCKET_IFNAME": INTERFACE, **variables}
         port = next(self._jobs)
         job = ["--nnodes", len(self.names), "--nproc-per-node", ranks, "--rdzv-backend", "c10d", "--rdzv-id", port]
-        job += ["--rdzv-endpoint", f"{self.addresses[0]}:{port}", "--local-addr"]
+        job += ["--rdzv-endpoint", f"{self.addresses[0]}:{port}", *launcher, "--local-addr"]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *job]
         return [
             self.start(node, *torchrun, address, program, *words, **variables)

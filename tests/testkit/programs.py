@@ -219,3 +219,13 @@ def ranks_of(launcher: int) -> dict[int, int]:
             if (rank := child.environ().get("RANK")) is not None and child.status() != psutil.STATUS_ZOMBIE:
                 found[int(rank)] = child.pid
     return found
+
+
+def left_of(folder: Path) -> list[str]:
+    """Command lines of processes that a run has left behind in this folder."""
+    found = []
+    for one in psutil.process_iter(["cmdline", "status"]):
+        words = " ".join(one.info["cmdline"] or ())
+        if re.search(rf"output_dir={folder}\b", words) and one.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(words)
+    return found

@@ -1,4 +1,4 @@
-"""Ranks that mpirun started, and the one process there is: what the first reads, and work that they share out."""
+"""Ranks that mpirun started, and the one process there is: and what the first reads."""
 
 from types import SimpleNamespace
 
@@ -8,18 +8,12 @@ from testkit.programs import MPIRUN
 
 from rlhfuse.base.errors import InputError
 
-SHARED = """
+TOLD = """
 import sys
 from mpi_ranks import MpiRanks
 from rlhfuse.base.errors import InputError, run_program
 
 ranks = MpiRanks.here()
-
-def work(item, comm):
-    members = [ranks.rank] if comm is None else comm.allgather(ranks.rank)
-    if item in sys.argv[2:]:
-        raise InputError(f"{item} cannot be")
-    return item, members
 
 def read():
     if "nothing" in sys.argv:
@@ -30,9 +24,7 @@ def read():
 
 def main():
     with ranks.together():
-        first, items = ranks.from_first(read)
-        assert first == 0
-        print("rank", ranks.rank, ranks.shared(items, work), flush=True)
+        print("rank", ranks.rank, ranks.from_first(read), flush=True)
 
 run_program(main)
 """
@@ -40,11 +32,8 @@ mpi = pytest.mark.mpi
 no_mpirun = pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python: pip install rlhfuse[mpi]")
 
 
-def test_one_process_does_it_all_in_order():
-    ranks = MpiRanks()
-    assert ranks.from_first(lambda: 3) == 3
-    assert ranks.shared("abc", lambda item, comm: (item, comm)) == [("a", None), ("b", None), ("c", None)]
-    assert ranks.shared("", lambda item, comm: item) == []
+def test_one_process_does_it_all():
+    assert MpiRanks().from_first(lambda: 3) == 3
 
 
 def test_a_launcher_of_one_rank_needs_no_mpi(monkeypatch):
@@ -77,31 +66,18 @@ def test_one_rank_of_mpirun_is_no_several_of_srun(monkeypatch):
 
 @mpi
 @no_mpirun
-@pytest.mark.parametrize(
-    "items, dealt",
-    [("abcd", "a0 b1 c2 d0"), ("ab", "a02 b1"), ("", "")],
-    ids=["one rank each", "a group for some", "nothing"],
-)
-def test_every_rank_has_what_all_made(tmp_path, programs, items, dealt):
-    (tmp_path / "shared.py").write_text(SHARED)
-    done = programs.mpirun(3, tmp_path / "shared.py", items, cwd=tmp_path)
+def test_every_rank_has_what_the_first_read(tmp_path, programs):
+    (tmp_path / "told.py").write_text(TOLD)
+    done = programs.mpirun(3, tmp_path / "told.py", "abc", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    expected = [(word[0], [int(rank) for rank in word[1:]]) for word in dealt.split()]
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} {expected}" for rank in range(3)]
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} (0, 'abc')" for rank in range(3)]
 
 
 @mpi
 @no_mpirun
-@pytest.mark.parametrize(
-    "words, code, told",
-    [
-        (("abc", "nothing"), 2, "error: nothing to do"),
-        (("abcd", "d", "b"), 2, "error: b cannot be"),  # the first in order, whoever met it
-        (("abc", "broken"), 1, "RuntimeError: broken"),
-    ],
-)
-def test_it_is_said_once_and_all_end(tmp_path, programs, words, code, told):
-    (tmp_path / "shared.py").write_text(SHARED)
-    done = programs.mpirun(3, tmp_path / "shared.py", *words, cwd=tmp_path)
+@pytest.mark.parametrize("word, code, told", [("nothing", 2, "error: nothing to do"), ("broken", 1, "Error: broken")])
+def test_it_is_said_once_and_all_end(tmp_path, programs, word, code, told):
+    (tmp_path / "told.py").write_text(TOLD)
+    done = programs.mpirun(3, tmp_path / "told.py", "abc", word, cwd=tmp_path)
     assert done.returncode == code and done.stdout == ""
     assert done.stderr.count(f"{told}\n") == 1, done.stderr

@@ -6,7 +6,7 @@ from testkit.paths import ROOT
 from testkit.programs import finish
 
 MADE = ("examples/make/make_sums.py", "examples/make/make_tiny_models.py", "docs/make/generate_docs.py")
-TOOLS = "convert_checkpoint", "show_forecast", "show_schedule", "show_timeline"
+TOOLS = "convert_checkpoint", "show_schedule"
 
 
 def test_every_program_starts_and_says_what_it_takes(programs):

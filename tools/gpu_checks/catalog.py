@@ -59,7 +59,6 @@ def _first() -> Iterator[Check]:
     yield _check("head_8192", "training_speed:check_head", 8, tokens=8192)
     yield _check("optimizer", "training_speed:check_optimizer", 6)
     yield _check("weights_to_and_fro", "training_speed:check_weights", 6)
-    yield _check("waits", "waits:check_waits", 10)
     yield _check("decode_8b_long", "speed:check_decode", 35, size="8b", points=LONG)
 
 
@@ -80,7 +79,6 @@ def _programs() -> Iterator[Check]:
     yield replace(library, background=True)
     yield _run("shared_pipelines", "programs:check_shared", 50, layouts="pipelines")
     yield _run("shared_cut", "programs:check_shared", 50, layouts="cut")
-    yield _run("kept_and_released", "kept:check_kept", 90)
     for mode in ("kv", "tokens"):
         yield _check(f"move_float32_{mode}", "migration:check_move", 4, kind="float32", mode=mode, small=True)
     yield _run("resumed", "programs:check_resumed", 60)

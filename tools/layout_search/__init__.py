@@ -1,1 +1,1 @@
-"""What a search of layouts says: tables, wishes, sizes, a curve of memory, how sure it is."""
+"""What a search of layouts says: tables, what it costs to insist, a curve of memory, how sure it is."""

@@ -1,5 +1,5 @@
 """What a search of layouts found, for people and as search.json: the best tables, the proof that none is faster, what
-wishes cost, memory against time, and how sure all that is.
+it costs to insist, memory against time, and how sure all that is.
 
 Two searches of the same say the same to the last byte.
 """
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from layout_search.sensitivity import TABLES, Swing, sensitivity
-from layout_search.wishes import Wish, cheap_wishes, dear_wishes
+from layout_search.wishes import Wish, wishes
 from text_table import aligned
 
 from rlhfuse.planning.price import CAPTURE, GENERATION, MOVES, OFFLOAD, SCHEDULES, STEPS
@@ -22,28 +20,26 @@ from rlhfuse.planning.search.search import FastestTables, Ranking, Row
 from rlhfuse.planning.training.training_problem import equal_microbatch
 from rlhfuse.tasks.task import TRAINED
 
-VERSION = 1
+VERSION = 2
 PHASES = {  # columns of the table, and the parts of a price that each sums
     "gen+inf": (GENERATION,),
     "train": (SCHEDULES, STEPS),
     "moves": (MOVES,),
     "other": (OFFLOAD, CAPTURE),
 }
-HEAD = ("", "seconds", "bound", "by rule", *PHASES, "peak GiB", "phase", "generation", "inference", *TRAINED)
+HEAD = ("", "seconds", "bound", *PHASES, "peak GiB", "phase", "generation", "inference", *TRAINED)
 HEAD += ("cut", "recompute", "sequence_parallel")
 LEFT = range(HEAD.index("phase"), len(HEAD))  # columns that begin at the left
 
 
 @dataclass(frozen=True)
 class SearchAnswer:
-    """The fastest tables; `lengths`: a line on those that it was searched for. `priced`: all rows that were, wishes'
-    among them; `swings`: of the best `TABLES`, if they were asked for."""
+    """The fastest tables; `lengths`: a line on those that it was searched for. `priced`: all rows that were."""
 
     fastest: FastestTables
     lengths: str
     wishes: tuple[Wish, ...]
     priced: tuple[Row, ...]
-    swings: tuple[Swing, ...]
     doubts: tuple[str, ...]
 
     @property
@@ -53,10 +49,10 @@ class SearchAnswer:
     def render(self) -> str:
         lines = [*header(self.fastest), self.lengths, *proof(self.fastest), *best_tables(self.fastest.rows)]
         lines += [*wishes_table(self.wishes), curve_line(self.curve)]
-        return "\n".join((*lines, *swing_lines(self.swings), "sure of it?", *(f"  {doubt}" for doubt in self.doubts)))
+        return "\n".join((*lines, "sure of it?", *(f"  {doubt}" for doubt in self.doubts)))
 
     def to_dict(self) -> dict[str, Any]:
-        """search.json; tools/try_plans.py reads world_size and, of each of the tables, overrides and parts."""
+        """search.json."""
         fastest = self.fastest
         return {
             "version": VERSION,
@@ -71,28 +67,18 @@ class SearchAnswer:
             "bound": None if fastest.bound == inf else fastest.bound,
             "priced": fastest.priced,
             "drafted": fastest.drafted,
-            "wishes": [{**wish.to_dict(), "table": wish.row and row_to_dict(wish.row)} for wish in self.wishes],
+            "wishes": [{**wish.to_dict(), "table": row_to_dict(wish.row)} for wish in self.wishes],
             "memory": [{"needed_bytes": row.needed_bytes, "seconds": row.seconds} for row in self.curve],
-            "sensitivity": [asdict(swing) for swing in self.swings],
             "doubts": list(self.doubts),
         }
 
 
-def answer_of(ranking: Ranking, fastest: FastestTables, thorough: bool = False) -> SearchAnswer:
-    """`fastest`: of `ranking`, maybe annealed: a wish that is none of them is beside the best as it was by rule, too.
-    `thorough`: with what takes searches of its own, and with wrong constants."""
-    setting, tables = ranking.setting, {row.table: row for row in fastest.rows}
-    best = next(row for row in ranking.priced if row.table == fastest.best.table)
-    wishes, swings = cheap_wishes(ranking, best), ()
-    if thorough:
-        wishes = (*dear_wishes(setting, best), *wishes)
-        again = tuple(row for row, _ in islice(ranking.ranked(), TABLES))
-        swings = tuple(sensitivity(setting, again))
-    of_these = (wish.row and tables.get(wish.row.table) for wish in wishes)
-    wishes = tuple(replace(wish, best=fastest.best, row=row) if row else wish for wish, row in zip(wishes, of_these))
-    others = (row for row in ranking.priced if row.table not in tables)
-    rows = (*fastest.rows, *others, *(wish.row for wish in wishes if wish.row))
-    return SearchAnswer(fastest, setting.inputs.lengths.told, wishes, rows, swings, doubts_of(ranking, fastest))
+def answer_of(ranking: Ranking, fastest: FastestTables) -> SearchAnswer:
+    """`fastest`: of `ranking`."""
+    tables, told = {row.table for row in fastest.rows}, ranking.setting.inputs.lengths.told
+    rows = (*fastest.rows, *(row for row in ranking.priced if row.table not in tables))
+    wanted = tuple(wishes(ranking, fastest.best))
+    return SearchAnswer(fastest, told, wanted, rows, doubts_of(ranking, fastest))
 
 
 def overrides(row: Row) -> list[str]:
@@ -106,7 +92,6 @@ def row_to_dict(row: Row) -> dict[str, Any]:
         "overrides": overrides(row),
         "seconds": row.seconds,
         "bound": row.bound,
-        "by_rule": row.by_rule,
         "parts": dict(row.price.parts),
         "needed_bytes": row.needed_bytes,
         "limit_bytes": row.limit_bytes,
@@ -131,24 +116,19 @@ def proof(fastest: FastestTables) -> tuple[str, ...]:
 
 
 def best_tables(rows: Sequence[Row]) -> list[str]:
-    """A line for each, the fastest first: seconds of an iteration as reached, and at the bound of its schedule; and
-    before schedules were annealed, where some were."""
-    lines, left = [HEAD, *(_cells(number, row) for number, row in enumerate(rows, start=1))], LEFT
-    if all(row.by_rule is None for row in rows):
-        at = HEAD.index("by rule")
-        lines, left = [(*line[:at], *line[at + 1 :]) for line in lines], range(LEFT.start - 1, LEFT.stop - 1)
-    return aligned(lines, left)
+    """A line for each, the fastest first: seconds of an iteration as reached, and at the bound of its schedule."""
+    return aligned([HEAD, *(_cells(number, row) for number, row in enumerate(rows, start=1))], LEFT)
 
 
-def wishes_table(wishes: Sequence[Wish]) -> list[str]:
+def wishes_table(wanted: Sequence[Wish]) -> list[str]:
     """What each costs, and the part of the price that grows most."""
-    lines = [("if you insist on", "it costs", "because")]
-    for wish in wishes:
-        why = "one of the best" if wish.row else ""
+    lines = [("if you insist on", "it costs at most", "because")]
+    for wish in wanted:
+        why = "one of the best"
         if wish.because:
             name, seconds, least = wish.because
             why = f"{name} {seconds:.3g} s instead of {least:.3g}"
-        lines.append((wish.wanted, "nothing fits" if wish.cost is None else f"{wish.cost:+.1%}", why))
+        lines.append((wish.wanted, f"{wish.cost:+.1%}", why))
     return aligned(lines)
 
 
@@ -157,36 +137,13 @@ def curve_line(curve: Sequence[Row]) -> str:
     return f"memory against time, of the tables priced: {points}"
 
 
-def swing_lines(swings: Sequence[Swing]) -> list[str]:
-    """The worst of all, then the constants under which another table is faster, with how much it would be."""
-    if not swings:
-        return []
-    changed = [swing for swing in swings if swing.behind > 0]
-    worst = max(swing.behind for swing in swings)
-    head = f"each constant of the machine 20% down or up, the best {TABLES} tables priced again: the first "
-    if not changed:
-        return [f"{head}stays the fastest of them"]
-    lines = [f"{head}stays within {worst:.1%} of the best of them"]
-    return lines + [
-        f"  {swing.constant} x {swing.factor:g}: table {swing.winner} is faster, the first {swing.behind:+.1%}"
-        for swing in changed
-    ]
-
-
 def doubts_of(ranking: Ranking, fastest: FastestTables) -> tuple[str, ...]:
-    """How near the second is, what of the costs was measured, and how to measure the best tables."""
+    """How near the second is, and what of the costs was measured."""
     if len(fastest.rows) > 1:
         following = f"best and second differ by {fastest.rows[1].seconds / fastest.best.seconds - 1:.1%}"
     else:
         following = "no other table fits" if fastest.bound == inf else f"others reach {fastest.reached:.4g} s or more"
-    top = min(3, len(fastest.rows))
-    tried = f"to measure the best {top}: --search --json > search.json, then tools/try_plans.py --search search.json"
-    return (
-        following,
-        f"{_measured(ranking)}{_beyond(ranking, fastest.best)}",
-        *ranking.setting.notes,
-        f"{tried} --top {top}",
-    )
+    return following, f"{_measured(ranking)}{_beyond(ranking, fastest.best)}", *ranking.setting.notes
 
 
 def _measured(ranking: Ranking) -> str:
@@ -240,7 +197,6 @@ def _cells(number: int, row: Row) -> tuple[str, ...]:
         str(number),
         f"{row.seconds:.4g}",
         f"{row.bound:.4g}",
-        f"{row.by_rule or row.seconds:.4g}",
         *(f"{part:.3g}" for part in seconds),
         gibibytes(row.needed_bytes),
         row.fullest.phase,

@@ -24,7 +24,6 @@ from rlhfuse.base.json_values import read_json
 from rlhfuse.config.spec import DeviceKind
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import load_measured_cost
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.training.training_orders import RULES
@@ -35,23 +34,29 @@ from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.simulator.lengths import TURNS, SampleLengths, read_turns
 from rlhfuse.simulator.simulation import priced_limits
 
-PHASES = ("reshard", "gen", "infer", "adv", "train", "step")  # as in the metrics timing_s/*
+NAMES = {  # of phases, as in the metrics timing_s/*
+    "reshard": "weights moved",
+    "gen": "generation",
+    "infer": "inference beyond it",
+    "adv": "advantages",
+    "train": "training",
+    "step": "whole iteration",
+}
+PHASES = tuple(NAMES)
 PARTS = PHASES[:-1]
 RECENT_ITERATIONS = 8  # that moves, advantages and training are predicted from
-RECENT_LENGTHS = 4  # batches that stand for one of unknown lengths
 GEN_INFER = ("generate", "meet", "migrate", "load", "score", "reward")  # kinds of spans that the simulator predicts
 Row = Mapping[str, Any]  # of metrics.jsonl
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One iteration: seconds by phase with its own lengths, the same with nothing moved and no sample scored before
-    the last one ends (`serial`), and with the lengths of the iterations before (`blind`)."""
+    """One iteration: seconds by phase with its own lengths, and the same with nothing moved and no sample scored before
+    the last one ends (`serial`)."""
 
     iteration: int
     seconds: dict[str, float]
     serial: dict[str, float]
-    blind: dict[str, float]
     timeline: GenInferTimeline
 
 
@@ -75,7 +80,6 @@ class Forecaster:
         edges = [_edges(spans) for spans in self._traced.values()] or [(0.0, 0.0)]
         # before the first decode step of generation with inference, and after the last score
         self._start, self._gather = (statistics.median(seconds) for seconds in zip(*edges))
-        self._timelines: dict[tuple[int, int, InstanceLimits], GenInferTimeline] = {}
 
     @property
     def iterations(self) -> tuple[int, ...]:
@@ -94,15 +98,11 @@ class Forecaster:
             raise InputError(f"iteration {iteration} is the run's first: it is predicted from those before")
         # the first iteration compiles kernels and allocates: it counts as long as there is no other
         recent = self._rows[1:index][-RECENT_ITERATIONS:] or self._rows[:1]
-        edges, timeline = self._start + self._gather, self._simulate(index, index)
+        edges, timeline = self._start + self._gather, self._simulate(index)
         known, serial = (
-            _seconds(recent, self._rows[index], made, edges)
-            for made in (timeline, self._simulate(index, index, serial=True))
+            _seconds(recent, self._rows[index], made, edges) for made in (timeline, self._simulate(index, serial=True))
         )
-        past = range(max(0, index - RECENT_LENGTHS), index)
-        guesses = [_seconds(recent, self._rows[row], self._simulate(row, index), edges) for row in past]
-        blind = {phase: statistics.mean(seconds[phase] for seconds in guesses) for phase in PHASES}
-        return Forecast(iteration, known, serial, blind, timeline)
+        return Forecast(iteration, known, serial, timeline)
 
     def training(self, iteration: int) -> tuple[float, float]:
         """Seconds of a traced iteration's mini-batches as they were ordered, and one model after the other, both
@@ -116,16 +116,13 @@ class Forecaster:
             fused, serial = fused + seconds[0], serial + seconds[1]
         return fused, serial
 
-    def _simulate(self, lengths_of: int, index: int, serial: bool = False) -> GenInferTimeline:
-        """Generation and inference of row `index`'s setting with the lengths of row `lengths_of`."""
+    def _simulate(self, index: int, serial: bool = False) -> GenInferTimeline:
+        """Generation and inference of row `index`."""
         threshold = 0 if serial else self._rows[index]["fusion/threshold"]
         before = _lengths(self._rows[max(0, index - 1)])
         limits = priced_limits(self._bs_max, self._plan.generation.limits, self._costs, before)
-        key = lengths_of, threshold, limits
-        if key not in self._timelines:
-            setting = self._plan.batch.instances, self._costs, limits
-            self._timelines[key] = simulate_gen_infer(_lengths(self._rows[lengths_of]), *setting, threshold)
-        return self._timelines[key]
+        setting = self._plan.batch.instances, self._costs, limits
+        return simulate_gen_infer(_lengths(self._rows[index]), *setting, threshold)
 
     def spans(self, iteration: int) -> list[Span]:
         """Predicted spans of an iteration of trace.json, from where the measured ones begin."""
@@ -177,14 +174,6 @@ class Forecaster:
         tied = frozenset(span.kind.split()[0] for span in seen if span.kind.endswith(" TE"))
         programs = lower(schedule, self._ranks, tied=tied, reduce=DeviceKind.of(self._plan.ranks.hardware).reduction)
         return program_times(programs, self._ranks, lambda action: scale * seconds(action))
-
-
-def predicted_spans(run: RunFiles, iteration: int) -> tuple[list[Span], str]:
-    """Predicted spans of an iteration of trace.json; or none, and why."""
-    try:
-        return Forecaster(run).spans(iteration), ""
-    except InputError as error:
-        return [], str(error)
 
 
 def action_seconds(spans: Sequence[Span]) -> Callable[[Action], float]:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rlhfuse.base.clock import GROUPS, Span
-from rlhfuse.base.errors import InputError
-
-
-def draw_iteration(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
-    """Draw the spans of one iteration into a file; its format follows the suffix of `path` (.png, .svg, .pdf)."""
-    if not spans:
-        raise InputError(f"nothing to draw in {path}: the trace holds no spans of this iteration")
-    beside = Path(path).with_name("." + Path(path).name)  # keeps the suffix, which names the format
-    iteration_figure(spans, title).savefig(beside, dpi=150)
-    os.replace(beside, path)
 
 
 def iteration_figure(spans: Sequence[Span], title: str = "") -> Figure:

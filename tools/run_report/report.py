@@ -16,8 +16,7 @@ from statistics import mean
 import jinja2
 from run_report import charts
 from run_report.charts import CURVES, accepted_share, held_out_curve
-from run_report.forecast import PHASES, Forecast, Forecaster
-from run_report.forecast_table import NAMES
+from run_report.forecast import NAMES, PHASES, Forecast, Forecaster
 from run_report.fusion_gain import gen_infer_gain, training_gain
 from run_report.idle_shares import idle_shares
 from run_report.iteration_picture import iteration_figure

@@ -58,7 +58,7 @@ Allowed = Callable[[TrainingRow, GenerationRow], bool]
 @dataclass(frozen=True)
 class Row:
     """A table that fits, its price with training as reached, its seconds at the bound of training, and the phase that
-    fills a rank most with what was reached. `by_rule`: its seconds before its schedules were annealed."""
+    fills a rank most with what was reached."""
 
     table: Table
     price: Price

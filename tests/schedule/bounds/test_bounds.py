@@ -77,7 +77,7 @@ def needed(problem):
 def test_bounds_and_claims_against_exact_optima(draw):
     """Bounds never pass the optimum, `optimal` is never said where CP-SAT finds better, search mostly finds it."""
     pytest.importorskip("ortools", reason="ortools is not installed: pip install 'rlhfuse[exact]'")
-    import exact_schedules as exact
+    from testkit import exact_schedules as exact
 
     seen = Counter()
 

@@ -48,7 +48,7 @@ def closed_problem():
 
 def test_it_never_passes_the_optimum_and_often_says_more_than_the_rules():
     pytest.importorskip("ortools", reason="ortools is not installed: pip install 'rlhfuse[exact]'")
-    import exact_schedules as exact
+    from testkit import exact_schedules as exact
 
     proved = more = 0
     for seed in range(share(PROBLEMS)):

@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
-from gpu_checks import catalog, kept, speed
+from gpu_checks import catalog, speed
 from gpu_checks.bench import Bench
 from gpu_checks.result import CheckFailed
 
@@ -16,7 +16,7 @@ GOOD = (  # they compare, and what they find is good
     *(f"{name}_{kind}" for name in ("linear_logprobs", "layer_kernels") for kind in KINDS),
     *(f"{name}_{kind}" for name in ("training_kernels", "accumulation", "training") for kind in KINDS),
     *(f"paged_attention_{kind}_{block_tokens}" for kind in KINDS for block_tokens in (16, 256)),
-    *("fused_adam", "sampler_parity", "split_backward_bfloat16", "refused_step", "graphs_float32", "waits"),
+    *("fused_adam", "sampler_parity", "split_backward_bfloat16", "refused_step", "graphs_float32"),
     *("move_float32_kv", "move_float32_tokens", "recomputed_bfloat16"),
 )
 TIMED = (
@@ -141,29 +141,8 @@ def test_what_a_step_reads_and_a_point_needs():
         assert speed.needed_bytes(large, points, 16)[0] < 60e9
 
 
-@pytest.mark.parametrize(
-    "recorded, again, keeps, good",
-    [
-        ([5, 5, 5], [5, 10, 15], (True, False), True),
-        ([5, 10, 15], [5, 10, 15], (True, False), False),  # recorded anew
-        ([5, 5, 5], [5, 5, 5], (True, True), False),  # nothing was released
-        ([0, 0, 0], [0, 0, 0], (True, False), False),  # nothing was recorded
-        ([5, 5, 5], [5, 10, 15], (False, False), False),  # not as planned
-    ],
-)
-def test_a_run_that_records_twice_is_no_kept_one(recorded, again, keeps, good):
-    found = {
-        name: {"keeps_generation": keep, "iterations": [{"recorded_shapes": count} for count in counts]}
-        for name, keep, counts in zip(("kept", "released"), keeps, (recorded, again))
-    }
-    assert kept.as_planned(found, on_gpu=True) == good
-    assert not kept.as_planned(found, on_gpu=False)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", "shared_pipelines shared_cut resumed not_finite one_rank grpo kept nccl_speedup".split()
-)
+@pytest.mark.parametrize("name", "shared_pipelines shared_cut resumed not_finite one_rank grpo nccl_speedup".split())
 def test_whole_programs_are_rehearsed(call, name):
     code, report = call("--device", "cpu", "--names", f"{name}*")
     assert code == 0 and len(report["checks"]) > 1, report

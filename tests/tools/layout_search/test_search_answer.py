@@ -12,10 +12,8 @@ from layout_search.search_answer import (
     by_phase,
     doubts_of,
     proof,
-    swing_lines,
     wishes_table,
 )
-from layout_search.sensitivity import Swing
 from layout_search.wishes import Wish
 from testkit.flat_profile import of_degree
 from testkit.search_cases import GPUS, ROWS, TRAINED, setting, table_of
@@ -67,7 +65,7 @@ def test_the_proof_says_the_bound_or_that_nothing_else_fits(answer):
 
 def test_json_says_the_same_without_rounding(answer):
     raw = json.loads(json.dumps(answer.to_dict(), allow_nan=False))
-    assert raw["version"] == 1 and raw["world_size"] == 4 and raw["bound"] == answer.fastest.bound
+    assert raw["version"] == 2 and raw["world_size"] == 4 and raw["bound"] == answer.fastest.bound
     assert raw["reached"] == answer.fastest.reached >= raw["bound"]
     for table, row in zip(raw["tables"], answer.fastest.rows, strict=True):
         assert table_of(table["overrides"]) == row.table and table["overrides"][0] == "parallel=auto"
@@ -76,45 +74,35 @@ def test_json_says_the_same_without_rounding(answer):
         assert table["needed_bytes"] == row.needed_bytes <= table["limit_bytes"]
     for wish, made in zip(raw["wishes"], answer.wishes, strict=True):
         assert wish["wanted"] == made.wanted and wish["cost"] == made.cost
-        assert made.row and wish["table"]["seconds"] == made.row.seconds
+        assert wish["table"]["seconds"] == made.row.seconds
     unbounded = replace(answer, fastest=replace(answer.fastest, bound=inf))
     assert json.loads(json.dumps(unbounded.to_dict()))["bound"] is None
 
 
 def test_wishes_are_told_with_what_they_cost_and_why(answer):
     best = answer.fastest.rows[0]
-    last = max((wish.row for wish in answer.wishes if wish.row), key=lambda row: row.seconds)
+    last = max((wish.row for wish in answer.wishes), key=lambda row: row.seconds)
     wish = Wish("another", best, last)
-    lines = wishes_table([wish, Wish("too much", best, None), Wish("the same", best, best)])
+    lines = wishes_table([wish, Wish("the same", best, best)])
     assert lines[0].split("  ")[0] == "if you insist on"
     assert wish.because is not None and wish.because[0] in lines[1]
-    assert f"{last.seconds / best.seconds - 1:+.1%}" in lines[1]
-    assert lines[2].split("  ", 1)[1].strip() == "nothing fits" and "+0.0%" in lines[3]
+    assert f"{last.seconds / best.seconds - 1:+.1%}" in lines[1] and "+0.0%" in lines[2]
 
 
 def test_the_whole_is_told_in_order(answer):
     text = answer.render()
     marks = ["searched ", "lengths are assumed", "refused:", "priced exactly", "gen+inf", "if you insist"]
     marks += ["memory against"]
-    places = [text.index(mark) for mark in [*marks, "sure of it?", "best and second differ", "tools/try_plans.py"]]
+    places = [text.index(mark) for mark in [*marks, "sure of it?", "best and second differ"]]
     assert places == sorted(places)
     assert text == answer.render() and not any(line.endswith(" ") for line in text.splitlines())
 
 
-def test_constants_under_which_another_table_wins_are_named():
-    kept, changed = Swing("flops", 0.8, 0.0, 1), Swing("host_bandwidth", 1.2, 0.031, 4)
-    assert swing_lines([]) == [] and "stays the fastest of them" in swing_lines([kept])[0]
-    head, line = swing_lines([kept, changed])
-    assert "the first stays within 3.1% of the best of them" in head
-    assert line == "  host_bandwidth x 1.2: table 4 is faster, the first +3.1%"
-
-
 def test_where_nothing_was_measured_it_is_said_with_the_degrees(ranking, answer):
-    following, measured, tried = doubts_of(ranking, answer.fastest)
+    following, measured = doubts_of(ranking, answer.fastest)
     share = answer.fastest.rows[1].seconds / answer.fastest.rows[0].seconds - 1
     assert following == f"best and second differ by {share:.1%}"
     assert "nothing was measured" in measured and "tools/profile_costs.py --tensor 1,2,4 " in measured
-    assert "--top 3" in tried
     one = replace(answer.fastest, rows=answer.fastest.rows[:1])
     assert doubts_of(ranking, one)[0].startswith("others reach ")
     assert doubts_of(ranking, replace(one, bound=inf))[0] == "no other table fits"

@@ -5,11 +5,11 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from paper.call_graph import GraphCall, graph_seconds, place_calls
 from placements.exact_search import best_plan, mesh_kinds
 from placements.mesh import Mesh, aligned_meshes, hardware_on, split_meshes
 from placements.problem import Call, Choice, MeshProblem, Option
 from placements.walk import greedy_plan, walk
+from testkit.call_graph import GraphCall, graph_seconds, place_calls
 from testkit.mesh_cases import PHASES, plans, random_problem
 from testkit.profiles import share
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paper.call_graph import GraphCall, place_calls
 from placements.across_iterations import ACTOR_LANE, CRITIC_LANE, best_lanes, period_seconds
 from placements.mesh import Mesh, hardware_on
 from placements.placements import OVERLAPPED, SHAPES, placements
 from placements.placements_text import as_dict, as_text
 from placements.problem import Call, Choice, MeshProblem, Option
 from placements.run_problem import SOURCES, RunProblem, least_mesh, run_meshes
+from testkit.call_graph import GraphCall, place_calls
 from testkit.mesh_cases import PHASES, plans, random_problem
 from testkit.profiles import examples, share
 

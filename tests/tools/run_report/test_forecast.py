@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from run_report.forecast import PARTS, PHASES, Forecaster, action_seconds, predicted_spans
-from run_report.forecast_table import ForecastTable, PhaseRow, span_table
+from run_report.forecast import PARTS, PHASES, Forecaster, action_seconds
 from run_report.report import render_report
 from run_report.run_files import RunFiles
 from testkit.finished_run import GATHER, START, write_run
@@ -20,13 +19,9 @@ def run(tmp_path_factory):
 
 
 def test_phases_that_follow_their_rules_are_predicted(run):
-    table = ForecastTable.of(run, skip=3)
-    assert table.iterations == (3, 4)
-    assert {row.phase: row.error for row in table.rows} == pytest.approx(dict.fromkeys(PHASES, 0.0), abs=1e-6)
-    assert all(row.blind_error > 0 for row in table.rows if row.phase in ("gen", "adv", "train", "step"))
-    assert "weights moved          0.100 s   0.100 s    0.0%" in table.text()
-    assert "over 2 iterations" in table.text()
-    assert [row["phase"] for row in table.to_dict()["phases"]] == list(PHASES)
+    for number in (3, 4):
+        found, measured = Forecaster(run).forecast(number).seconds, run.rows[number]
+        assert found == pytest.approx({phase: measured[f"timing_s/{phase}"] for phase in PHASES}, abs=1e-6)
 
 
 def test_graphs_that_every_iteration_records_are_predicted(run):
@@ -60,7 +55,7 @@ def test_waiting_for_the_reward_function_is_predicted(run, tmp_path):
     assert found.timeline.reward_seconds > 0.1 and fast.timeline.reward_seconds == 0
     assert found.seconds["infer"] == pytest.approx(slow.rows[4]["timing_s/infer"])
     assert found.seconds["infer"] == pytest.approx(fast.seconds["infer"] + found.timeline.reward_seconds)
-    kinds = {span.kind for span in predicted_spans(slow, 4)[0]}
+    kinds = {span.kind for span in Forecaster(slow).spans(4)}
     assert "reward" in kinds and {span.kind for span in slow.traced_iterations()[4]} == kinds
 
 
@@ -69,8 +64,7 @@ def test_the_parts_add_up_and_the_first_iteration_counts_while_there_is_no_other
     assert forecaster.iterations == (1, 2, 3, 4)
     for number in forecaster.iterations:
         found = forecaster.forecast(number)
-        for seconds in (found.seconds, found.blind):
-            assert seconds["step"] == pytest.approx(sum(seconds[part] for part in PARTS) + 0.05)
+        assert found.seconds["step"] == pytest.approx(sum(found.seconds[part] for part in PARTS) + 0.05)
         assert found.seconds["reshard"] == pytest.approx(1.0 if number == 1 else 0.1)
         edges = found.seconds["gen"] + found.seconds["infer"] - found.timeline.total_seconds
         assert edges == pytest.approx(START + GATHER)
@@ -80,8 +74,8 @@ def test_the_parts_add_up_and_the_first_iteration_counts_while_there_is_no_other
 
 def test_predicted_spans_lie_where_the_measured_ones_do(run):
     measured = run.traced_iterations()[4]
-    predicted, reason = predicted_spans(run, 4)
-    assert reason == "" and {span.group for span in predicted} == {"predicted"} and len(predicted) == len(measured)
+    predicted = Forecaster(run).spans(4)
+    assert {span.group for span in predicted} == {"predicted"} and len(predicted) == len(measured)
 
     def places(spans):
         return sorted((span.rank, span.kind, span.name, span.start_seconds, span.end_seconds) for span in spans)
@@ -105,8 +99,7 @@ def test_what_a_prediction_needs_is_named(tmp_path, name):
     (folder / name).unlink()
     run = RunFiles.read(folder)
     with pytest.raises(InputError, match=f"no {name}"):
-        ForecastTable.of(run)
-    assert predicted_spans(run, 2)[0] == []
+        Forecaster(run)
     page = render_report(run)
     assert f"no {name}: nothing can be predicted without it" in page and "predicted above measured" not in page
 
@@ -114,36 +107,9 @@ def test_what_a_prediction_needs_is_named(tmp_path, name):
 def test_a_run_of_one_iteration_is_measured_only_and_a_trace_without_their_numbers_is_shown_as_none(tmp_path):
     folder = write_run(tmp_path / "run", iterations=1)
     run = RunFiles.read(folder)
-    with pytest.raises(InputError, match="no iteration can be predicted"):
-        ForecastTable.of(run)
     assert "one iteration, and each is predicted from those before" in render_report(run)
     raw = json.loads((folder / "trace.json").read_text())
     for event in raw["traceEvents"]:
         event["args"] = {}
     (folder / "trace.json").write_text(json.dumps(raw))
     assert run.traced_iterations() and RunFiles.read(folder).traced_iterations() == {}
-
-
-def test_errors_of_both_signs_do_not_cancel():
-    row = PhaseRow("gen", measured=4.0, predicted=4.0, off=1.0, blind=6.0, blind_off=2.0)
-    table = ForecastTable((2, 3), (row,))
-    assert (table.mean_error, table.blind_mean_error) == (0.25, 0.5)
-    assert "generation             2.000 s   2.000 s   25.0%" in table.text()
-
-
-def span(kind, rank, start, seconds, group="measured"):
-    return Span(kind, kind, rank, start, start + seconds, group)
-
-
-def test_work_is_added_up_over_iterations():
-    spans = [span("reshard", rank, start, 1.0) for rank in (0, 1) for start in (0.0, 10.0)]
-    spans += [span("reshard", 0, 10.0, 0.5, "predicted"), span("score", 0, 2.0, 3.0), span("score", 0, 5.0, 1.0)]
-    lines = span_table(spans).splitlines()
-    assert lines[1:] == [
-        "   0 reshard      1.000 s   0.250 s   -0.750 s",
-        "   0 score        2.000 s   0.000 s   -2.000 s",
-        "   1 reshard      1.000 s   0.000 s   -1.000 s",
-    ]
-    for broken in ([], [span("score", 0, 0.0, 1.0)]):
-        with pytest.raises(InputError, match="no measured 'reshard'"):
-            span_table(broken)

@@ -1,22 +1,26 @@
-"""RLHFuse's figures: by formula where they follow from the settings, by simulation under stated assumptions else."""
+"""Figures of RLHFuse and PUZZLE: by formula where they follow from the settings, else as they were predicted once."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from math import exp
 from statistics import NormalDist
+from types import SimpleNamespace
+from typing import Any
 
 from page_charts import lines, stacked_pairs
 from paper.page import Content, Picture, Results, claim_row, measured, value_row
-from paper.settings import MAX_LENGTHS, Cell
+from paper.settings import MAX_LENGTHS
 from paper.table3 import PRINTED, SETTINGS, one_f_one_b_plus_makespan
 from schedule_drawing import draw_schedule
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b, serial_makespan, serial_peak_memory
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b, interleaved_problem
+from rlhfuse.schedule.rules.time_sharing import time_sharing
 from rlhfuse.schedule.search.search import SearchSettings, search
 
 COLUMNS = (  # of Table 3, as they are printed
@@ -25,12 +29,12 @@ COLUMNS = (  # of Table 3, as they are printed
 )
 FIGURE_10 = 6  # its setting among those of Table 3
 SEARCH_SECONDS = 30.0
-SIGMA = 1.0  # of the logarithm of a response's length, in settings.py
+SIGMA = 1.0  # of the logarithm of a response's length, in those predictions
 
 
-def cells_of(results: Results, variant: str, max_length: int | None = None) -> list[Cell]:
+def cells_of(results: Results, variant: str, max_length: int | None = None) -> list[Any]:
     """Predictions of a variant, of one maximum length or all."""
-    cells = [Cell(**fact) for fact in results["paper_settings"]["facts"]["cells"]]
+    cells = [SimpleNamespace(**fact) for fact in results["paper_settings"]["facts"]["cells"]]
     return [cell for cell in cells if cell.variant == variant and max_length in (None, cell.max_length)]
 
 
@@ -77,7 +81,7 @@ def settings(results: Results) -> Content:
     return replace(measured(results["paper_settings"]), pictures=pictures)
 
 
-def bars(cell: Cell) -> tuple[dict[str, float], dict[str, float]]:
+def bars(cell: Any) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds by part: serial, fused."""
     serial, fused = cell.training_seconds
     inference = cell.serial_seconds - cell.generation_seconds
@@ -118,10 +122,35 @@ def figure_10(_: Results) -> Content:
     return Content(rows, pictures=[picture], searched=report.seconds)
 
 
+def time_shared(_: Results) -> Content:
+    """PUZZLE, equation (1) and Figure 5: time-sharing of two models, as this project builds it by the paper's rule."""
+    rows = []
+    for nodes, microbatches in ((4, 4), (16, 14), (16, 16)):
+        shared = two_models(nodes, microbatches)
+        ours = float(serial_makespan(shared)) / float(evaluate(time_sharing(shared)).makespan)
+        printed = (microbatches + nodes - 1) * 4 / (microbatches * 4 + (nodes - 1) * 2)
+        what = f"speed-up of two equal models, {nodes} stages, {microbatches} micro-batches"
+        rows.append(value_row(what, "PUZZLE, equation (1)", printed, ours, ".3f"))
+    for name, rule, slot in (("time-shared", time_sharing, 9), ("serial", serial_1f1b, 15)):
+        schedule = rule(two_models(4, 4))
+        first = schedule.orders[0].index(Action("second", 0, Kind.F, 0))
+        start = float(evaluate(schedule).starts[0][first])
+        what = f"first forward of the second model on device 1, {name}: slot"
+        rows.append(value_row(what, "PUZZLE, Figure 5", slot, start + 1, "g"))
+    return Content(rows)
+
+
+def two_models(nodes: int, microbatches: int) -> FusionProblem:
+    times = (1,) * nodes, (1,) * nodes, (1,) * nodes
+    names = ("first", "second")
+    return FusionProblem(nodes, tuple(Pipeline(n, n, tuple(range(nodes)), microbatches, *times) for n in names))
+
+
 SECTIONS = {
     "rlhfuse-2": lengths_and_tail,
     "rlhfuse-3": bubbles,
     "rlhfuse-7": settings,
     "rlhfuse-table3": table_3,
     "rlhfuse-10": figure_10,
+    "puzzle-1": time_shared,
 }

@@ -2,8 +2,8 @@
 
 One interval per operation, no overlap on a node, one interval per held activation under a cumulative limit on its
 node. Times and memory are scaled to the integers that CP-SAT needs, so give problems whose numbers are multiples of
-1/400; caps may be any. How far the solver goes is given in seconds, or in its own work units, some seconds each on a
-free core: what it proves then does not depend on how busy the machine is. Needs ortools (pip install rlhfuse[exact]).
+1/400; caps may be any. How far the solver goes is given in its own work units, some seconds each on a free core, so
+that what it proves does not depend on how busy the machine is. Needs ortools (pip install rlhfuse[exact]).
 """
 
 from __future__ import annotations
@@ -24,14 +24,11 @@ class Answer:
     proved: bool
 
 
-def least_makespan(problem, *, memory=None, work=1.0, seconds=None):
-    """The least makespan; with `memory`, of the schedules whose peak is at most that. Caps always hold.
-
-    It ends after so much `work`, or where `seconds` are given after these.
-    """
-    model = _Model(problem, memory=memory)
+def least_makespan(problem, *, work=1.0):
+    """The least makespan found within so much `work`. Caps always hold."""
+    model = _Model(problem)
     model.cp.minimize(model.makespan)
-    return model.solve(model.makespan, model.times, work, seconds)
+    return model.solve(model.makespan, model.times, work)
 
 
 def least_memory(problem, makespan, *, work=1.0):
@@ -42,16 +39,16 @@ def least_memory(problem, makespan, *, work=1.0):
 
 
 class _Model:
-    def __init__(self, problem, makespan=None, memory=None):
+    def __init__(self, problem, makespan=None):
         self.cp = cp_model.CpModel()
         self.times = _scale(t for p in problem.pipelines for t in (*p.forward, *p.backward, *(p.weight_gradient or ())))
         self.times = max(self.times, _scale([problem.transfer, makespan or 0]))
         sizes = [a for p in problem.pipelines for a in (*p.activation, *(p.weight_activation or ()))]
-        self.memory = max(_scale(sizes), _scale([memory or 0]))
+        self.memory = _scale(sizes)
         horizon = self._time(_one_after_another(problem) if makespan is None else makespan)
         self.makespan = self.cp.new_int_var(0, horizon, "makespan")
         most = sum(p.microbatches for p in problem.pipelines) * sum(map(self._size, sizes))
-        self.peak = self.cp.new_int_var(0, most if memory is None else self._size(memory), "peak")
+        self.peak = self.cp.new_int_var(0, most, "peak")
         self.busy = [[] for _ in range(problem.nodes)]
         self.held = [[] for _ in range(problem.nodes)]
         for pipeline in problem.pipelines:
@@ -109,12 +106,9 @@ class _Model:
         length = self.cp.new_int_var(0, horizon, "")
         self.held[node].append((self.cp.new_interval_var(start, length, end, ""), size))
 
-    def solve(self, value, scale, work, seconds=None):
+    def solve(self, value, scale, work):
         solver = cp_model.CpSolver()
-        if seconds is None:
-            solver.parameters.max_deterministic_time = work
-        else:
-            solver.parameters.max_time_in_seconds = seconds
+        solver.parameters.max_deterministic_time = work
         solver.parameters.num_workers = 1  # several race each other
         solver.parameters.random_seed = 1
         status = solver.solve(self.cp)
