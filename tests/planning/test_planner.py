@@ -361,7 +361,7 @@ def test_a_profile_reaches_the_search(tmp_path):
 
 
 def test_bad_plans_are_refused():
-    for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({"version": 5}, "run: ranks is missing")):
+    for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({"version": 6}, "run: ranks is missing")):
         with pytest.raises(InputError, match=message):
             PlanReport.from_dict(raw, "run")
 
