@@ -153,8 +153,7 @@ class Plan:
 
     @staticmethod
     def parse(text: str) -> Plan:
-        """Read the output of `to_text`, and verify its iteration. Raises InputError or ScheduleError for a text that
-        breaks a rule."""
+        """Read the output of `to_text`. Raises InputError or ScheduleError for a text that breaks a rule."""
         values = json.loads(text)
         schedules = {}
         for rung, row in values["schedules"].items():

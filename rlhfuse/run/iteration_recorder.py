@@ -133,9 +133,9 @@ class IterationRecorder:
                 self._failing.add(tool)
                 print(f"warning: tool {tool} has failed in all its calls, the last with: {error}", flush=True)
         metrics |= fusion_metrics(done.report, done.threshold, self._plan.batch.instances)
-        for block in self._plan.iteration.blocks:  # by one rank's clock, so that the parts add up to the iteration
-            if (seconds := ranks[0].seconds.get(block.name)) is not None:
-                metrics[f"timing_s/{block.name}"] = seconds
+        seconds = ranks[0].seconds  # of one rank, so that the blocks add up to the iteration
+        names = (block.name for block in self._plan.iteration.blocks if block.name in seconds)
+        metrics |= {f"timing_s/{name}": seconds[name] for name in names}
         metrics["perf/microbatch_tokens"] = max(max(result.parts_tokens) for result in done.minibatches)
         rungs = [self._plan.batch.cut.rung_of(result.parts_tokens) for result in done.minibatches]
         metrics["fusion/microbatches"] = fmean(rungs)

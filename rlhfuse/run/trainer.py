@@ -119,9 +119,8 @@ class Trainer:
             inputs, self.inter_stage, self.rewarder, self.caller, self._requests, self._prepare_round
         )
         self.evaluator = Evaluator(inputs, self.inter_stage, self.models, self.rewarder, self.caller)
-        self.program = plan.iteration.program(rank)
-        calls = [call for block in self.program for call in block.calls]
-        self.moves = {call.role: call.name for call in calls if call.kind == "move"}
+        self.program = [block for block in plan.iteration.program(rank) if not block.calls[0].on_turn]
+        self.moves = {call.role: call.name for call in plan.iteration.calls if call.kind == "move"}
         self.executors: Mapping[Kind, Callable[[Block, IterationResult], None]] = {
             "move": self._run_moves,
             "generate": self._run_samples,
@@ -171,9 +170,8 @@ class Trainer:
         """One PPO iteration: the blocks of this rank's calls, in order; a collective."""
         done = IterationResult(iteration, self.recorder.begin(), self.threshold.threshold)
         for block in self.program:
-            if not block.on_turn:
-                self.progress(f"iteration {iteration}: {block}")
-                self.executors[block.kind](block, done)
+            self.progress(f"iteration {iteration}: {block}")
+            self.executors[block.kind](block, done)
         return done.record
 
     def _run_moves(self, block: Block, done: IterationResult) -> None:

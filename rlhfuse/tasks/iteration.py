@@ -111,10 +111,6 @@ class Block:
         """The kind of its first call, which decides whose executor runs the block."""
         return self.calls[0].kind
 
-    @property
-    def on_turn(self) -> bool:
-        return self.calls[0].on_turn
-
     def __str__(self) -> str:
         return ", ".join(call.name for call in self.calls)
 
@@ -171,60 +167,50 @@ class Iteration:
 
     def refuse_unless(self, runs: Iteration) -> Iteration:
         """Return this table if it equals `runs`. Raises InputError, naming the first call that differs."""
-        for own, other in zip_longest(self.calls, runs.calls):
-            if own != other:
-                raise InputError(
-                    f"iteration: call {(own or other).name}: not executable yet; all calls run on all ranks"
-                )
+        if different := next((a or b for a, b in zip_longest(self.calls, runs.calls) if a != b), None):
+            raise InputError(f"iteration: call {different.name}: not executable yet; all calls run on all ranks")
         return self
 
     def lines(self) -> tuple[str, ...]:
         """A table for people."""
         rows = []
-        for block in self.blocks:
-            for call in block.calls:
-                takes = "; ".join(map(str, call.takes)) + (" (on its turn)" if call.on_turn else "")
-                first, layout = block.name if call is block.calls[0] else "", str(call.layout or "")
-                rows.append((first, call.name, call.kind, layout, f"ranks {call.mesh}", takes))
+        for block, call in ((one, call) for one in self.blocks for call in one.calls):
+            takes = "; ".join(map(str, call.takes)) + " (on its turn)" * call.on_turn
+            name, layout = block.name * (call is block.calls[0]), str(call.layout or "")
+            rows.append((name, call.name, call.kind, layout, f"ranks {call.mesh}", takes))
         widths = [max(map(len, column)) for column in zip(*rows)]
         return tuple("  ".join(f"{text:{width}s}" for text, width in zip(row, widths)).rstrip() for row in rows)
 
     @staticmethod
     def of(layouts: Mapping[str, ParallelLayout], calls_function: bool = False) -> Iteration:
-        """The iteration that runs: every task of `layouts` (names of TASKS) on all ranks.
-
-        `calls_function`: a reward function scores samples too. The names of its blocks are those of the metrics
-        timing_s/*.
-        """
+        """The iteration that runs: the tasks of `layouts` (names of TASKS), each on all ranks, with a reward function
+        or without. Its blocks have the names of the metrics timing_s/*."""
         tasks = {name: TASKS[name] for name in TASKS if name in layouts}
         name, spread = next((name, layouts[name]) for name, task in tasks.items() if task.kind == "generate")
-        policy, every = tasks[name].role, Mesh(range(spread.size))
+        policy, every, responses = tasks[name].role, Mesh(range(spread.size)), (Take("responses", name, "sample"),)
         trained = {task.role: name for name, task in tasks.items() if task.kind == "train"}
         moved = {role: Take("weights", f"{role}_move") for role in trained}
-        weights, responses = tuple(Take("weights", one) for one in trained.values()), Take("responses", name, "sample")
+        weights = tuple(Take("weights", one) for one in trained.values())
         calls = []
         for role, trains in trained.items():
             there, takes = layouts[DESTINATIONS[role]], (Take("weights", trains, lag=1),)
             calls.append(Call(moved[role].giver, "move", "reshard", every, role, there, 0, takes, ("weights",)))
         takes = moved[policy], Take("threshold", "books", lag=1)
         calls.append(Call(name, "generate", "gen_infer", every, policy, spread, 0, takes, ("responses",)))
-        scored = [Take("responses", name)]
         for name, role in ((name, task.role) for name, task in tasks.items() if task.kind == "score"):
-            takes, own = (responses, moved[role]) if role in moved else (responses,), layouts[name]
+            takes, own = (*responses, *((moved[role],) if role in moved else ())), layouts[name]
             calls.append(Call(name, "score", "gen_infer", every, role, own, own.tp * own.pp, takes, (role.field,)))
-            scored.append(Take(role.field, name))
         if calls_function:
-            name, width = "reward_function", spread.tp * spread.pp
-            calls.append(Call(name, "host", "gen_infer", every, "", None, width, (responses,), ("score",)))
-            scored.append(Take("score", name))
-        calls.append(Call("samples", "meet", "gen_infer", every, takes=tuple(scored), gives=("batch",)))
-        takes = (Take("batch", "samples"),)
-        calls.append(Call("advantages", "host", "adv", every, takes=takes, gives=("advantages",)))
+            row = Call("reward_function", "host", "gen_infer", every, "", None, spread.tp, responses, ("score",))
+            calls.append(row)
+        takes = tuple(Take(call.gives[0], call.name) for call in calls if call.block == "gen_infer")
+        calls.append(Call("samples", "meet", "gen_infer", every, takes=takes, gives=("batch",)))
+        batch, advantages = Take("batch", "samples"), Take("advantages", "advantages")
+        calls.append(Call("advantages", "host", "adv", every, takes=(batch,), gives=("advantages",)))
         for role, name in trained.items():
-            takes = Take("advantages", "advantages"), Take("weights", name, lag=1)
+            takes = advantages, Take("weights", name, lag=1)
             calls.append(Call(name, "train", "train", every, role, layouts[name], 0, takes, ("weights",)))
-        takes = Take("batch", "samples"), *weights
-        calls.append(Call("books", "meet", "books", every, takes=takes, gives=("threshold",)))
+        calls.append(Call("books", "meet", "books", every, takes=(batch, *weights), gives=("threshold",)))
         calls.append(Call("checkpoint", "host", "checkpoint", every, takes=weights, on_turn=True))
         calls.append(Call("evaluation", "generate", "eval", every, policy, spread, 0, weights[:1], (), True))
         return Iteration(tuple(calls))

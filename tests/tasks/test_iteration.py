@@ -146,7 +146,7 @@ def test_the_iteration_that_runs(layouts, calls_function):
     assert ends(iteration, random.Random(2)) and iteration.refuse_unless(iteration) is iteration
     assert from_json(Iteration, to_json(iteration), "plan") == iteration
     assert {call.name: call.layout for call in iteration.calls if call.name in parsed} == parsed
-    every = [block.name for block in iteration.program(3) if not block.on_turn]
+    every = [block.name for block in iteration.program(3) if not block.calls[0].on_turn]
     assert every == ["reshard", "gen_infer", "adv", "train", "books"]
     assert iteration.lines()[0].split()[:4] == ["reshard", "actor_move", "move", layouts["generation"]]
 
