@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Annotated
+
+from pydantic import PlainSerializer, PlainValidator
 
 from rlhfuse.base.errors import InputError
 
@@ -78,3 +81,6 @@ class ParallelLayout:
         """Global layer numbers of each pipeline stage of a model of `layers`."""
         ends = tuple(accumulate(self.cut or self.even_cut(layers)))
         return tuple(range(start, stop) for start, stop in zip((0, *ends), ends))
+
+
+LayoutText = Annotated[ParallelLayout, PlainValidator(ParallelLayout.parse), PlainSerializer(str)]  # in JSON

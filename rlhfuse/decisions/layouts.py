@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import PlainSerializer, PlainValidator
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.base.parallel_layout import LayoutText, ParallelLayout
 from rlhfuse.config.auto_layouts import layout_rows
 from rlhfuse.config.settings import ParallelConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
@@ -18,8 +18,7 @@ from rlhfuse.config.values import AUTO
 from rlhfuse.tasks.role import Role, role_named
 from rlhfuse.tasks.task import TASKS, TRAINED
 
-LayoutText = Annotated[ParallelLayout, PlainValidator(ParallelLayout.parse), PlainSerializer(str)]  # in JSON
-RoleName = Annotated[Role, PlainValidator(role_named), PlainSerializer(str)]  # likewise
+RoleName = Annotated[Role, PlainValidator(role_named), PlainSerializer(str)]  # in JSON
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Programs
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
+from rlhfuse.tasks.iteration import Iteration
 from rlhfuse.tasks.role import Role, role_named
 
 
@@ -58,6 +59,13 @@ class Plan:
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
         return from_json(tuple[Task, ...], self.document["tasks"], "plan")
+
+    @cached_property
+    def iteration(self) -> Iteration:
+        """The calls of an iteration, verified. Raises InputError for a table that could hang, or does not run yet."""
+        runs = Iteration.of({task.name: task.layout for task in self.tasks}, bool(self.config.reward.function))
+        table = from_json(Iteration, self.document["iteration"], "plan")
+        return table.verify(self.world_size).refuse_unless(runs)
 
     @cached_property
     def batch(self) -> BatchArithmetic:
@@ -157,4 +165,6 @@ class Plan:
             "notes": tuple(values["notes"]),
             "pace": values["pace"] and PacedCost.from_dict(values["pace"], "plan"),
         }
-        return Plan(**{**values, **changed})
+        plan = Plan(**{**values, **changed})
+        _ = plan.iteration
+        return plan

@@ -41,6 +41,7 @@ from rlhfuse.schedule.rules.builders import min_memory, serial_makespan
 from rlhfuse.schedule.search.worker import kernel_group
 from rlhfuse.simulator import simulation
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
+from rlhfuse.tasks.iteration import Iteration
 
 
 def plan_job(job: Job) -> Plan:
@@ -79,7 +80,7 @@ def make_plan(draft: PlanDraft, kept: Path | None = None) -> Plan:
         pace=draft.inputs.paced,
         costs=draft.costs,
     )
-    _ = plan.programs  # a schedule that could hang is found here
+    _ = plan.programs, plan.iteration  # one that could hang is found here
     return plan
 
 
@@ -111,6 +112,7 @@ def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) ->
     return PlanReport(
         ranks=PlannedRanks(draft.world_size, inputs.hardware.name, draft.run.config.trainer.dtype, draft.paced),
         tasks=draft.tasks,
+        iteration=Iteration.of({task.name: task.layout for task in draft.tasks}, bool(draft.config.reward.function)),
         batch=batch,
         memory=memory,
         weight_moves=moves,

@@ -6,7 +6,7 @@ Its time is a part of the run like any other: `timing_s/books`, the log of the i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -41,28 +41,29 @@ from rlhfuse.run.sampling.tool_caller import ToolStats
 from rlhfuse.run.threshold_controller import ThresholdController, step_observations
 
 
-@dataclass(frozen=True)
-class IterationResult:
-    """An iteration that has run on this rank."""
-
-    number: int
-    work: Piece  # all of it so far
-    threshold: int  # R_t
-    report: GenInferReport
-    batch: RolloutBatch
-    algorithm: AlgorithmConfig  # as in force
-    minibatches: list[MinibatchResult]
-    peak_bytes: Mapping[str, int]  # by phase
-    filtered: Mapping[str, Any]  # metrics of groups that were filtered
-    tools: ToolStats | None = None  # this rank's calls; None for a run without tools
-
-
 class IterationRecord(NamedTuple):
     """What is written down of an iteration."""
 
     metrics: dict[str, Any]
     spans: list[Span]  # of every rank
     samples: list[SampleText]
+
+
+@dataclass
+class IterationResult:
+    """An iteration on this rank: every block adds what it gives."""
+
+    number: int
+    work: Piece  # all of it so far
+    threshold: int  # R_t
+    report: GenInferReport = field(init=False)
+    filtered: Mapping[str, Any] = field(init=False)  # metrics of groups that were filtered
+    batch: RolloutBatch = field(init=False)
+    algorithm: AlgorithmConfig = field(init=False)  # as in force
+    minibatches: list[MinibatchResult] = field(init=False)
+    peak_bytes: Mapping[str, int] = field(init=False)  # by phase
+    tools: ToolStats | None = None  # this rank's calls; None for a run without tools
+    record: IterationRecord = field(init=False)
 
 
 class IterationRecorder:
@@ -132,8 +133,9 @@ class IterationRecorder:
                 self._failing.add(tool)
                 print(f"warning: tool {tool} has failed in all its calls, the last with: {error}", flush=True)
         metrics |= fusion_metrics(done.report, done.threshold, self._plan.batch.instances)
-        for key in ("reshard", "adv", "train"):  # by one rank's clock, so that the parts add up to the iteration
-            metrics[f"timing_s/{key}"] = ranks[0].seconds[key]
+        seconds = ranks[0].seconds  # of one rank, so that the blocks add up to the iteration
+        names = (block.name for block in self._plan.iteration.blocks if block.name in seconds)
+        metrics |= {f"timing_s/{name}": seconds[name] for name in names}
         metrics["perf/microbatch_tokens"] = max(max(result.parts_tokens) for result in done.minibatches)
         rungs = [self._plan.batch.cut.rung_of(result.parts_tokens) for result in done.minibatches]
         metrics["fusion/microbatches"] = fmean(rungs)

@@ -1,8 +1,8 @@
-"""PPO with both fusions: one iteration after another, the same program on every rank.
+"""PPO with both fusions: one iteration after another, every rank through the blocks of its own calls.
 
-actor and critic into their generation and inference layouts -> generate and score (inter-stage fusion, paper
-section 4) -> rewards and advantages over the whole batch -> mini-batches through the fused pipeline (section 5)
--> lengths give the next R_t -> held-out prompts, where it is their turn -> metrics
+move: actor and critic into their generation and inference layouts -> generate, score (inter-stage fusion, paper
+section 4) -> host: rewards and advantages over the whole batch -> train: mini-batches through the fused pipeline
+(section 5) -> meet: lengths give the next R_t, and metrics
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from rlhfuse.run.sampling.function_reward import AS_DRAWN, FunctionRewarder
 from rlhfuse.run.sampling.group_sampler import GroupSampler
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 from rlhfuse.run.threshold_controller import ThresholdController
+from rlhfuse.tasks.iteration import Block, Kind
 from rlhfuse.tasks.role import POLICY, Role
 from rlhfuse.tasks.task import DESTINATIONS
 
@@ -119,6 +120,15 @@ class Trainer:
             inputs, self.inter_stage, self.rewarder, self.caller, self._requests, self._prepare_round
         )
         self.evaluator = Evaluator(inputs, self.inter_stage, self.models, self.rewarder, self.caller)
+        self.program = [block for block in plan.iteration.program(rank) if not block.calls[0].on_turn]
+        self.moves = {call.role: call.name for call in plan.iteration.calls if call.kind == "move"}
+        self.executors: Mapping[Kind, Callable[[Block, IterationResult], None]] = {
+            "move": self._run_moves,
+            "generate": self._run_samples,
+            "host": self._run_advantages,
+            "train": self._run_training,
+            "meet": self._run_books,
+        }
 
     def _build_engine(self) -> Engine:
         place = self.models.place
@@ -158,39 +168,49 @@ class Trainer:
         return sum(one.under_way() for one in (self.rewarder, self.caller) if one)
 
     def iterate(self, iteration: int) -> IterationRecord:
-        """One PPO iteration; a collective."""
-        work = self.recorder.begin()
-        self.progress(f"iteration {iteration}: moving weights")
-        with self.clock.work("reshard", iteration=iteration):
+        """One PPO iteration: the blocks of this rank's calls, in order; a collective."""
+        done = IterationResult(iteration, self.recorder.begin(), self.threshold.threshold)
+        for block in self.program:
+            self.progress(f"iteration {iteration}: {block}")
+            self.executors[block.kind](block, done)
+        return done.record
+
+    def _run_moves(self, block: Block, done: IterationResult) -> None:
+        with self.clock.work(block.name, iteration=done.number):
             self._reshard()
-        threshold = self.threshold.threshold
-        report, filtered = self.sampler.run(iteration, threshold, self.threshold.limits)
-        self.engine.learn(piece for rollout in report.rollouts for piece in rollout.pieces())
+
+    def _run_samples(self, block: Block, done: IterationResult) -> None:
+        done.report, done.filtered = self.sampler.run(done.number, done.threshold, self.threshold.limits)
+        self.engine.learn(piece for rollout in done.report.rollouts for piece in rollout.pieces())
         if news := self.engine.news():
             print(f"rank {self.rank}: {news}", flush=True)
-        with self.clock.work("adv", iteration=iteration):
-            batch = RolloutBatch.from_rollouts(report.rollouts)
-            batch = combine_rewards(batch, report.function_scores, self.config.reward)
+
+    def _run_advantages(self, block: Block, done: IterationResult) -> None:
+        with self.clock.work(block.name, iteration=done.number):
+            batch = RolloutBatch.from_rollouts(done.report.rollouts)
+            batch = combine_rewards(batch, done.report.function_scores, self.config.reward)
             batch.check_finite()
-            algorithm = self._effective_config(batch)
+            done.algorithm = algorithm = self._effective_config(batch)
             if algorithm.mask_truncated_completions:
                 batch = batch.counting(~batch.truncated)
             batch = add_token_rewards(batch, algorithm, self.config.rollout.max_response_tokens)
-            batch = add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
-        with self.clock.work("train", span=False):  # its actions have their own spans
-            minibatches = self._train(iteration, batch, algorithm)
-        self.progress(f"iteration {iteration}: recording metrics")
-        self._steer(iteration, batch)
-        peaks = {"base": self.memory.base_bytes, **self.memory.take()}
-        called = self.caller.take_stats() if self.caller else None
-        parts = report, batch, algorithm, minibatches, peaks, filtered
-        return self.recorder.finish(IterationResult(iteration, work, threshold, *parts, called))
+            done.batch = add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
+
+    def _run_training(self, block: Block, done: IterationResult) -> None:
+        with self.clock.work(block.name, span=False):  # its actions have their own spans
+            done.minibatches = self._train(done.number, done.batch, done.algorithm)
+
+    def _run_books(self, block: Block, done: IterationResult) -> None:
+        self._steer(done.number, done.batch)
+        done.peak_bytes = {"base": self.memory.base_bytes, **self.memory.take()}
+        done.tools = self.caller.take_stats() if self.caller else None
+        done.record = self.recorder.finish(done)
 
     def evaluate(self, iteration: int) -> Evaluation:
         """Held-out prompts, by the actor as it is after `iteration`; -1: before the first. A collective."""
         work = self.clock.begin()
         when = f"after iteration {iteration}" if iteration >= 0 else "before training"
-        self.progress(f"evaluation {when}: moving weights")
+        self.progress(f"evaluation {when}: {self.moves[POLICY]}")
         self._reshard(for_training=False)
         evaluation = self.evaluator.run(iteration, self.threshold.threshold, self.threshold.limits)
         self.memory.take()  # the peaks that are shown are training's
@@ -230,7 +250,7 @@ class Trainer:
 
     def _prepare_round(self) -> None:
         """The engine again ready in an iteration."""
-        self.progress("a further round of groups: moving weights")
+        self.progress(f"a further round of groups: {self.moves[POLICY]}")
         if self.plan.keeps_generation:
             self.memory.switch("generation")
             self.engine.resume()
@@ -247,7 +267,7 @@ class Trainer:
         generation = self.models.generation
         generation.allocate()
         self._move(POLICY, generation.module)
-        for role in (role for role in self.models.frozen if for_training and role.trains):
+        for role in (role for role in self.models.frozen if for_training and role in self.moves):
             offloaded = self.models.frozen[role].offloaded
             offloaded.allocate()
             self._move(role, offloaded.module)
@@ -272,10 +292,11 @@ class Trainer:
         self.models.load_optimizers()
         lr = {str(role): self.learning_rate(role, iteration) for role in self.models.trained}
         results: list[MinibatchResult] = []
+        trains = next(block for block in self.program if block.kind == "train")
         seed, count = self.config.trainer.seed, algorithm.minibatches
         for epoch in range(algorithm.epochs):
             for indices in split_minibatches(len(batch), count, seed, iteration, epoch):
-                self.progress(f"iteration {iteration}: training mini-batch {len(results)}")
+                self.progress(f"iteration {iteration}: {trains} mini-batch {len(results)}")
                 results.append(self.training.run(batch.select(indices), lr, algorithm))
         if self.plan.offload_phase:
             self.models.offload_optimizers(free=False)

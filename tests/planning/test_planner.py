@@ -360,8 +360,24 @@ def test_a_profile_reaches_the_search(tmp_path):
     assert orders[0] != orders[1]
 
 
+def test_ranks_refuse_an_iteration_that_could_hang_or_does_not_run_yet():
+    plan = shared_plan()
+    assert all(line in plan.summary for line in plan.iteration.lines()) and Plan.parse(plan.to_text()) == plan
+    changes = (
+        (0, {"takes": []}, "call actor_move: not executable yet"),
+        (2, {"mesh": "0-1", "layout": "d2t1p1"}, "call generation: not executable yet"),
+        (2, {"mesh": "0-1"}, "call generation: layout d4t1p1 has 4 ranks"),
+        (3, {"takes": [{"field": "responses", "giver": "samples"}]}, "call reference_inference: takes responses of "),
+    )
+    for number, change, message in changes:
+        raw = json.loads(plan.to_text())
+        raw["document"]["iteration"]["calls"][number] |= change
+        with pytest.raises(InputError, match=message):
+            Plan.parse(json.dumps(raw))
+
+
 def test_bad_plans_are_refused():
-    for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({"version": 5}, "run: ranks is missing")):
+    for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({"version": 6}, "run: ranks is missing")):
         with pytest.raises(InputError, match=message):
             PlanReport.from_dict(raw, "run")
 

@@ -147,9 +147,9 @@ def test_what_ends_a_run_costs_no_iteration(runs):
         assert assert_same_bits(whole, run) == ["metrics", "export/actor", "export/best/actor"]
         assert (run / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
 
-    stopped(part, settings, "iteration 0: training mini-batch 0", 1)
+    stopped(part, settings, "iteration 0: actor_train mini-batch 0", 1)
     shutil.copytree(part, twice)
-    stopped(twice, again, "evaluation after iteration 1: moving weights", 2)
+    stopped(twice, again, "evaluation after iteration 1: actor_move", 2)
     assert [bool(values_of(row)) for row in metrics_of(twice)] == [False, True]
     completed(twice)
 

@@ -122,7 +122,7 @@ def test_the_fix_is_that_of_the_error(number, fix):
 # whole runs -----------------------------------------------------------------------------------------------------
 
 FULL = (  # when the disk is full (testkit/killed_training.py); lines, checkpoint and export then race to meet it
-    "0 full 1 start.1, .*: training mini-batch 1",
+    "0 full 1 start.1, .*train mini-batch 1",
     "0 full 2 file begins",
     "0 full 1 exporting models",
 )

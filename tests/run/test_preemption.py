@@ -18,7 +18,7 @@ NOTICES = (
     ("0 notice 1 building models", 0, "stopped by SIGUSR1 in: "),
     ("1 notice 2 start.0, .*: generation: step", 1, "stopped: 1 of 5 iterations are done, saved in "),
     ("1 stuck 1 start.0, .*: inference: ", 1, "not done in time, 1 s (trainer.grace_seconds): iteration 1 of 5 is"),
-    ("1 notice 1 start.0, .*: training mini-batch 1", 2, "stopped: 2 of 5 iterations are done, saved in "),
+    ("1 notice 1 start.0, .*train mini-batch 1", 2, "stopped: 2 of 5 iterations are done, saved in "),
     ("0 late 1 start.0, .*: inference: ", 3, "stopped: 3 of 5 iterations are done, saved in "),
     ("1 notice 1 start.0, .*: file begins", 4, "stopped: 4 of 5 iterations are done, saved in "),
     ("0 notice 1 evaluation after iteration 4", 5, "stopped: 5 of 5 iterations are done, saved in "),

@@ -20,7 +20,7 @@ KILLS = (
     "1 one 1 inter-stage: migration",
     "1 one 1 start.1, .*: inference: ",
     "0 one 1 start.0, .*: inference: ",
-    "1 one 1 start.0, .*: training mini-batch 0",
+    "1 one 1 start.0, .*train mini-batch 0",
     "1 one 3 start.1, .*: actor:",
     "0 one 1 file begins",
     "1 one 2 file begins",

@@ -35,10 +35,10 @@ KINDS = {  # of work, by the words of it, and the seconds that an end may come l
     "export": ("exporting", 0.02),
     "evaluation": ("evaluat", 0.5),
     "tool": ("wait for tools|tool .* of sample", 0.3),
-    "generation": ("generation|moving weights", 0.2),
+    "generation": ("generation|_move", 0.2),
     "inference": ("inference: [^w]|inter-stage", 0.1),
     "reward": ("reward function", 0.3),
-    "training": ("training|actor:|critic:", 0.3),
+    "training": ("_train|actor:|critic:", 0.3),
     "saving": ("", 0.02),
 }
 FUNCTIONS = '''import random, time

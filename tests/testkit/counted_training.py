@@ -26,7 +26,7 @@ def main() -> int:
     progress, first = Watchdog.progress, os.environ["LOCAL_RANK"] == "0"
 
     def noted(self: Watchdog, doing: str) -> None:
-        if first and (found := re.fullmatch(r"iteration (\d+): moving weights", doing)):
+        if first and (found := re.fullmatch(r"iteration (\d+): actor_move.*", doing)):
             with open(f"{os.environ['COUNTED']}.{os.environ['GROUP_RANK']}", "a") as file:
                 print(found[1], *sent(), file=file)
         progress(self, doing)

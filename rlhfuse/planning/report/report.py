@@ -18,6 +18,7 @@ from rlhfuse.planning.training.stage_cuts import StageBalance
 from rlhfuse.planning.training.training_orders import OrderPromise
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 from rlhfuse.simulator.threshold import Threshold
+from rlhfuse.tasks.iteration import Iteration
 
 WORTH_SEARCHING = 0.01  # gap of a schedule above which people should know how to search on
 
@@ -128,10 +129,11 @@ class GenerationPlan:
 class PlanReport(Versioned):
     """A run's decisions and its predicted cost. `files` are what the run will write: names, and what each is."""
 
-    version = 5
+    version = 6
 
     ranks: PlannedRanks
     tasks: tuple[Task, ...]
+    iteration: Iteration
     batch: BatchArithmetic
     memory: MemoryPlan
     weight_moves: tuple[LayoutMove, ...]
@@ -160,6 +162,7 @@ class PlanReport(Versioned):
         blocks = (
             (self.title, ()),
             ("tasks", tuple(map(str, self.tasks))),
+            ("calls of an iteration, by block", self.iteration.lines()),
             ("batch", (*self.batch.lines(), most_tokens)),
             ("memory per rank, at most: when all samples are as long as they can become", self.memory.lines()),
             ("weight moves per iteration, all ranks together", move_lines(self.weight_moves)),

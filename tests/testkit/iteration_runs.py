@@ -1,0 +1,88 @@
+"""A small interpreter of iteration tables: ranks walk their lists in a random interleaving, or wait for ever."""
+
+from itertools import product
+
+UNITS = 4  # that every call gives: samples, two of which are a group
+WHOLE = (1 << UNITS) - 1
+
+
+class IterationRun:
+    """A few iterations of one table without a barrier between them.
+
+    A step is what some ranks enter together: calls of one block and phase on the same ranks, or what a worker serves.
+    Within a block no order is given between two steps of a phase: every rank takes one of its own.
+    """
+
+    def __init__(self, iteration, world_size, random):
+        self.random, self.lists = random, [[] for _ in range(world_size)]  # of each rank: its steps
+        self.ranks, self.serves, self.calls = [], [], []  # by step
+        self.whole, self.parts = {}, {}  # by call and iteration: calls that it waits for, as a whole or by unit
+        number = {call.name: i for i, call in enumerate(iteration.calls)}
+        last = 1 + max((take.lag for call in iteration.calls for take in call.takes), default=0)
+        for at, block, phase in product(range(last + 1), iteration.blocks, range(3)):
+            calls = [call for call in block.calls if call.phase == phase and not (call.on_turn and at == 1)]
+            steps = {}
+            for call in calls:
+                key, beside = at * len(number) + number[call.name], {one.name for one in block.calls}
+                takes = [(take, (at - take.lag) * len(number) + number[take.giver]) for take in call.takes]
+                takes = [(take, giver, phase == 1 and not take.lag and take.giver in beside) for take, giver in takes]
+                self.whole[key] = [giver for take, giver, streamed in takes if giver >= 0 and not streamed]
+                self.parts[key] = [(giver, take.unit == "group") for take, giver, streamed in takes if streamed]
+                width = max(one.worker for one in calls if one.mesh == call.mesh) or len(call.mesh)
+                for i in range(0, len(call.mesh), width):
+                    steps.setdefault(call.mesh[i : i + width], []).append(key)
+            numbered = list(zip(range(len(self.ranks), len(self.ranks) + len(steps)), steps))
+            self.ranks += steps
+            self.calls += steps.values()
+            self.serves += [phase == 1] * len(steps)
+            for rank, own in enumerate(self.lists):
+                own += random.sample(mine := [step for step, ranks in numbered if rank in ranks], len(mine))
+
+    def ends(self):
+        """Whether all ranks come to the end of their lists, in one random interleaving."""
+        self.given, self.place = dict.fromkeys(self.whole, 0), [0] * len(self.lists)
+        self.there, self.entered = [0] * len(self.ranks), [False] * len(self.ranks)
+        walking = [rank for rank, own in enumerate(self.lists) if own]
+        for rank in walking:
+            self.there[self.lists[rank][0]] += 1
+        while walking:
+            self.random.shuffle(walking)
+            if not sum([self._go_on(rank) for rank in walking]):
+                return False
+            walking = [rank for rank in walking if self.place[rank] < len(self.lists[rank])]
+        return True
+
+    def _go_on(self, rank):
+        """Let a rank do one piece of work, if it can."""
+        step = self.lists[rank][self.place[rank]]
+        ranks, calls, given = self.ranks[step], self.calls[step], self.given
+        if not self.entered[step]:
+            ready = self.serves[step] or all(given[one] == WHOLE for call in calls for one in self.whole[call])
+            if self.there[step] < len(ranks) or not ready:
+                return False
+            self.entered[step] = True
+        if self.serves[step]:
+            for call in calls:
+                if given[call] != WHOLE and (units := self._free(call)):
+                    given[call] |= units if self.random.random() < 0.5 else units & -units
+                    return True
+            if any(given[call] != WHOLE for call in calls):
+                return False
+        else:  # its own share, whatever the others do
+            share = sum(1 << unit for unit in range(UNITS) if ranks[unit % len(ranks)] == rank)
+            for call in calls:
+                given[call] |= share
+        self.place[rank] += 1
+        if self.place[rank] < len(self.lists[rank]):
+            self.there[self.lists[rank][self.place[rank]]] += 1
+        return True
+
+    def _free(self, call):
+        """The units that a worker can begin."""
+        units = WHOLE & ~self.given[call]
+        for giver in self.whole[call]:
+            units *= self.given[giver] == WHOLE
+        for giver, by_group in self.parts[call]:
+            there = self.given[giver]
+            units &= 3 * (there & there >> 1 & 0b0101) if by_group else there
+        return units
