@@ -25,6 +25,14 @@ from rlhfuse.schedule.io import load_schedule
 RECOMPUTE = "trainer.recompute"
 
 
+def check_job(job: Job) -> None:
+    """Raise InputError for settings that cannot be, whatever the lengths of samples."""
+    shortest = job.config.with_(data={"max_prompt_tokens": 1}, rollout={"max_response_tokens": 1})
+    run = settle_but_layouts(replace(job, config=shortest))
+    if not searched_keys(run.config):
+        run.rules.table()
+
+
 def settle(job: Job) -> SettledRun:
     """The run in which nothing is auto that the job or a search of layouts decides; given values stay.
 

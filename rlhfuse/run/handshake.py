@@ -23,6 +23,7 @@ from rlhfuse.base.launcher import ranks_per_node
 from rlhfuse.costs.machine import Host
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.plan import Plan
+from rlhfuse.run.planning_process import PlanningProcess
 from rlhfuse.run.preflight import Planner
 
 SHOWN = 3  # differences, and ranks that differ, in a message
@@ -36,6 +37,7 @@ class Handshake(Planner):
     def __init__(self, store: Store, rank: int, world_size: int, patience_seconds: float) -> None:
         """`patience_seconds`: how long rank 0 waits for the others, and these for a plan."""
         self._store, self._rank, self._world_size = store, rank, world_size
+        self._planning = None if rank else PlanningProcess()
         self._patience = patience_seconds
 
     def day(self) -> str:
@@ -65,15 +67,18 @@ class Handshake(Planner):
                 self._store.compare_set(FAILED, "", f"rank {self._rank}: {error}")
                 self._wait([ERROR])  # raises it
             raise
+        finally:
+            if self._planning:
+                self._planning.close()
 
     def check(self, job: Job) -> None:
-        if self._rank == 0:
-            super().check(job)
+        if self._planning:
+            self._planning.check(job)
 
     def plan(self, job: Job) -> Plan:
         """Rank 0's plan, on every rank. Raises JointError for ranks that found different inputs."""
         self._store.set(f"found/{self._rank}", json.dumps({"host": asdict(job.host), "facts": facts_of(job)}))
-        if self._rank:
+        if self._planning is None:
             return Plan.parse(self._wait(["plan"])[0])
         found = [json.loads(text) for text in self._wait([f"found/{rank}" for rank in range(self._world_size)])]
         if differs := difference([one["facts"] for one in found]):
@@ -82,7 +87,7 @@ class Handshake(Planner):
         least = Host.least(hosts)
         if len({host.gpu if job.device == "cuda" else host for host in hosts}) > 1:
             print(f"machines differ: planning for the smallest of each resource, {least}", flush=True)
-        plan = super().plan(replace(job, host=least))
+        plan = self._planning.plan(replace(job, host=least))
         self._store.set("plan", plan.to_text())
         return plan
 

@@ -20,7 +20,7 @@ import torch
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import is_listed
 from rlhfuse.base.json_values import LARGEST
-from rlhfuse.config.auto_layouts import inference_layout, searched_keys
+from rlhfuse.config.auto_layouts import inference_layout
 from rlhfuse.config.device_defaults import is_for_gpus
 from rlhfuse.config.load import model_folder
 from rlhfuse.config.rules import check_config
@@ -71,16 +71,13 @@ class RunInputs:
 
 
 class Planner:
-    """Plans in this process. Ranks other than the first have another one (handshake.py)."""
+    """Plans in this process. Ranks have another one (handshake.py)."""
 
     def check(self, job: Job) -> None:
         """Raise InputError for settings that cannot be, whatever the lengths of samples: prompts take long to read."""
-        from rlhfuse.planning.settle import settle_but_layouts  # ranks that do not plan do not import planning
+        from rlhfuse.planning.settle import check_job  # ranks do not import it
 
-        shortest = job.config.with_(data={"max_prompt_tokens": 1}, rollout={"max_response_tokens": 1})
-        run = settle_but_layouts(replace(job, config=shortest))
-        if not searched_keys(run.config):
-            run.rules.table()
+        check_job(job)
 
     def plan(self, job: Job) -> Plan:
         """The plan of a job. Raises InputError, or ScheduleError for a schedule that could hang."""
