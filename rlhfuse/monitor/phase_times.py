@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhfuse.tasks.role import LEARNERS
+
 PHASES = {  # metric -> what people call it
     "timing_s/gen": "generation",
     "timing_s/infer": "inference beyond it",
@@ -22,8 +24,7 @@ PHASES = {  # metric -> what people call it
 }
 UTILISATION = {
     "perf/mfu/gen_infer": "generation and inference",
-    "perf/mfu/actor": "actor's training",
-    "perf/mfu/critic": "critic's training",
+    **{f"perf/mfu/{role}": f"{role}'s training" for role in LEARNERS},
     "perf/mfu/step": "whole iteration",
 }
 WARM_UP_ITERATIONS = 1

@@ -25,7 +25,7 @@ def compile_for_drafts() -> None:
 
 def run_kernels() -> None:
     """Bound, reach and move next to nothing, so that each kernel is in numba's cache afterwards."""
-    problem = FusionProblem(1, (Pipeline("actor", "actor", (0,), 1, (1,), (2,), (1,)),))
+    problem = FusionProblem(1, (Pipeline("one", "one", (0,), 1, (1,), (2,), (1,)),))
     latency_bound(problem)
     reached_by_rule(problem, tries=1)
     sizes: dict[str, Any] = dict(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, mlp=8, vocab=16, context=16)

@@ -24,7 +24,7 @@ from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.instance_limits import InstanceLimits
-from rlhfuse.fusion.inter.report import GenInferReport
+from rlhfuse.fusion.inter.report import CALLS, GenInferReport
 from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.device import Device
 from rlhfuse.planning.plan import Plan
@@ -252,7 +252,7 @@ class ThresholdController:
             swap_in=[row[0] for row in rows("load")] or [former.swap_in] if scores else [0.0],
             meeting=[row[0] for row in rows("meeting")] or [0.0],
             release=[row[0] for row in rows("release")] or [0.0],
-            reward=rows("reward"),
+            reward=rows(CALLS),
             capture=capture,
         )
 

@@ -126,7 +126,7 @@ def test_a_reward_model_without_tokenizer_is_refused_by_a_run_and_named_by_a_dry
 def test_end_tokens_of_the_tokenizer_are_in_force_where_the_models_files_name_none(folder, capsys):
     change_json(folder / CONFIG, eos_token_id=None)
     inputs = check_inputs(load_config(folder / "run.yaml"), 2)
-    assert inputs.models.specs["actor"].eos_token_ids == (2,) == inputs.draft.specs["actor"].eos_token_ids
+    assert inputs.models.specs["actor"].eos_token_ids == (2,)
     change_json(folder / "actor" / "tokenizer_config.json", eos_token=None)
     assert "names an end token: set rollout.stop_token_ids" in refused(folder)
     assert check_inputs(load_config(folder / "run.yaml", ["rollout.ignore_eos=true"]), 2)
@@ -183,9 +183,8 @@ def test_only_the_models_of_the_run_are_looked_for(folder):
     settings = [f"reward.function={folder}/mine.py:score", "reward.signature=trl", "reward.path=''"]
     settings += ["algorithm.name=grpo", "reference.path=none", "algorithm.kl_coef=0"]
     inputs = check_inputs(load_config(folder / "run.yaml", settings), 2)
-    assert set(inputs.models.specs) == {"actor"} and list(inputs.draft.ranks.shape.layouts) == ["actor"]
-    plan = PlanReport.of(make_plan(inputs.draft))
-    assert "critic" not in plan.render() and plan.seconds.fused > 0
+    assert set(inputs.models.specs) == {"actor"} and list(inputs.plan.ranks.shape.layouts) == ["actor"]
+    assert "critic" not in inputs.plan.summary and inputs.plan.iteration_seconds > 0
 
 
 def test_a_schedule_for_other_layouts(good, tmp_path):

@@ -19,6 +19,8 @@ from gpu_checks.bench import SHAPES, TINY, Bench, write_model
 from gpu_checks.ranks import fork_ranks
 from gpu_checks.result import CheckFailed, require
 
+from rlhfuse.tasks.task import TRAINED
+
 SERIAL = ("fusion.inter_stage=false", "fusion.intra_stage=false")
 NEAR = 1e-2  # largest relative difference between metrics of two float32 runs that differ in the order of their sums
 APART = 0.1  # the same of bfloat16, which promises no bits
@@ -30,9 +32,9 @@ def layouts_of(kind: str, ranks: int) -> dict[str, str]:
     """Pipelines over all ranks in both directions, or tensor ranks and replicas too."""
     if kind == "pipelines":
         whole = f"d1t1p{ranks}"
-        return {"actor_train": whole, "critic_train": whole, "generation": f"d{ranks}t1p1"}
+        return {**dict.fromkeys(TRAINED, whole), "generation": f"d{ranks}t1p1"}
     half = ranks // 2
-    return {"actor_train": f"d2t1p{half}", "critic_train": f"d1t2p{half}", "generation": f"d{half}t2p1"}
+    return {**dict(zip(TRAINED, (f"d2t1p{half}", f"d1t2p{half}"))), "generation": f"d{half}t2p1"}
 
 
 def write_config(bench: Bench, **settings: Any) -> Path:

@@ -25,6 +25,7 @@ from rlhfuse.config.spec import DeviceKind
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import load_measured_cost
 from rlhfuse.decisions.layouts import training_layouts
+from rlhfuse.fusion.inter.report import CALLS
 from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.training.training_orders import RULES
 from rlhfuse.schedule.ir.action import Action, Kind
@@ -45,7 +46,7 @@ NAMES = {  # of phases, as in the metrics timing_s/*
 PHASES = tuple(NAMES)
 PARTS = PHASES[:-1]
 RECENT_ITERATIONS = 8  # that moves, advantages and training are predicted from
-GEN_INFER = ("generate", "meet", "migrate", "load", "score", "reward")  # kinds of spans that the simulator predicts
+GEN_INFER = ("generate", "meet", "migrate", "load", "score", CALLS)  # kinds of spans that the simulator predicts
 Row = Mapping[str, Any]  # of metrics.jsonl
 
 

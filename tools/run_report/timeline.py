@@ -14,6 +14,7 @@ import numpy as np
 from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.migration import MigrationPlan, SampleMove
+from rlhfuse.fusion.inter.report import CALLS
 from rlhfuse.simulator.instance_kernel import State
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.simulation import Simulation
@@ -63,7 +64,7 @@ def simulate_gen_infer(
     ]
     for instance, end in enumerate(state.instances["rewarded"].tolist()):
         own = max(span.end for span in spans if span.instance == instance)
-        spans.append(InstanceSpan(instance, "reward", max(own, generation), end))
+        spans.append(InstanceSpan(instance, CALLS, max(own, generation), end))
     return GenInferTimeline(
         spans=_tile(spans, instances, total),
         sample_seconds=tuple(state.samples["ended"].tolist()),

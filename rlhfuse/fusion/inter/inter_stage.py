@@ -26,7 +26,7 @@ from rlhfuse.fusion.inter.inference import Meeting, Rewarder, Scorer
 from rlhfuse.fusion.inter.iteration_store import IterationStore, StoreReporter
 from rlhfuse.fusion.inter.migration import MigrationBarrier, execute_migration, gather_states
 from rlhfuse.fusion.inter.rank_place import RankPlace
-from rlhfuse.fusion.inter.report import GenInferReport, RankEvents, summarize, turns_of
+from rlhfuse.fusion.inter.report import CALLS, GenInferReport, RankEvents, summarize, turns_of
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.inter.scoring_queue import ScoringQueue
 from rlhfuse.fusion.inter.tools import Tools
@@ -201,10 +201,10 @@ class GenInferIteration:
         """Every rank gets every scored sample, the scores alone where it has the rest, and sums of what happened."""
         rewarder, self._events.scored_seconds = self._stage.rewarder, self._whole.seconds
         if rewarder and self._decoders.is_leader:
-            with self._clock.work("reward"):
+            with self._clock.work(CALLS):
                 self._stage.progress("inference: waiting for the reward function")
                 self._events.function_scores = rewarder.finish()
-                self._clock.observe("reward", *rewarder.take_calls())
+                self._clock.observe(CALLS, *rewarder.take_calls())
         self._events.rewarded_seconds = self._whole.seconds
         observed = self._clock.take_observed()
         if self._decoders.is_leader:  # what tensor ranks do together counts once

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, fields
 from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.ppo.rollout import Rollout
 
-OBSERVED = ("step", "score", "load", "migration", "meeting", "release", "reward", "capture", "pause")
+CALLS = "reward"  # the kind of work that reward functions do, in observations and spans
+OBSERVED = ("step", "score", "load", "migration", "meeting", "release", CALLS, "capture", "pause")
 
 
 @dataclass

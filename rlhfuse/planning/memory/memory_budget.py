@@ -26,7 +26,7 @@ from rlhfuse.planning.training.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.tasks.task import SCORERS, TRAINED
+from rlhfuse.tasks.task import DESTINATIONS, SCORERS, TRAINED
 
 TOKEN_BYTES, RESPONSE_BYTES = 16, 36  # of a mini-batch: ids and positions; which row, which id, and five numbers
 KEEPING_PART = 0.9  # of the limit, where generation is kept: graphs have a memory pool of their own, two fragment more
@@ -389,9 +389,10 @@ class _Needs:
         self._offloaded = sum(model.weights_bytes() for model in scorers)
         written = batch.samples * rollout.max_response_tokens
         self._guesses = guess_bytes(written) if rollout.draft_rows else 0
-        self._critic = models["critic_inference"].weights_bytes() if "critic_inference" in models else 0
+        moved = [models[task] for task in DESTINATIONS.values() if task in models and task in SCORERS]
+        self._moved = sum(model.weights_bytes() for model in moved)  # of scorers whose weights come from training
         self.generation = GenerationMemory.of(generation, rollout, kv_capacity_bytes)
-        self._buckets = min(run.config.fusion.bucket_mib << 20, max(self.generation.weights, self._critic))
+        self._buckets = min(run.config.fusion.bucket_mib << 20, max(self.generation.weights, self._moved))
         self._scoring = max((model.scoring_bytes(batched) for model in scorers), default=0)
         self.microbatch_tokens = batch.cut.tokens
         self._inputs = input_bytes(batch, longest, hardware)
@@ -418,7 +419,7 @@ class _Needs:
 
         return (
             *((self._start(parts),) if self._starts else ()),
-            phase("moves", self.generation.weights + self._critic, buckets=standing + self._buckets),
+            phase("moves", self.generation.weights + self._moved, buckets=standing + self._buckets),
             phase("generation", self.generation.weights, activations=self.generation.decoding, kv=self.generation.kv),
             phase("inference", self._offloaded, activations=self._scoring),
             phase("training", gradients=gradients, activations=passing),
