@@ -25,10 +25,10 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.costs.table import CostTable
-from rlhfuse.decisions.instance_limits import InstanceLimits
-from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import sweep_threshold
+from rlhfuse.tasks.instance_limits import InstanceLimits
+from rlhfuse.tasks.migration import MigrationPlan
 
 INSTANCES = 2
 ROLES = ("actor", "reference", "critic", "reward")

@@ -19,8 +19,6 @@ from random_models import ModelRank, together
 
 from rlhfuse.base.clock import Clock
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.decisions.instance_limits import InstanceLimits
-from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.inter.rank_place import RankPlace
@@ -34,6 +32,8 @@ from rlhfuse.parallel.groups import plain_grid
 from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.instance_limits import InstanceLimits
+from rlhfuse.tasks.placement import Placement
 from rlhfuse.tasks.role import role_named
 
 FIRST_TOKEN = 3  # those below may mean something to a model

@@ -25,7 +25,6 @@ from intra_stage_rank import FORWARD, INPUT, LAYOUT, MEGATRON, MODELS, RANKS, WE
 from processes import ALLOCATOR, Ranks
 
 from rlhfuse.base.errors import InputError, run_program
-from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
@@ -36,6 +35,7 @@ from rlhfuse.schedule.program.program import Program
 from rlhfuse.schedule.rules.builders import serial_1f1b
 from rlhfuse.schedule.search.search import SearchSettings, search
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
+from rlhfuse.tasks.microbatch_cut import MicrobatchCut
 from rlhfuse.tools.run_report.program_times import makespan, program_times
 
 MICROSECONDS = 1e6

@@ -20,7 +20,6 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.paced import PacedCost
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
@@ -29,6 +28,7 @@ from rlhfuse.parallel.groups import trained_grid
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.schedule.ir.ranks import FusedRanks, neighbour_pairs, rank_map
 from rlhfuse.schedule.program.program import Program
+from rlhfuse.tasks.instance_limits import InstanceLimits
 
 HIDDEN, VOCAB, TOKENS = 64, 64, 64  # tokens of a micro-batch
 Prices = Mapping[tuple[str, str], float]  # seconds by (model, kind of action)

@@ -18,8 +18,8 @@ from rlhfuse.costs.fits import check_seconds
 from rlhfuse.costs.forms.form import MODEL, DecodeRow, Form, GridPart, decode_seconds, packed_seconds, transfer_seconds
 from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds, TrainingTimes
 from rlhfuse.costs.speculation import Speculation, StepCosts
-from rlhfuse.decisions.instance_limits import InstanceLimits, SampleMoveCost
 from rlhfuse.decisions.layouts import Task
+from rlhfuse.tasks.instance_limits import InstanceLimits, SampleMoveCost
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Pure decisions that the runtime executes and the simulator prices: migration, packing, layouts, weight moves."""
+"""What follows from the settings of a run: its tasks with their layouts, the arithmetic of its batch, weight moves."""

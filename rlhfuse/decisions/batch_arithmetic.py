@@ -14,7 +14,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.settings import FusionConfig, RolloutConfig, RunConfig
 from rlhfuse.config.values import AUTO
-from rlhfuse.decisions.microbatch_cut import MicrobatchCut
+from rlhfuse.tasks.microbatch_cut import MicrobatchCut
 from rlhfuse.tasks.role import POLICY
 from rlhfuse.tasks.task import TASKS, TRAINED
 

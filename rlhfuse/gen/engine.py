@@ -21,8 +21,6 @@ from rlhfuse.base.clock import Clock
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.speculation import GuessRows
-from rlhfuse.decisions.instance_limits import MoveMode
-from rlhfuse.decisions.migration import UnfinishedSample
 from rlhfuse.gen.core.block_manager import BlockManager
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import ModelWeights
@@ -43,6 +41,8 @@ from rlhfuse.gen.options import EngineOptions
 from rlhfuse.gen.speculation.guesser import Guesser
 from rlhfuse.gen.step_loop import StepLoop, StepStats
 from rlhfuse.gen.stop_text import read_tokenizer
+from rlhfuse.tasks.instance_limits import MoveMode
+from rlhfuse.tasks.migration import UnfinishedSample
 
 __all__ = ["Engine", "EngineOptions", "GenerationResult", "SamplingParams", "StepStats"]
 

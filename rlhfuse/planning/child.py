@@ -1,6 +1,6 @@
 """The process that plans for a job: it answers the requests of rank 0 until that closes the connection.
 
-What planning imports and holds ends with it (run/planning_process.py starts it).
+What planning imports and holds ends with it (planning_process.py starts it).
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from rlhfuse.costs.paced import PacedCost, load_paced_cost
 from rlhfuse.costs.profile_files import load_costs, run_costs
 from rlhfuse.costs.table import CostFile, CostTable
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import MemoryBudget, check_host_memory, memory_budget
@@ -41,6 +40,7 @@ from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.simulation import priced_limits
 from rlhfuse.simulator.threshold import Threshold, load_threshold
+from rlhfuse.tasks.instance_limits import InstanceLimits
 from rlhfuse.tasks.role import POLICY, Role
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfuse.decisions.decode_shapes import shapes_of_generation
 from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.tasks.decode_shapes import shapes_of_generation
 
 
 @dataclass(frozen=True)

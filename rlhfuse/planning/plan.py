@@ -16,7 +16,6 @@ from rlhfuse.config.load import validate
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.paced import PacedCost
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
@@ -25,6 +24,7 @@ from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Programs
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
+from rlhfuse.tasks.instance_limits import InstanceLimits
 from rlhfuse.tasks.iteration import Iteration
 from rlhfuse.tasks.role import Role, role_named
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from rlhfuse.costs.layout_moves import LayoutMove, layout_moves
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.training.passing import with_room
@@ -26,6 +25,7 @@ from rlhfuse.schedule.search.admission_rules import reached_by_rule
 from rlhfuse.schedule.search.solution import schedule_of
 from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
+from rlhfuse.tasks.instance_limits import InstanceLimits
 
 GENERATION, SCHEDULES, STEPS = "generation and inference", "schedules of training", "optimizer steps"
 MOVES, OFFLOAD, CAPTURE = "weight moves", "optimizer to the host and back", "graphs recorded"

@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.ppo.rollout import RolloutBatch, given
@@ -21,6 +20,7 @@ from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.rank_models import RankModels, requests_of, sampling_params
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.tool_caller import ToolCaller
+from rlhfuse.tasks.instance_limits import InstanceLimits
 
 STREAM = b"held-out"  # the purpose of the noise, beside the run's seed
 

@@ -23,7 +23,7 @@ from rlhfuse.base.launcher import ranks_per_node
 from rlhfuse.costs.machine import Host
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.plan import Plan
-from rlhfuse.run.planning_process import PlanningProcess
+from rlhfuse.planning.planning_process import PlanningProcess
 from rlhfuse.run.preflight import Planner
 
 SHOWN = 3  # differences, and ranks that differ, in a message

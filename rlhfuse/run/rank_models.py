@@ -22,7 +22,6 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.decisions.layout_rules import least_vocab
-from rlhfuse.decisions.placement import Placement
 from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.fusion.inter.inference import FrozenModel
 from rlhfuse.fusion.inter.rank_place import RankPlace
@@ -42,6 +41,7 @@ from rlhfuse.parallel.offload import OffloadedWeights, WeightMemory
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.schedule.ir.ranks import FusedRanks, neighbour_pairs
+from rlhfuse.tasks.placement import Placement
 from rlhfuse.tasks.role import POLICY, Role
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

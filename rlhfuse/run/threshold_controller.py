@@ -23,7 +23,6 @@ from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.costs.table import CostTable
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.fusion.inter.report import CALLS, GenInferReport
 from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.device import Device
@@ -33,6 +32,7 @@ from rlhfuse.run.iteration_metrics import lengths_of
 from rlhfuse.simulator.lengths import SampleLengths, read_turns
 from rlhfuse.simulator.simulation import Simulation, priced_limits
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
+from rlhfuse.tasks.instance_limits import InstanceLimits
 
 RECENT_ITERATIONS = 4
 LOOK_SHARE = 0.01  # of the time may go into simulating R_t again

@@ -20,7 +20,6 @@ from rlhfuse.base.clock import Clock
 from rlhfuse.base.sample_ids import prompt_groups
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.decisions.balance import split_minibatches
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.inter.request import Request
@@ -44,6 +43,7 @@ from rlhfuse.run.sampling.function_reward import AS_DRAWN, FunctionRewarder
 from rlhfuse.run.sampling.group_sampler import GroupSampler
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 from rlhfuse.run.threshold_controller import ThresholdController
+from rlhfuse.tasks.balance import split_minibatches
 from rlhfuse.tasks.iteration import Block, Kind
 from rlhfuse.tasks.role import POLICY, Role
 from rlhfuse.tasks.task import DESTINATIONS

@@ -14,7 +14,6 @@ import math
 import numpy as np
 from numba import njit
 
-from rlhfuse.decisions.packing import dealt_to, pack_ends, streamed_pack
 from rlhfuse.simulator.cost_numbers import score_seconds
 from rlhfuse.simulator.instance_kernel import (
     GENERATE,
@@ -30,6 +29,7 @@ from rlhfuse.simulator.instance_kernel import (
     start,
 )
 from rlhfuse.simulator.migration_kernel import choose_destinations, deal_tail, in_order, mark_tail, transfer_tail
+from rlhfuse.tasks.packing import dealt_to, pack_ends, streamed_pack
 
 AT_ONCE = math.ulp(0.0)  # the moment at which all samples are unfinished is the end of the first step
 OUTCOME = np.dtype(

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from rlhfuse.decisions.migration import blocks
 from rlhfuse.simulator.cost_numbers import decode_seconds, prefill_seconds
+from rlhfuse.tasks.migration import blocks
 
 NEVER = 1 << 62  # a step
 # Of kernels that allocate nothing: they count no references of the arrays that they are given.

@@ -22,7 +22,7 @@ import numpy as np
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import LARGEST
 from rlhfuse.base.rows import read_rows
-from rlhfuse.decisions.group_selection import BEGUN
+from rlhfuse.tasks.group_selection import BEGUN
 
 # What traces and runs call these columns; compared without case, the first that exists is taken.
 OUTPUT_COLUMNS = (

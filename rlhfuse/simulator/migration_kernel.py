@@ -1,4 +1,4 @@
-"""Who moves where when the tail begins, compiled: decisions/migration.py where each sample's cache is its own."""
+"""Who moves where when the tail begins, compiled: tasks/migration.py where each sample's cache is its own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 import numpy as np
 from numba import njit
 
-from rlhfuse.decisions.instance_limits import is_sent
-from rlhfuse.decisions.migration import blocks
 from rlhfuse.simulator.cost_numbers import transfer_seconds
 from rlhfuse.simulator.instance_kernel import IN_PLACE, done_of, pause, release, wait
+from rlhfuse.tasks.instance_limits import is_sent
+from rlhfuse.tasks.migration import blocks
 
 
 @njit(cache=True, error_model="numpy")

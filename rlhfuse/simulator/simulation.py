@@ -16,14 +16,14 @@ from rlhfuse.base.kernel_cache import KernelGroup, compile_apart, tell_what_is_c
 from rlhfuse.costs import fits
 from rlhfuse.costs.forms import form
 from rlhfuse.costs.table import CostTable
-from rlhfuse.decisions import packing
-from rlhfuse.decisions.instance_limits import InstanceLimits
-from rlhfuse.decisions.migration import check_threshold
-from rlhfuse.decisions.packing import split_samples
 from rlhfuse.simulator.cost_numbers import cost_numbers
 from rlhfuse.simulator.gen_infer_kernel import gen_infer
 from rlhfuse.simulator.instance_kernel import SAMPLE, SPAN, TURN, Batch, MoveNumbers, State
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks import packing
+from rlhfuse.tasks.instance_limits import InstanceLimits
+from rlhfuse.tasks.migration import check_threshold
+from rlhfuse.tasks.packing import split_samples
 
 SPANS = 6  # of an instance at most, beside those of scored packs
 

@@ -15,9 +15,9 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, Positi
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, read_json
 from rlhfuse.costs.table import CostTable
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.simulation import Simulation
+from rlhfuse.tasks.instance_limits import InstanceLimits
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
 SWEEP_PERCENT = tuple(range(0, 100, 5))

@@ -1,1 +1,1 @@
-"""The roles, algorithms and tasks of RLHF as tables of plain values."""
+"""Roles, algorithms and tasks as tables of plain values, and the decisions about samples that all programs share."""

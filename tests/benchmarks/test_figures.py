@@ -9,8 +9,8 @@ from intra_stage_rank import MODELS
 from learning import Rise
 from run_report.timeline import simulate_gen_infer
 
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.instance_limits import InstanceLimits
 
 LENGTHS = SampleLengths((1,) * 4, (5, 5, 5, 25))
 LIMITS = InstanceLimits(4, 1000.0, 1.0, 1, 4, 1, 25, 100)

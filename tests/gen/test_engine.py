@@ -8,8 +8,8 @@ import pytest
 from testkit.gen_models import GREEDY, PROMPTS, add_all, engine_of, random_weights, run_out, tiny_spec
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.decisions.migration import UnfinishedSample
 from rlhfuse.gen.engine import SamplingParams
+from rlhfuse.tasks.migration import UnfinishedSample
 
 
 def test_stop_token_is_kept_and_min_tokens_delays_it():

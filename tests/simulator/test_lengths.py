@@ -9,8 +9,8 @@ from pyarrow import parquet
 from testkit.paths import shared_data
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.decisions.group_selection import BEGUN
 from rlhfuse.simulator.lengths import RECENT_ITERATIONS, SPARED, TURNS, SampleLengths, Turn, load_lengths
+from rlhfuse.tasks.group_selection import BEGUN
 
 
 def write(path: Path, text: str) -> str:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from rlhfuse.base.errors import RewardError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.instance_limits import InstanceLimits, SampleMoveCost
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.gen.core.sequence import SamplingParams
+from rlhfuse.tasks.instance_limits import InstanceLimits, SampleMoveCost
 from rlhfuse.tasks.role import role_named
 from testkit.programs import eventually
 from testkit.tiny import write_checkpoint
@@ -144,7 +144,6 @@ def clean_up(rank: int) -> None:
 
 
 def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
-    from rlhfuse.decisions.placement import Placement
     from rlhfuse.fusion.inter.inference import FrozenModel
     from rlhfuse.gen.engine import Engine, EngineOptions
     from rlhfuse.models.build import build_model
@@ -153,6 +152,7 @@ def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
     from rlhfuse.parallel.groups import GroupMaker, plain_grid
     from rlhfuse.parallel.offload import OffloadedWeights
     from rlhfuse.run.rank_models import load_part
+    from rlhfuse.tasks.placement import Placement
 
     device = choose_device("cpu", 0, 1)
     maker = GroupMaker(600)
@@ -224,7 +224,7 @@ class InStep:
     """
 
     def __init__(self, rank: int, made: Built, case: Case, store: dist.Store) -> None:
-        from rlhfuse.decisions.packing import split_samples
+        from rlhfuse.tasks.packing import split_samples
 
         instances = made.placement.instances
         parts = split_samples(len(case.lengths), len(instances))

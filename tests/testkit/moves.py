@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from rlhfuse.decisions.instance_limits import MoveMode
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.kv_transfer import KVTransfer, TransferManifest
+from rlhfuse.tasks.instance_limits import MoveMode
 
 
 def import_sequences(engine: Engine, transfer: KVTransfer) -> list[int]:

@@ -9,8 +9,8 @@ from run_report.timeline import GenInferTimeline, InstanceSpan
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.table import CostTable, RewardCost
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths, Turn
+from rlhfuse.tasks.instance_limits import InstanceLimits
 
 
 def linear_cost(swap_in: float = 0.5, score_token: float = 1e-3, reward: float | None = None) -> CostTable:

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.algorithm import AlgorithmConfig, PolicyLossConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.tasks.microbatch_cut import MicrobatchCut
 from testkit.program_cases import random_schedule
 from testkit.tiny import write_checkpoint
 from testkit.training_pair import BUILDERS, VOCAB, make_batch, unit_problem

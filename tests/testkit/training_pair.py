@@ -13,7 +13,6 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.settings import OptimizerConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
@@ -23,6 +22,7 @@ from rlhfuse.schedule.program.program import Programs
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
 from rlhfuse.schedule.rules.time_sharing import time_sharing
+from rlhfuse.tasks.microbatch_cut import MicrobatchCut
 from testkit.schedule_cases import capped_greedy
 from testkit.tiny import write_checkpoint
 

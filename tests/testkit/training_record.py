@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.balance import deal
 from rlhfuse.schedule.program.lowering import lower
+from rlhfuse.tasks.balance import deal
 from testkit.stages import load
 from testkit.training_case import Case, scalar_head
 from testkit.whole_model import BETAS, EPS

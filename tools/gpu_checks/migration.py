@@ -10,8 +10,8 @@ from gpu_checks.bench import DTYPES, Bench
 from gpu_checks.generation import agreement
 from gpu_checks.result import TOLERANCE, require
 
-from rlhfuse.decisions.instance_limits import MoveMode
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.tasks.instance_limits import MoveMode
 
 SAMPLES, STEPS = 12, 14
 

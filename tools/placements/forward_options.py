@@ -12,12 +12,12 @@ from placements.run_work import RunWork
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.analytic_table import analytic_table
-from rlhfuse.decisions.instance_limits import InstanceLimits
-from rlhfuse.decisions.packing import split_samples
 from rlhfuse.planning.draft import instance_limits
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import GenerationMemory
 from rlhfuse.simulator.simulation import Simulation
+from rlhfuse.tasks.instance_limits import InstanceLimits
+from rlhfuse.tasks.packing import split_samples
 from rlhfuse.tasks.task import DESTINATIONS
 
 CACHES = (1, 2, 4, 8)  # of the cache that has room for all samples at full length: the whole, a half, ...

@@ -27,12 +27,12 @@ from svg_text import svg_text
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.readable_bytes import readable_bytes
-from rlhfuse.decisions.group_selection import PLACES
 from rlhfuse.monitor.memory_table import MemoryTable
 from rlhfuse.monitor.phase_times import after_warm_up, phase_times, samples_per_second
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.tasks.group_selection import PLACES
 
 TIMES = ("forward", "backward", "weight_gradient")  # of a pipeline's stages
 MOST_SAMPLES = 24  # beside the best and worst: the first and the last iterations'

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfuse.costs.table import CostTable
-from rlhfuse.decisions.instance_limits import InstanceLimits
-from rlhfuse.decisions.migration import MigrationPlan, SampleMove
 from rlhfuse.fusion.inter.report import CALLS
 from rlhfuse.simulator.instance_kernel import State
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.simulation import Simulation
+from rlhfuse.tasks.instance_limits import InstanceLimits
+from rlhfuse.tasks.migration import MigrationPlan, SampleMove
 
 KINDS = ("generate", "meet", "migrate", "swap_in", "score")  # as the kernel counts them
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from rlhfuse.base.sample_ids import sample_origin
-from rlhfuse.decisions.group_selection import GroupSelection
 from rlhfuse.fusion.inter.inference import Rewarder
 from rlhfuse.fusion.inter.iteration_store import StoreReporter
 from rlhfuse.fusion.inter.request import Request
+from rlhfuse.tasks.group_selection import GroupSelection
 
 LIKELY = -0.7  # standard deviations beside what is expected: a group that begins beside others is likely to be needed
 

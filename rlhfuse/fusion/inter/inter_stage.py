@@ -17,9 +17,6 @@ import torch.distributed as dist
 from rlhfuse.base.clock import Clock
 from rlhfuse.base.errors import RewardError
 from rlhfuse.base.sample_ids import sample_origin
-from rlhfuse.decisions.instance_limits import InstanceLimits
-from rlhfuse.decisions.migration import MigrationPlan, check_threshold, plan_at_threshold
-from rlhfuse.decisions.packing import split_samples
 from rlhfuse.fusion.inter.generation import Generation
 from rlhfuse.fusion.inter.group_stream import GroupStream, complete_groups
 from rlhfuse.fusion.inter.inference import Meeting, Rewarder, Scorer
@@ -33,6 +30,9 @@ from rlhfuse.fusion.inter.tools import Tools
 from rlhfuse.gen.engine import Engine
 from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.ppo.rollout import Rollout
+from rlhfuse.tasks.instance_limits import InstanceLimits
+from rlhfuse.tasks.migration import MigrationPlan, check_threshold, plan_at_threshold
+from rlhfuse.tasks.packing import split_samples
 
 
 @dataclass(frozen=True, kw_only=True)

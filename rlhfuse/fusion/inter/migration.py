@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfuse.base.clock import Clock
-from rlhfuse.decisions.migration import MigrationPlan, UnfinishedSample, transfer_order
 from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.inter.report import PairMigration
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.peer_transfer import HeadPlan
 from rlhfuse.ppo.rollout import Rollout
+from rlhfuse.tasks.migration import MigrationPlan, UnfinishedSample, transfer_order
 
 
 @dataclass(frozen=True)

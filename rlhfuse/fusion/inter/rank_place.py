@@ -8,12 +8,12 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.kv_transfer import KVTransfer
 from rlhfuse.gen.migration.peer_transfer import HeadPlan, receive_sequences, send_sequences
 from rlhfuse.parallel.collectives import all_gather_objects
+from rlhfuse.tasks.placement import Placement
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.ppo.rollout import Rollout
+from rlhfuse.tasks.migration import MigrationPlan
 
 CALLS = "reward"  # the kind of work that reward functions do, in observations and spans
 OBSERVED = ("step", "score", "load", "migration", "meeting", "release", CALLS, "capture", "pause")

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlhfuse.decisions.packing import deal, scoring_packs, streamed_pack
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.iteration_store import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, IterationStore
 from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.inter.report import RankEvents
 from rlhfuse.monitor.heartbeat import WaitingForWork
 from rlhfuse.ppo.rollout import Rollout
+from rlhfuse.tasks.packing import deal, scoring_packs, streamed_pack
 
 WAIT_SECONDS = 5.0  # a leader that waits for work lets its group know, so that no collective times out
 PACK, STREAMED, WAIT, DONE = 0, 1, 2, 3

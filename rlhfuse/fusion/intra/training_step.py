@@ -21,8 +21,6 @@ from rlhfuse.base.clock import Clock
 from rlhfuse.base.errors import InputError, NotFiniteError
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.balance import deal
-from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.fusion.intra.dry_run import dry_run
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.microbatches import Microbatch, Microbatches
@@ -49,6 +47,8 @@ from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.program import Programs
+from rlhfuse.tasks.balance import deal
+from rlhfuse.tasks.microbatch_cut import MicrobatchCut
 from rlhfuse.tasks.role import Role
 
 AddLoss = Callable[[dict[str, Tensor], Stats, slice], Tensor]  # (losses by term, statistics, which tokens) -> their sum

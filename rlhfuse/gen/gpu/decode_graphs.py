@@ -1,6 +1,6 @@
 """Decode steps recorded once and replayed: a CUDA graph for each shape, so that the host launches one thing per step.
 
-Shapes are rounded up so that few occur (decisions/decode_shapes.py). All graphs share one memory pool.
+Shapes are rounded up so that few occur (tasks/decode_shapes.py). All graphs share one memory pool.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rlhfuse.base.clock import Clock
-from rlhfuse.decisions.decode_shapes import rounded_rows, rounded_width
 from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.gpu.draws import DrawInputs, draw_array
+from rlhfuse.tasks.decode_shapes import rounded_rows, rounded_width
 
 
 class DecodeShape(NamedTuple):

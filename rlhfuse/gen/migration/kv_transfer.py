@@ -16,10 +16,10 @@ from torch import Tensor
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, to_json
 from rlhfuse.base.token_spans import TokenSpan
-from rlhfuse.decisions.instance_limits import MoveMode
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.core.sequence import Sequence as EngineSequence
+from rlhfuse.tasks.instance_limits import MoveMode
 
 BUCKET_BYTES = 64 << 20  # most memory that a transfer takes beside the caches
 

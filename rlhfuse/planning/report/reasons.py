@@ -17,13 +17,13 @@ from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import MemoryBudget
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.training_problem import equal_microbatch
+from rlhfuse.tasks.instance_limits import InstanceLimits
 from rlhfuse.tasks.role import POLICY
 
 SMALL_WEIGHTS = 100_000_000  # below this the default learning rate shows nothing for hundreds of iterations

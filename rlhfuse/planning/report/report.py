@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from rlhfuse.base.json_values import Versioned
 from rlhfuse.costs.layout_moves import LayoutMove, move_lines
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import Task
 from rlhfuse.planning.graph_capture import GraphCapture
 from rlhfuse.planning.memory.memory_plan import MemoryPlan
@@ -18,6 +17,7 @@ from rlhfuse.planning.training.stage_cuts import StageBalance
 from rlhfuse.planning.training.training_orders import OrderPromise
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 from rlhfuse.simulator.threshold import Threshold
+from rlhfuse.tasks.instance_limits import InstanceLimits
 from rlhfuse.tasks.iteration import Iteration
 
 WORTH_SEARCHING = 0.01  # gap of a schedule above which people should know how to search on

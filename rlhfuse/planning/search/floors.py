@@ -19,7 +19,6 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.forms.training import TICK_SECONDS
 from rlhfuse.costs.table import CostTable
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.planning.rooflines import optimizer_step_seconds
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import TrainingRow
@@ -28,6 +27,7 @@ from rlhfuse.planning.training.training_problem import equal_microbatch, longest
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import ModelShare
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.instance_limits import InstanceLimits
 from rlhfuse.tasks.role import Role, role_named
 
 NO_TIME = 1e-12  # ticks of a part of a problem's backward, which must take some

@@ -25,7 +25,6 @@ from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.base.remembered import remembered
 from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.costs.machine import memory_limit
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.memory.memory_budget import KEEPING_PART, MemoryRefusal, PhaseMemory
@@ -44,6 +43,7 @@ from rlhfuse.planning.search.space import GenerationRow, Space, TrainingRow
 from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.bounds.bounds import quick_bound
 from rlhfuse.schedule.rules.builders import min_memory
+from rlhfuse.tasks.instance_limits import InstanceLimits
 
 TOP = 5
 CLOSEST = 50  # training rows that are drafted to find which table lacks least, where none fits

@@ -16,7 +16,6 @@ from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.layout_moves import layout_moves
 from rlhfuse.costs.profile_files import run_costs
 from rlhfuse.costs.table import CostTable
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.planning.draft import DraftInputs, PlanDraft, draft_plan, instance_limits
 from rlhfuse.planning.memory.instance_cache import CACHE_PARTS, SPARE_BLOCKS, InstanceCache
@@ -27,6 +26,7 @@ from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.split_choice import given_split
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.instance_limits import InstanceLimits
 from rlhfuse.tasks.role import POLICY, Role
 
 

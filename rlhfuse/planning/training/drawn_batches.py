@@ -16,9 +16,9 @@ import numpy as np
 
 from rlhfuse.base.remembered import remembered
 from rlhfuse.costs.forms.training import MicrobatchTokens
-from rlhfuse.decisions.balance import deal, split_microbatches, split_minibatches
-from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.balance import deal, split_microbatches, split_minibatches
+from rlhfuse.tasks.microbatch_cut import MicrobatchCut
 
 DRAWS = 5  # batches drawn from lengths and averaged
 

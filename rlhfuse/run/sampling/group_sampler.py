@@ -13,8 +13,6 @@ from typing import Any
 from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.sampler import PromptSampler
-from rlhfuse.decisions.group_selection import BEGUN, EQUAL, PLACES, PREFIX, SURPLUS, GroupSelection
-from rlhfuse.decisions.instance_limits import InstanceLimits
 from rlhfuse.fusion.inter.group_stream import GroupStream
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.inter.report import GenInferReport, joined
@@ -24,6 +22,8 @@ from rlhfuse.ppo.token_rewards import combine_rewards, weighted_scores
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.tool_caller import ToolCaller
+from rlhfuse.tasks.group_selection import BEGUN, EQUAL, PLACES, PREFIX, SURPLUS, GroupSelection
+from rlhfuse.tasks.instance_limits import InstanceLimits
 
 
 class GroupSampler:

@@ -1,7 +1,7 @@
 """What the events of all ranks add up to."""
 
-from rlhfuse.decisions.migration import MigrationPlan, SampleMove
 from rlhfuse.fusion.inter.report import PairMigration, RankEvents, merge_sides, summarize
+from rlhfuse.tasks.migration import MigrationPlan, SampleMove
 
 PLAN = MigrationPlan((1,), (0, 2), (SampleMove(7, 0, 1, "kv", 20), SampleMove(8, 2, 1, "tokens", 0)), (9,))
 

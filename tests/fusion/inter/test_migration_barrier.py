@@ -2,10 +2,10 @@
 
 import pytest
 
-from rlhfuse.decisions.instance_limits import InstanceLimits, SampleMoveCost
-from rlhfuse.decisions.migration import MigrationPlan, SampleMove, UnfinishedSample, plan_at_threshold
 from rlhfuse.fusion.inter.migration import MigrationBarrier
 from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, StepDecision, TensorParallelGroup
+from rlhfuse.tasks.instance_limits import InstanceLimits, SampleMoveCost
+from rlhfuse.tasks.migration import MigrationPlan, SampleMove, UnfinishedSample, plan_at_threshold
 
 MOVES = SampleMoveCost(1, 0.0, 0.0, 1.0, 1.0)
 LIMITS = InstanceLimits(8, 100.0, 0.05, 8, 4, 10, 10, 64, move_cost=MOVES)

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from testkit.programs import eventually
 
-from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.iteration_store import IterationStore
 from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.inter.report import RankEvents
 from rlhfuse.fusion.inter.scoring_queue import ScoringQueue
 from rlhfuse.ppo.rollout import Rollout
+from rlhfuse.tasks.placement import Placement
 
 PLACEMENT = Placement(((0,), (1,)), ((0,), (1,)))
 

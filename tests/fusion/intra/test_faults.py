@@ -4,7 +4,7 @@ import pytest
 from testkit.training_pair import LR, Plan, build_pair, make_batch
 
 from rlhfuse.config.algorithm import AlgorithmConfig
-from rlhfuse.decisions.balance import split_microbatches
+from rlhfuse.tasks.balance import split_microbatches
 
 
 def spoiled(field: str, sample: int):

@@ -14,7 +14,6 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.settings import ParallelConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.fusion.intra.microbatches import Microbatch, Microbatches
 from rlhfuse.fusion.intra.training_step import TrainingStep
 from rlhfuse.models import stage
@@ -24,6 +23,7 @@ from rlhfuse.run.rank_models import ModelFolders, build_models
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.rules.builders import serial_1f1b
+from rlhfuse.tasks.microbatch_cut import MicrobatchCut
 
 SCORING = ("reference_inference", "reward_inference", "critic_inference")
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -17,11 +17,11 @@ from testkit.training_pair import add_tensors, make_batch, unit_problem
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.rules.builders import greedy
+from rlhfuse.tasks.microbatch_cut import MicrobatchCut
 
 POOL_RANKS = 2
 SAMPLES, EXTRA = 24, 2

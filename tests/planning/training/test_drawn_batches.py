@@ -12,8 +12,6 @@ from testkit.sim_helpers import equal, long_tail
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.balance import deal, split_minibatches
-from rlhfuse.decisions.microbatch_cut import MicrobatchCut
 from rlhfuse.planning.planned_lengths import assumed_lengths
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.report.report import PlanReport
@@ -22,6 +20,8 @@ from rlhfuse.planning.training.drawn_batches import DRAWS, DrawnBatches
 from rlhfuse.planning.training.training_problem import equal_microbatch
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.balance import deal, split_minibatches
+from rlhfuse.tasks.microbatch_cut import MicrobatchCut
 
 TAIL = long_tail(400, longest=256)
 seeds = st.integers(0, 9)

@@ -22,8 +22,6 @@ from rlhfuse.base.errors import JointError
 from rlhfuse.base.sample_ids import sample_id, sample_origin
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.decisions.instance_limits import InstanceLimits, SampleMoveCost
-from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.inter.request import Request
@@ -31,6 +29,8 @@ from rlhfuse.monitor.heartbeat import DONE, FAILED, Heartbeat, Limits, PeerTable
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.group_sampler import GroupSampler
 from rlhfuse.run.sampling.tool_caller import ToolCaller
+from rlhfuse.tasks.instance_limits import InstanceLimits, SampleMoveCost
+from rlhfuse.tasks.placement import Placement
 from rlhfuse.tasks.role import ROLES
 from testkit.world.simulation import SimulatedPlace, SimulatedStore, Simulation, clock_of
 from testkit.world.stand_ins import Chat, Script, StandInEngine, StandInModel, StandInPool

@@ -18,9 +18,9 @@ import greenlet
 import torch
 
 from rlhfuse.base.clock import Clock
-from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.rank_place import RankPlace
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
+from rlhfuse.tasks.placement import Placement
 
 MESSAGE_SECONDS = 2e-4
 MOST_STEPS = 1_000_000

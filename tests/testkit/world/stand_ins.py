@@ -18,8 +18,8 @@ import torch
 from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.data.call_pool import Outcome
 from rlhfuse.data.chat_turns import AskedCall
-from rlhfuse.decisions.migration import UnfinishedSample
 from rlhfuse.gen.core.sequence import GenerationResult
+from rlhfuse.tasks.migration import UnfinishedSample
 from testkit.world.simulation import SimulatedGroup, Simulation
 
 END, CALL = 1, 2  # the token that ends a sample, and one that ends a turn and calls a tool

@@ -14,7 +14,6 @@ from rlhfuse.base.clock import Clock
 from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
-from rlhfuse.decisions.packing import split_samples
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.ppo.rollout import RolloutBatch
@@ -23,6 +22,7 @@ from rlhfuse.run.iteration_recorder import IterationRecord, IterationResult
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 from rlhfuse.run.trainer import Trainer
+from rlhfuse.tasks.packing import split_samples
 from rlhfuse.tasks.role import POLICY
 
 MINIBATCHES = 2

@@ -17,9 +17,6 @@ import torch.distributed as dist
 from rehearsal.stand_ins.samples import TAIL_STEPS, Samples
 
 from rlhfuse.base.clock import Clock
-from rlhfuse.decisions.instance_limits import InstanceLimits
-from rlhfuse.decisions.migration import MigrationPlan, UnfinishedSample, plan_at_threshold
-from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter import inter_stage, rank_place
 from rlhfuse.fusion.inter.report import RankEvents
 from rlhfuse.fusion.inter.request import Request
@@ -29,6 +26,9 @@ from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration import peer_transfer
 from rlhfuse.gen.migration.kv_transfer import BlockShape, SequenceSnapshot, TransferManifest
 from rlhfuse.ppo.rollout import Rollout
+from rlhfuse.tasks.instance_limits import InstanceLimits
+from rlhfuse.tasks.migration import MigrationPlan, UnfinishedSample, plan_at_threshold
+from rlhfuse.tasks.placement import Placement
 
 PACKS = 2  # that this rank scores of what is known at the barrier
 

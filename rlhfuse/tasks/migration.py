@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from numba.extending import register_jitable
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.decisions.instance_limits import InstanceLimits, MoveMode, SampleMoveCost
+from rlhfuse.tasks.instance_limits import InstanceLimits, MoveMode, SampleMoveCost
 
 
 @dataclass(frozen=True)

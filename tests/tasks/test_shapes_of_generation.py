@@ -5,7 +5,7 @@ import random
 import pytest
 from testkit.profiles import share
 
-from rlhfuse.decisions.decode_shapes import rounded_rows, rounded_width, shapes_of_generation
+from rlhfuse.tasks.decode_shapes import rounded_rows, rounded_width, shapes_of_generation
 
 CONTEXT, BLOCK = 4096, 16
 

@@ -11,7 +11,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.planner import plan_job
-from rlhfuse.run.planning_process import PlanningProcess
+from rlhfuse.planning.planning_process import PlanningProcess
 from rlhfuse.tasks.role import role_named
 
 # without a search, which a clock would cut short

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.decisions.instance_limits import InstanceLimits, SampleMoveCost
-from rlhfuse.decisions.migration import MigrationPlan, SampleMove, UnfinishedSample, plan_migration
+from rlhfuse.tasks.instance_limits import InstanceLimits, SampleMoveCost
+from rlhfuse.tasks.migration import MigrationPlan, SampleMove, UnfinishedSample, plan_migration
 
 FAST_LINK = SampleMoveCost(100.0, 0.0, 1e-9, 1e-3)
 SLOW_LINK = SampleMoveCost(100.0, 0.0, 1.0, 1e-3)

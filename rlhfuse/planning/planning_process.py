@@ -1,4 +1,4 @@
-"""Rank 0's side of planning, which happens in a process of its own (planning/child.py)."""
+"""Rank 0's side of planning, which happens in a process of its own (child.py)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from typing import Any
 from rlhfuse.base.launcher import end_with_parent, module_command
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.plan import Plan
-from rlhfuse.run.preflight import Planner
 
 
-class PlanningProcess(Planner):
+class PlanningProcess:
     """Plans in a child process, which imports what planning needs while this one reads the inputs of the run."""
 
     def __init__(self) -> None:
@@ -27,9 +26,11 @@ class PlanningProcess(Planner):
         other.close()
 
     def check(self, job: Job) -> None:
+        """As `settle.check_job`."""
         self._ask("check", job)
 
     def plan(self, job: Job) -> Plan:
+        """As `planner.plan_job`."""
         text, costs = self._ask("plan", job)
         return replace(Plan.parse(text), costs=costs)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfuse.base.errors import JointError
-from rlhfuse.decisions.group_selection import GroupSelection
+from rlhfuse.tasks.group_selection import GroupSelection
 
 TABLES = st.lists(st.booleans(), min_size=2, max_size=60)
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.decisions.balance import split_microbatches
-from rlhfuse.decisions.microbatch_cut import MicrobatchCut
+from rlhfuse.tasks.balance import split_microbatches
+from rlhfuse.tasks.microbatch_cut import MicrobatchCut
 
 SIZES = dict(
     pipelines=st.integers(1, 4),

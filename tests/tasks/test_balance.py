@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.decisions.balance import deal, split_microbatches, split_minibatches
+from rlhfuse.tasks.balance import deal, split_microbatches, split_minibatches
 
 
 def sums(weights, parts):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.decisions.balance import split_microbatches
+from rlhfuse.tasks.balance import split_microbatches
 
 STEP = 4  # a rung is a quarter above the one before: what is left free of the micro-batches costs a percent at most
 
