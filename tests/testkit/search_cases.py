@@ -41,8 +41,6 @@ TRAINED = ("actor_train", "critic_train")
 OPEN = {f"parallel__{row}": AUTO for row in (*ROWS, *TRAINED, "sequence_parallel")}
 OPEN |= {"fusion__microbatch_tokens": AUTO, "fusion__actor_microbatches": AUTO}
 PROMPT, RESPONSE = 64, 192  # tokens, at most
-LARGE = ModelSpec("llama", 8, 4096, 32, 8, 128, 14336, 32000, 4096)
-LARGE_SPECS = dict.fromkeys(SPECS, LARGE)
 GPUS = {"trainer__device": "cuda", "trainer__hardware": "h100"}
 
 
@@ -285,16 +283,11 @@ def setting(world_size: int = 2, specs=SPECS, **keys) -> Setting:
     return Setting.of(settle_but_layouts(Job(everything(**keys), specs, world_size)))
 
 
-def all_rows(made: Setting) -> list[Row]:
-    """Every table that fits, by a search that has answered nothing else."""
-    return [row for row, _ in Ranking(made).ranked()]
-
-
 @cache
-def known(world_size: int = 2, large: bool = False, **keys) -> tuple[Setting, list[Row]]:
-    """A setting of small or large models and all its rows, ranked once."""
-    made = setting(world_size, LARGE_SPECS if large else SPECS, **keys)
-    return made, all_rows(made)
+def known(world_size: int = 2, **keys) -> tuple[Setting, list[Row]]:
+    """A setting and every table that fits, ranked once by a search that has answered nothing else."""
+    made = setting(world_size, **keys)
+    return made, [row for row, _ in Ranking(made).ranked()]
 
 
 def with_price(row: Row, seconds: float, needed_bytes: float) -> Row:
