@@ -10,21 +10,14 @@ NAMES = re.compile(
 )
 # file -> lines that name a role or a task, at most, and why
 ALLOWED = {
-    "rlhfuse/fusion/inter/inter_stage.py": (2, "a kind of spans and observations: calls of reward functions"),
-    "rlhfuse/fusion/inter/report.py": (1, "the same"),
-    "rlhfuse/run/threshold_controller.py": (1, "the same"),
-    "tools/run_report/forecast.py": (1, "the same"),
-    "tools/run_report/timeline.py": (1, "the same"),
+    "rlhfuse/fusion/inter/report.py": (1, "a kind of spans and observations: calls of reward functions"),
     "rlhfuse/ppo/token_rewards.py": (1, "a place of the KL"),
     "rlhfuse/run/python_entry.py": (1, "a key of the configuration"),
     "tools/gpu_checks/bench.py": (1, "the folder of a model"),
-    "tools/gpu_checks/programs.py": (5, "keys of the configuration"),
+    "tools/gpu_checks/programs.py": (3, "keys of the configuration"),
     "tools/run_report/report.py": (1, "a key of the configuration"),
-    "rlhfuse/monitor/phase_times.py": (2, "labels of metrics"),
     "tools/run_report/charts.py": (1, "labels of metrics"),
-    "rlhfuse/planning": (8, "a search of layouts for one model or two"),
-    "tools/layout_search": (4, "columns of its tables"),
-    "tools/placements": (10, "placements of an iteration with these tasks"),
+    "tools/placements": (9, "placements of an iteration with these tasks"),
 }
 
 
@@ -35,6 +28,7 @@ def test_few_lines_name_a_role_or_a_task():
         if not path.startswith(("rlhfuse/config/", "rlhfuse/tasks/")):
             place = next((known for known in ALLOWED if path.startswith(known)), path)
             found[place] += sum(NAMES.search(line) is not None for line in file.read_text().splitlines())
+    assert sum(found.values()) <= 20
     most = Counter({place: lines for place, (lines, _) in ALLOWED.items()})
     assert not found - most, "more than are allowed"
     assert all(map(NAMES.search, ('"critic"', "'actor_train'"))) and not NAMES.search('"generation" "actors"')

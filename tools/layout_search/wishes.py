@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from rlhfuse.planning.search.search import Ranking, Row
-from rlhfuse.planning.search.table import Table
+from rlhfuse.planning.search.table import ROWS, Table
 
 DECISIONS: Mapping[str, Callable[[Table], Any]] = {
-    "generation": lambda table: table.generation,
-    "inference": lambda table: table.inference,
-    "actor_train": lambda table: table.actor_train,
-    "critic_train": lambda table: table.critic_train,
+    **{row: attrgetter(row) for row in ROWS},
     "microbatch_tokens": lambda table: table.cut.value,
     "recompute": lambda table: table.recompute,
     "sequence_parallel": lambda table: table.sequence_parallel,

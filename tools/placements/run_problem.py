@@ -19,9 +19,9 @@ from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.machine import communicator_bytes, memory_limit
 from rlhfuse.schedule.ir.ranks import rank_map
-from rlhfuse.tasks.task import SCORERS, TASKS, TRAINED
+from rlhfuse.tasks.task import DESTINATIONS, SCORERS, TASKS, TRAINED
 
-SOURCES = {"generation": "actor_train", "critic_inference": "critic_train"}
+SOURCES = {task: f"{role}_train" for role, task in DESTINATIONS.items()}
 SPLITS = 8  # two blocks divide the ranks at multiples of so large a part of them
 
 

@@ -20,11 +20,12 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO, Recompute, known
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic, multiple_of
 from rlhfuse.decisions.layouts import fits_model, possible_layouts
-from rlhfuse.planning.search.table import NUMBER, TOKENS, CutSetting, Table
+from rlhfuse.planning.search.table import NUMBER, ROWS, TOKENS, CutSetting, Table
 from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
 from rlhfuse.tasks.role import LEARNERS, POLICY, Role
+from rlhfuse.tasks.task import TRAINED
 
 CHUNKS = (1, 2)  # virtual stages of a rank
 LONGEST_TIMES = (1, 1.5, 2, 3, 4)  # tokens of a micro-batch that are tried, over those of the longest sample
@@ -69,7 +70,7 @@ class Given:
     @staticmethod
     def of(config: RunConfig) -> Given:
         parallel, values = config.parallel, {}
-        for row in ("generation", "inference", "actor_train", "critic_train"):
+        for row in ROWS:
             text = getattr(parallel, row)
             values[row] = None if text == AUTO else ParallelLayout.parse(text)
         recompute, sharded = known(config.trainer.recompute, None), known(parallel.sequence_parallel, None)
@@ -95,7 +96,7 @@ class Space:
         training = sorted(_training_rows(run, devices_per_node, given, drawn, refused), key=_training_text)
         decoding = _generation_rows(run, devices_per_node, given)
         generation = sorted(decoding, key=lambda row: f"{row.generation} {row.inference}")
-        for rows, names in ((training, ("actor_train", "critic_train")), (generation, ("generation", "inference"))):
+        for rows, names in ((training, TRAINED), (generation, ROWS[:2])):
             if not rows:
                 if rows is training and not auto_layouts(run.config):
                     tokens = run.config.samples_per_iteration * sum(run.config.longest_sample)
@@ -171,7 +172,8 @@ def _batch(
     refused: Counter[str],
 ) -> BatchArithmetic | None:
     """The batch of a row. None: no run could have it."""
-    layouts = {"generation": actor, "actor_train": actor, **({"critic_train": critic} if critic else {})}
+    trained = zip(TRAINED, filter(None, (actor, critic)))
+    layouts = {"generation": actor, **dict(trained)}
     config = run.config
     samples = config.samples_per_iteration // config.algorithm.minibatches
     if cut.name == NUMBER:

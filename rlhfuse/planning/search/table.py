@@ -9,7 +9,9 @@ from typing import NamedTuple
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import FusionConfig, RunConfig
 from rlhfuse.config.values import AUTO, Recompute
+from rlhfuse.tasks.task import TRAINED
 
+ROWS = "generation", "inference", *TRAINED  # of `parallel`
 TOKENS, NUMBER = "microbatch_tokens", "actor_microbatches"
 
 
@@ -80,5 +82,4 @@ class Table:
         )
 
     def _rows(self) -> dict[str, ParallelLayout]:
-        rows = {"generation": self.generation, "inference": self.inference, "actor_train": self.actor_train}
-        return rows | ({"critic_train": self.critic_train} if self.critic_train else {})
+        return {row: layout for row in ROWS if (layout := getattr(self, row))}
