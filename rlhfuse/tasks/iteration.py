@@ -131,7 +131,7 @@ class Iteration:
         return tuple(block for block in own if block.calls)
 
     def verify(self, world_size: int) -> Iteration:
-        """Return this table. Raises InputError, naming the call, where a rank could wait for ever or read a field that
+        """Return this table. Raises InputError, naming the call, where a rank could wait forever or read a field that
         nobody gives."""
         if fault := next(self._faults(world_size), None):
             raise InputError(f"iteration: call {fault[0].name}: {fault[1]}")
@@ -168,7 +168,7 @@ class Iteration:
     def refuse_unless(self, runs: Iteration) -> Iteration:
         """Return this table if it equals `runs`. Raises InputError, naming the first call that differs."""
         if different := next((a or b for a, b in zip_longest(self.calls, runs.calls) if a != b), None):
-            raise InputError(f"iteration: call {different.name}: not executable yet; all calls run on all ranks")
+            raise InputError(f"iteration: call {different.name}: not executable yet; only the default table runs")
         return self
 
     def lines(self) -> tuple[str, ...]:
