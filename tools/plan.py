@@ -202,15 +202,17 @@ def show(args: argparse.Namespace, told: PlanReport | SearchAnswer, found: Seque
 
 
 def what_if(run: SettledRun) -> tuple[Placement, ...]:
-    """While they are priced a terminal sees which."""
+    """Placements of the run's tasks with their prices. Names on standard error the one that is being priced."""
     machines = machines_by_name(run.config.trainer.hardware, run.config.trainer.device, run.world_size)
     work = RunWork(run, DraftInputs.of(run))
-    with Console(stderr=True).status("what if") as status:
+    console = Console(stderr=True)
+    with console.status("what if") as status:
+        show = status.update if console.is_terminal else console.print
         whole, roomy = (
-            RunProblem.of(of, machines, lambda task: status.update(f"what if: pricing {task}"))
+            RunProblem.of(of, machines, lambda task: show(f"what if: pricing {task}"))
             for of in (work, work.with_all_memory)
         )
-        return placements(whole, roomy, lambda name: status.update(f"what if: {name}"))
+        return placements(whole, roomy, lambda name: show(f"what if: {name}"))
 
 
 def without_a_plan(args: argparse.Namespace, run: SettledRun, refusal: MemoryRefusal) -> MemoryRefusal:
