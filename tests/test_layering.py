@@ -39,9 +39,9 @@ WITHIN = {
     },
     "planning": {
         "training": (),
-        "memory": ("settled_run", "training"),
+        "memory": ("job", "training"),
         "search": tuple(  # none of a plan
-            "draft efficiency graph_capture memory price rooflines settled_run training".split()
+            "draft efficiency graph_capture memory price job rooflines training".split()
         ),
     },
     "run": {"checkpoint": ("run_directory",)},

@@ -55,7 +55,6 @@ from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.search.search import TOP, Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.settle import settle, settle_but_layouts, with_table
-from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.tasks.role import POLICY
 
 SEARCH_OPTIONS = ("top", "best", "draw")
@@ -201,7 +200,7 @@ def show(args: argparse.Namespace, told: PlanReport | SearchAnswer, found: Seque
         print("\n".join([told.render(), *([as_text(found, today)] if args.what_if else [])]))
 
 
-def what_if(run: SettledRun) -> tuple[Placement, ...]:
+def what_if(run: Job) -> tuple[Placement, ...]:
     """Placements of the run's tasks with their prices. Names on standard error the one that is being priced."""
     machines = machines_by_name(run.config.trainer.hardware, run.config.trainer.device, run.world_size)
     work = RunWork(run, DraftInputs.of(run))
@@ -215,7 +214,7 @@ def what_if(run: SettledRun) -> tuple[Placement, ...]:
         return placements(whole, roomy, lambda name: show(f"what if: {name}"))
 
 
-def without_a_plan(args: argparse.Namespace, run: SettledRun, refusal: MemoryRefusal) -> MemoryRefusal:
+def without_a_plan(args: argparse.Namespace, run: Job, refusal: MemoryRefusal) -> MemoryRefusal:
     """With --what-if: prints placements of a run that has no room where all tasks are on all ranks. Returns why, which
     says too where a task has no room on any of them, or how many ranks have room."""
     refusal = MemoryRefusal(refusal.phase, refusal.missing_bytes, with_enough_ranks(str(refusal), run))

@@ -23,11 +23,11 @@ from rlhfuse.costs.profile_files import load_costs, run_costs
 from rlhfuse.costs.table import CostFile, CostTable
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import Task, training_layouts
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import MemoryBudget, check_host_memory, memory_budget
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.rooflines import Rooflines
-from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.planning.training.split_choice import SplitChoice, choose_split
 from rlhfuse.planning.training.stage_cuts import with_cuts
@@ -60,7 +60,7 @@ class DraftInputs:
     paced: PacedCost | None = None
 
     @staticmethod
-    def of(run: SettledRun, lengths: SampleLengths | None = None) -> DraftInputs:
+    def of(run: Job, lengths: SampleLengths | None = None) -> DraftInputs:
         """`lengths`: in place of those that the configuration names or leaves open.
 
         Raises InputError for an unknown machine, or naming a file.
@@ -132,7 +132,7 @@ class PlanDraft:
     """A run that can be planned and fits its ranks. `costs` price generation and inference until it has measured them;
     `analytic`: rooflines by task."""
 
-    run: SettledRun
+    run: Job
     inputs: DraftInputs
     tasks: tuple[Task, ...]
     batch: BatchArithmetic
@@ -204,7 +204,7 @@ class PlanDraft:
         return {rung: known.get(rung) or self.stated(rung, split) for rung in self.batch.cut.rungs}
 
 
-def draft_plan(run: SettledRun, lengths: SampleLengths | None = None, inputs: DraftInputs | None = None) -> PlanDraft:
+def draft_plan(run: Job, lengths: SampleLengths | None = None, inputs: DraftInputs | None = None) -> PlanDraft:
     """Check and price a run; searches nothing. Raises InputError: an equation, a file, a phase that does not fit.
 
     `lengths`: in place of those of the configuration; `inputs`: of them, where several drafts share them.
@@ -251,7 +251,7 @@ def _stated(
 
 
 def _sizes(
-    run: SettledRun,
+    run: Job,
     inputs: DraftInputs,
     batch: BatchArithmetic,
     ranks: FusedRanks,
@@ -282,7 +282,7 @@ def _sizes(
     return cache, replace(limits, early_models=len(memory.early)), memory
 
 
-def instance_limits(run: SettledRun, cache: InstanceCache, costs: CostTable, lengths: SampleLengths) -> InstanceLimits:
+def instance_limits(run: Job, cache: InstanceCache, costs: CostTable, lengths: SampleLengths) -> InstanceLimits:
     """Sizes of a generation instance, for samples of these lengths."""
     config, rollout = run.config, run.config.rollout
     token_bytes = run.specs[POLICY].kv_bytes_per_token(config.trainer.element_bytes)

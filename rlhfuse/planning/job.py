@@ -1,15 +1,17 @@
-"""The job that a plan is asked for: the configuration as given, and everything else that resolving it depends on."""
+"""The job that a plan is asked for: the configuration and everything else that a plan depends on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rlhfuse.config.rules import idle_settings
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.machine import Host
+from rlhfuse.decisions.layout_rules import LayoutRules
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.tasks.role import Role
 
@@ -25,7 +27,9 @@ class StoredLayouts:
 
 @dataclass(frozen=True)
 class Job:
-    """`device`: for trainer.device=auto, auto where that stays open; the GPU of `host` is for trainer.hardware=auto.
+    """`config` as given, or as `settle` resolves it: then `asked` was given, and `lines` tell people of choices.
+
+    `device`: for trainer.device=auto, auto where that stays open; the GPU of `host` is for trainer.hardware=auto.
 
     `longest_prompt`: tokens, for data.max_prompt_tokens=auto. `signature`: of reward.function. Of the checkpoint that
     is resumed: `stored` layouts, `recent` lengths of samples where training leaves some out, and `schedule_file`, which
@@ -42,3 +46,36 @@ class Job:
     stored: StoredLayouts | None = None
     recent: SampleLengths | None = None
     schedule_file: Path | None = None
+    asked: RunConfig | None = None
+    lines: tuple[str, ...] = ()
+
+    @property
+    def rules(self) -> LayoutRules:
+        """What its table of layouts must keep."""
+        return LayoutRules(self.config, self.specs, self.world_size)
+
+    @property
+    def given(self) -> RunConfig:
+        """The configuration as it was given."""
+        return self.asked or self.config
+
+    @property
+    def tied(self) -> frozenset[Role]:
+        """Models that train with their embedding as output layer; a scalar head is one of their own."""
+        return frozenset(
+            role for role in self.config.trained() if self.specs[role].tied_embeddings and not role.scalar_head
+        )
+
+    @property
+    def norms_by_pipeline(self) -> frozenset[Role]:
+        """Models that train with an optimizer that takes norms of gradients by pipeline."""
+        return frozenset(role for role in self.config.trained() if getattr(self.config, role).optim.name != "adam")
+
+    @property
+    def without_effect(self) -> str:
+        """A line that names what was set and has no effect on this device, or ''."""
+        return idle_settings(self.given.with_(trainer={"device": self.config.trainer.device}))
+
+    def with_config(self, config: RunConfig) -> Job:
+        """The same with other values, such as a table of layouts."""
+        return replace(self, config=config, asked=self.given)

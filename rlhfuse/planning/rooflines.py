@@ -14,7 +14,7 @@ from rlhfuse.costs.machine import SharedCores
 from rlhfuse.costs.measured import Work
 from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.layouts import TRAINED, Task
-from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.planning.job import Job
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.tasks.role import Role
 from rlhfuse.tasks.task import SCORERS
@@ -36,7 +36,7 @@ class Rooflines:
     sequence_parallel: bool
 
     @staticmethod
-    def of(run: SettledRun, hardware: HardwareSpec, cores: SharedCores) -> Rooflines:
+    def of(run: Job, hardware: HardwareSpec, cores: SharedCores) -> Rooflines:
         """As the run has what is not open; else without."""
         trainer, parallel = run.config.trainer, run.config.parallel
         return Rooflines(

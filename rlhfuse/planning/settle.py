@@ -19,7 +19,6 @@ from rlhfuse.planning.job import Job, StoredLayouts
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
-from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.schedule.io import load_schedule
 
 RECOMPUTE = "trainer.recompute"
@@ -33,7 +32,7 @@ def check_job(job: Job) -> None:
         run.rules.table()
 
 
-def settle(job: Job) -> SettledRun:
+def settle(job: Job) -> Job:
     """The run in which nothing is auto that the job or a search of layouts decides; given values stay.
 
     Raises InputError naming a key that cannot be, or saying what no table of layouts fits.
@@ -50,7 +49,7 @@ def settle(job: Job) -> SettledRun:
     return _searched(run, anew)
 
 
-def settle_but_layouts(job: Job) -> SettledRun:
+def settle_but_layouts(job: Job) -> Job:
     """The same, with what a search decides still open, for whoever ranks tables. Raises InputError likewise."""
     config = job.config
     device = known(config.trainer.device, job.device)
@@ -61,7 +60,7 @@ def settle_but_layouts(job: Job) -> SettledRun:
         reward={"signature": known(job.signature, config.reward.signature)},
     )
     made = resolve_batch(without_shared_graphs(resolve_device(made)))
-    run = SettledRun(job, made)
+    run = job.with_config(made)
     if not searched_keys(made):
         return run
     run.rules.given_rows()
@@ -70,7 +69,7 @@ def settle_but_layouts(job: Job) -> SettledRun:
     return run.with_config(with_one_inference(made))
 
 
-def _searched(run: SettledRun, lines: tuple[str, ...]) -> SettledRun:
+def _searched(run: Job, lines: tuple[str, ...]) -> Job:
     setting = Setting.of(run)
     search = Ranking(setting).fastest(1)
     made = with_table(run.config, search.best.table)
@@ -78,7 +77,7 @@ def _searched(run: SettledRun, lines: tuple[str, ...]) -> SettledRun:
     return _ready(run.with_config(made), *lines, chosen, *setting.notes)
 
 
-def _ready(run: SettledRun, *lines: str) -> SettledRun:
+def _ready(run: Job, *lines: str) -> Job:
     return replace(run, config=without_shared_graphs(run.config), lines=lines)
 
 
@@ -87,7 +86,7 @@ def with_table(config: RunConfig, table: Table) -> RunConfig:
     return completed(table.of(config))
 
 
-def _as_stored(run: SettledRun, stored: StoredLayouts) -> SettledRun:
+def _as_stored(run: Job, stored: StoredLayouts) -> Job:
     """With what the checkpoint had. Raises InputError saying why this run cannot have it."""
     if stored.world_size != run.world_size:
         raise InputError(f"it was saved by {stored.world_size} ranks, these are {run.world_size}")

@@ -18,7 +18,6 @@ from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.shared_gpu import SHARED_GPU
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.settle import settle_but_layouts
-from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.run.launch import sharing_line
 from rlhfuse.run.preflight import check_inputs, device_of
 
@@ -192,7 +191,7 @@ def config(layout: str = "d4t1p1", **trainer) -> RunConfig:
     return with_models(parallel={"generation": layout}, trainer=trainer, fusion={"actor_microbatches": 1})
 
 
-def settled(made: RunConfig) -> SettledRun:
+def settled(made: RunConfig) -> Job:
     return settle_but_layouts(Job(made, {}, 4, device=device_of(made.trainer)))
 
 

@@ -23,7 +23,7 @@ PHASES = (
 
 def work_of(draft: PlanDraft) -> RunWork:
     """What a drafted run does."""
-    asked = {"sequence_parallel": draft.run.job.config.parallel.sequence_parallel}
+    asked = {"sequence_parallel": draft.run.given.parallel.sequence_parallel}
     inputs = replace(draft.inputs, measured=None)
     return RunWork(draft.run.with_config(draft.run.config.with_(parallel=asked)), inputs)
 

@@ -30,7 +30,6 @@ from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import Space
 from rlhfuse.planning.search.table import NUMBER, TOKENS, CutSetting, Table
 from rlhfuse.planning.settle import settle_but_layouts
-from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.lengths import SampleLengths
 from testkit.four_ranks import SPECS, config, drafted
@@ -56,7 +55,7 @@ class SearchCase:
     @property
     def setting(self) -> Setting:
         config = resolve_batch(resolve_device(self.config))  # rows that cannot be are in it too
-        return Setting.of(SettledRun(Job(self.config, self.specs, self.world_size), config), self.lengths)
+        return Setting.of(Job(self.config, self.specs, self.world_size).with_config(config), self.lengths)
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.search.search import MORE, Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import TOKENS, CutSetting
-from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.tasks.task import TRAINED
 
 DOUBLINGS = 6  # of the number of ranks
 ROWS = ("generation", "inference", *TRAINED)
 
 
-def with_enough_ranks(refusal: str, run: SettledRun) -> str:
+def with_enough_ranks(refusal: str, run: Job) -> str:
     """The refusal with the smallest number of ranks that fits: doubled first, then halved by whole machines."""
     if MORE not in refusal:
         return refusal
@@ -39,7 +39,7 @@ def fits(setting: Setting, ranks: int) -> bool:
     given, longest = setting.given, sum(setting.config.longest_sample)
     lean = replace(given, cut=given.cut or CutSetting(TOKENS, longest), recompute=given.recompute or "full")
     try:
-        run = replace(setting.run, job=replace(setting.run.job, world_size=ranks))
+        run = replace(setting.run, world_size=ranks)
         return Ranking(replace(setting, run=run, given=lean)).has_room()
     except InputError:
         return False

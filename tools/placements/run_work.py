@@ -12,8 +12,8 @@ from rlhfuse.config.values import AUTO, Recompute
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.decisions.layouts import Task, possible_layouts
 from rlhfuse.planning.draft import DraftInputs
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.rooflines import Rooflines
-from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.tasks.role import Role
 from rlhfuse.tasks.task import TASKS
 
@@ -28,7 +28,7 @@ class RunWork:
     Ranks on a part of a machine have that part of its cores.
     """
 
-    run: SettledRun
+    run: Job
     inputs: DraftInputs
 
     @property

@@ -21,7 +21,7 @@ from rlhfuse.costs.machine import communicator_bytes, host_memory, memory_limit,
 from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.costs.speculation import guess_bytes
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.planning.settled_run import SettledRun
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.training.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.ranks import FusedRanks
@@ -292,7 +292,7 @@ class MemoryBudget:
         )
 
 
-def check_host_memory(run: SettledRun, memory: MemoryBudget) -> None:
+def check_host_memory(run: Job, memory: MemoryBudget) -> None:
     """Raise InputError unless a machine with GPUs has host memory for all copies of its ranks, and their processes."""
     hardware = memory.hardware
     if not hardware.device.own_memory:  # where it is the limit of a rank
@@ -313,7 +313,7 @@ def check_host_memory(run: SettledRun, memory: MemoryBudget) -> None:
 
 
 def memory_budget(
-    run: SettledRun,
+    run: Job,
     costs: Mapping[str, AnalyticCost],
     ranks: FusedRanks,
     kv_capacity_bytes: float,
@@ -340,7 +340,7 @@ def memory_budget(
 
 
 def _idle_remedies(
-    run: SettledRun, hardware: HardwareSpec, models: Mapping[str, ModelMemory], tokens: float
+    run: Job, hardware: HardwareSpec, models: Mapping[str, ModelMemory], tokens: float
 ) -> frozenset[str]:
     """Remedies that cannot help, because the setting that they change is at its limit."""
     config, widest = run.config, min(hardware.devices_per_node, run.world_size)
@@ -375,7 +375,7 @@ class _Needs:
 
     def __init__(
         self,
-        run: SettledRun,
+        run: Job,
         hardware: HardwareSpec,
         models: Mapping[str, ModelMemory],
         kv_capacity_bytes: float,

@@ -18,10 +18,10 @@ from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import MemoryBudget
 from rlhfuse.planning.planned_lengths import PlannedLengths
-from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.training_problem import equal_microbatch
 from rlhfuse.tasks.instance_limits import InstanceLimits
 from rlhfuse.tasks.role import POLICY
@@ -34,7 +34,7 @@ CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's tw
 class Reasons:
     """Why a plan of `run` is as it is."""
 
-    run: SettledRun
+    run: Job
 
     @property
     def config(self) -> RunConfig:
@@ -42,7 +42,7 @@ class Reasons:
 
     def choices(self, batch: BatchArithmetic, cache: InstanceCache) -> Iterator[str]:
         """A line for every value of the configuration that was left to be chosen: what it is, and from what."""
-        asked, config, specs = self.run.job.config, self.run.config, self.run.specs
+        asked, config, specs = self.run.given, self.run.config, self.run.specs
         if asked.data.max_prompt_tokens == AUTO:
             role, context = min(((role, spec.context) for role, spec in specs.items()), key=itemgetter(1))
             response = config.rollout.max_response_tokens

@@ -18,11 +18,11 @@ from rlhfuse.costs.profile_files import run_costs
 from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.planning.draft import DraftInputs, PlanDraft, draft_plan, instance_limits
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.instance_cache import CACHE_PARTS, SPARE_BLOCKS, InstanceCache
 from rlhfuse.planning.rooflines import Rooflines
 from rlhfuse.planning.search.space import Given, TrainingRow
 from rlhfuse.planning.search.table import Table
-from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.split_choice import given_split
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.simulator.lengths import SampleLengths
@@ -52,14 +52,14 @@ class Setting:
     """`split`: models whose backwards `run` splits; None: each table's draft chooses. `notes`: lines on what is open in
     it and not in the search."""
 
-    run: SettledRun
+    run: Job
     given: Given
     inputs: DraftInputs
     split: frozenset[str] | None
     notes: tuple[str, ...] = ()
 
     @staticmethod
-    def of(run: SettledRun, lengths: SampleLengths | None = None, given: Given | None = None) -> Setting:
+    def of(run: Job, lengths: SampleLengths | None = None, given: Given | None = None) -> Setting:
         """`given`: in place of what `run` gives. Raises InputError for costs that hold for one table alone."""
         config = run.config
         given = given or Given.of(config)

@@ -20,8 +20,8 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO, Recompute, known
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic, multiple_of
 from rlhfuse.decisions.layouts import fits_model, possible_layouts
+from rlhfuse.planning.job import Job
 from rlhfuse.planning.search.table import NUMBER, ROWS, TOKENS, CutSetting, Table
-from rlhfuse.planning.settled_run import SettledRun
 from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
 from rlhfuse.tasks.role import LEARNERS, POLICY, Role
@@ -86,7 +86,7 @@ class Space:
     refused: Mapping[str, int]
 
     @staticmethod
-    def of(run: SettledRun, devices_per_node: int, given: Given, drawn: DrawnBatches) -> Space:
+    def of(run: Job, devices_per_node: int, given: Given, drawn: DrawnBatches) -> Space:
         """All rows of a run whose layouts are open, held to what is `given`; of the budgets of tokens that cut all
         that is `drawn` alike the smallest, which takes least memory.
 
@@ -119,7 +119,7 @@ class Space:
 
 
 def _training_rows(
-    run: SettledRun, devices: int, given: Given, drawn: DrawnBatches, refused: Counter[str]
+    run: Job, devices: int, given: Given, drawn: DrawnBatches, refused: Counter[str]
 ) -> Iterator[TrainingRow]:
     config, specs = run.config, run.specs
     samples = config.samples_per_iteration // config.algorithm.minibatches
@@ -165,7 +165,7 @@ def token_budgets(longest: int, samples: int, pipelines: int) -> list[int]:
 
 
 def _batch(
-    run: SettledRun,
+    run: Job,
     cut: CutSetting,
     actor: ParallelLayout,
     critic: ParallelLayout | None,
@@ -190,7 +190,7 @@ def _batch(
         return None
 
 
-def _generation_rows(run: SettledRun, devices: int, given: Given) -> Iterator[GenerationRow]:
+def _generation_rows(run: Job, devices: int, given: Given) -> Iterator[GenerationRow]:
     config, specs, world_size = run.config, run.specs, run.world_size
     sizes = world_size, devices, config.samples_per_iteration
     decoding = [given.generation] if given.generation else possible_layouts(specs[POLICY], *sizes)

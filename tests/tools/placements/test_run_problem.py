@@ -312,8 +312,8 @@ def test_headroom_is_left_by_every_call():
 
 def test_sequence_parallelism_that_is_open_is_tried_both_ways():
     draft = alone()
-    asked = draft.run.job.config.with_(parallel={"sequence_parallel": "auto"})
-    opened = replace(draft.run, job=replace(draft.run.job, config=asked))
+    asked = draft.run.given.with_(parallel={"sequence_parallel": "auto"})
+    opened = replace(draft.run, asked=asked)
     both = work_of(replace(draft, run=opened))
     given = actor_trainings(work_of(draft))
     found = {
@@ -337,8 +337,7 @@ def test_weights_are_fetched_in_about_what_their_moves_take(ranks):
     them takes 0.7 to 1.1 of it, none more than 2.5 times as long."""
     draft = alone()
     work = work_of(draft)
-    job = replace(work.run.job, specs={role: LLAMA3_8B for role in ACTOR_SPECS})
-    work = replace(work, run=replace(work.run, job=job))
+    work = replace(work, run=replace(work.run, specs={role: LLAMA3_8B for role in ACTOR_SPECS}))
     sources = [one for one in work.layouts("actor_train", ranks, 8) if one.dp <= 64]
     for layout in work.layouts("generation", ranks, 8):
         some = generation_options(work, ranks, H100, ranks, 1e15)
