@@ -41,7 +41,7 @@ WITHIN = {
         "training": (),
         "memory": ("job", "training"),
         "search": tuple(  # none of a plan
-            "draft efficiency graph_capture memory price job rooflines training".split()
+            "candidate efficiency graph_capture memory price job rooflines training".split()
         ),
     },
     "run": {"checkpoint": ("run_directory",)},

@@ -35,7 +35,7 @@ from rlhfuse.costs.machine import Host
 from rlhfuse.costs.speculation import fit_steps
 from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.layouts import planned_world_size
-from rlhfuse.planning.draft import PlanDraft, draft_plan
+from rlhfuse.planning.candidate import Candidate, draft_plan
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.settle import settle
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
@@ -164,7 +164,7 @@ def _trial(config: RunConfig, prompts: int) -> tuple[SampleLengths, GenerationTr
     return trial.lengths, trial, [told]
 
 
-def _trial_costs(draft: PlanDraft, trial: GenerationTrial, told: list[str]) -> CostTable:
+def _trial_costs(draft: Candidate, trial: GenerationTrial, told: list[str]) -> CostTable:
     """The draft's costs, with the steps of the trial in them where an instance is one process; says which."""
     if ParallelLayout.parse(draft.config.parallel.generation).tp > 1:
         told.append("steps are priced as in a plan: the trial ran in one process, an instance of the run has several")
@@ -182,7 +182,7 @@ def _trial_costs(draft: PlanDraft, trial: GenerationTrial, told: list[str]) -> C
     return draft.costs.with_steps(steps)
 
 
-def _calibrate(draft: PlanDraft, costs: CostTable, draws: int) -> Threshold:
+def _calibrate(draft: Candidate, costs: CostTable, draws: int) -> Threshold:
     """R_t of the instances that the plan has, at these costs."""
     config, lengths = draft.config, draft.inputs.lengths.samples
     limits = priced_limits(config.fusion.bs_max, draft.generation.limits, costs, lengths)

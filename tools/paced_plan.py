@@ -11,14 +11,14 @@ from rlhfuse.costs.fits import Line
 from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.paced import PacedCost, TrainingPrice
 from rlhfuse.costs.table import CostTable
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.price import weight_moves
 from rlhfuse.planning.training.training_problem import equal_microbatch
 
 PARTS = (0.25, 0.5, 1.0, 2.0)  # of a usual size: where a line is fitted to seconds
 
 
-def paced_cost_of(draft: PlanDraft) -> PacedCost:
+def paced_cost_of(draft: Candidate) -> PacedCost:
     """The prices of a plan's run, for the lengths that it knows or assumes."""
     lengths, batch = draft.inputs.lengths.samples, draft.batch
     sequences = min(batch.samples_per_instance, draft.generation.limits.max_sequences)

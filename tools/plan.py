@@ -47,7 +47,7 @@ from rlhfuse.costs.hardware import machines_by_name
 from rlhfuse.costs.machine import Host
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
-from rlhfuse.planning.draft import DraftInputs, draft_plan
+from rlhfuse.planning.candidate import CandidateInputs, draft_plan
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.memory_budget import MemoryRefusal
 from rlhfuse.planning.planner import make_plan
@@ -203,7 +203,7 @@ def show(args: argparse.Namespace, told: PlanReport | SearchAnswer, found: Seque
 def what_if(run: Job) -> tuple[Placement, ...]:
     """Placements of the run's tasks with their prices. Names on standard error the one that is being priced."""
     machines = machines_by_name(run.config.trainer.hardware, run.config.trainer.device, run.world_size)
-    work = RunWork(run, DraftInputs.of(run))
+    work = RunWork(run, CandidateInputs.of(run))
     console = Console(stderr=True)
     with console.status("what if") as status:
         show = status.update if console.is_terminal else console.print

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.candidate import Candidate
 from rlhfuse.tasks.decode_shapes import shapes_of_generation
 
 
@@ -31,7 +31,7 @@ class GraphCapture:
         )
 
 
-def graph_capture(draft: PlanDraft, kept: bool) -> GraphCapture | None:
+def graph_capture(draft: Candidate, kept: bool) -> GraphCapture | None:
     """None where nothing is recorded. Samples that wait, or a tail of another instance, may add shapes."""
     config, estimated, limits = draft.run.config, draft.analytic["generation"], draft.generation.limits
     if not (config.rollout.cuda_graphs and estimated.capture_seconds()):

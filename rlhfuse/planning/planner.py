@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhfuse.base.kernel_cache import compile_apart
 from rlhfuse.costs.machine import ranks_on_machine
-from rlhfuse.planning.draft import PlanDraft, draft_plan
+from rlhfuse.planning.candidate import Candidate, draft_plan
 from rlhfuse.planning.draft_kernels import compile_for_drafts
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.job import Job
@@ -58,7 +58,7 @@ def plan_job(job: Job) -> Plan:
     return make_plan(draft, job.schedule_file)
 
 
-def make_plan(draft: PlanDraft, kept: Path | None = None) -> Plan:
+def make_plan(draft: Candidate, kept: Path | None = None) -> Plan:
     """Decide what is left to decide; `kept`: schedule.json of the run that is resumed.
 
     Raises ScheduleError where a schedule could hang or passes the memory cap, InputError where it does not fit.
@@ -85,7 +85,7 @@ def make_plan(draft: PlanDraft, kept: Path | None = None) -> Plan:
     return plan
 
 
-def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) -> PlanReport:
+def _report(draft: Candidate, schedules: Mapping[int, Schedule], source: str) -> PlanReport:
     batch, inputs, limits = draft.batch, draft.inputs, draft.generation.limits
     reasons = Reasons(draft.run)
     summary, peaks = _summary(draft, schedules, source), draft.memory.held_by(*schedules.values())
@@ -145,7 +145,7 @@ def _report(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) ->
     )
 
 
-def _summary(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) -> ScheduleSummary:
+def _summary(draft: Candidate, schedules: Mapping[int, Schedule], source: str) -> ScheduleSummary:
     training, config = draft.training, draft.run.config
     timelines = {rung: evaluate(schedule) for rung, schedule in schedules.items()}
     every = tuple(_seconds(draft, rung, timelines[rung]) for rung in sorted(schedules))
@@ -170,7 +170,7 @@ def _summary(draft: PlanDraft, schedules: Mapping[int, Schedule], source: str) -
     )
 
 
-def _seconds(draft: PlanDraft, rung: int, timeline: Timeline) -> MinibatchSeconds:
+def _seconds(draft: Candidate, rung: int, timeline: Timeline) -> MinibatchSeconds:
     """Seconds of mini-batches with so many micro-batches; where none is drawn with as many a quick bound does."""
     share, problem = draft.training.shares.get(rung, 0.0), draft.problems[rung]
     bound, serial = (latency_bound if share else quick_bound)(problem), draft.stated(rung, frozenset())

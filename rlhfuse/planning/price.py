@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from rlhfuse.costs.layout_moves import LayoutMove, layout_moves
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.training.passing import with_room
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, planned_bound
@@ -91,7 +91,7 @@ class Price:
         return self.seconds - self.schedules - self.steps - self.offload
 
 
-def price(draft: PlanDraft, generation: GenerationPrice, moves: float) -> Price:
+def price(draft: Candidate, generation: GenerationPrice, moves: float) -> Price:
     """With training as reached; `generation`: of `price_generation`; `moves`: of all weights.
 
     Raises InputError where no schedule fits.
@@ -101,7 +101,7 @@ def price(draft: PlanDraft, generation: GenerationPrice, moves: float) -> Price:
 
 
 def with_schedules(
-    draft: PlanDraft, generation: GenerationPrice, moves: float, minibatch: float, held: tuple[float, ...] = ()
+    draft: Candidate, generation: GenerationPrice, moves: float, minibatch: float, held: tuple[float, ...] = ()
 ) -> Price:
     """`price` of a draft whose schedules take so long for a mini-batch; `held`: by them, else as little as can be."""
     held = held or (draft.memory.passing.least if draft.memory.passing else min_memory)(draft.training.problem)
@@ -112,7 +112,7 @@ def with_schedules(
     return Price(generation, count * minibatch, count * draft.step_seconds, moves, seen, again, held)
 
 
-def bound_seconds(draft: PlanDraft) -> float:
+def bound_seconds(draft: Candidate) -> float:
     """Mean seconds of a mini-batch, by the makespans of schedules that are given, else the proved bounds of those that
     will be searched: each mini-batch by the one of its own number of micro-batches."""
     given = draft.training.given[0] if draft.training.given else {}
@@ -124,7 +124,7 @@ def bound_seconds(draft: PlanDraft) -> float:
     return minibatch_seconds(draft, seconds)
 
 
-def reached(draft: PlanDraft) -> tuple[float, tuple[float, ...]]:
+def reached(draft: Candidate) -> tuple[float, tuple[float, ...]]:
     """The same by the fastest schedules made by rule, where none are given: a search begins with no worse. And what
     they hold, by node."""
     made, passing = dict(draft.training.given[0]) if draft.training.given else {}, draft.memory.passing
@@ -147,7 +147,7 @@ def _reached_once(problem: FusionProblem, most_tries: int) -> Schedule:
     return schedule_of(build_graph(problem), reached_by_rule(problem, tries, enough=(1 + NEAR) * bound).sequence)
 
 
-def minibatch_seconds(draft: PlanDraft, schedule_seconds: Callable[[int], float]) -> float:
+def minibatch_seconds(draft: Candidate, schedule_seconds: Callable[[int], float]) -> float:
     """Mean seconds of a mini-batch, given the schedule seconds of each M1; at least what cores and hosts need."""
     given, total = (draft.ranks.shape, draft.host_seconds), 0.0
     for rung, share in draft.training.shares.items():
@@ -156,14 +156,14 @@ def minibatch_seconds(draft: PlanDraft, schedule_seconds: Callable[[int], float]
     return total
 
 
-def weight_moves(draft: PlanDraft) -> tuple[LayoutMove, ...]:
+def weight_moves(draft: Candidate) -> tuple[LayoutMove, ...]:
     """Moves of all models that train, into the layouts of generation and inference."""
     machine = draft.inputs.cores.rates(draft.inputs.hardware, "moves")
     moves = layout_moves(draft.tasks, draft.ranks, draft.specs, draft.run.config.trainer.element_bytes, machine)
     return tuple(replace(move, seconds=draft.costs.moves.get(move.model, move.seconds)) for move in moves)
 
 
-def price_generation(draft: PlanDraft) -> GenerationPrice:
+def price_generation(draft: Candidate) -> GenerationPrice:
     """With R_t as the run will have it, chosen by simulation where it is open and past lengths are known.
 
     Less memory is never priced as faster, though the simulated order of admissions may be luckier.
@@ -173,7 +173,7 @@ def price_generation(draft: PlanDraft) -> GenerationPrice:
     return made if ideal == limits else made.at_least(simulate_generation(draft, ideal))
 
 
-def ideal_limits(draft: PlanDraft) -> InstanceLimits:
+def ideal_limits(draft: Candidate) -> InstanceLimits:
     """As if generation had all memory that it can use, for its cache and for models that come early to score."""
     cache, limits = draft.generation.cache, draft.generation.limits
     early = len(draft.run.config.scorers()) if draft.inputs.hardware.device.own_memory else 0
@@ -181,7 +181,7 @@ def ideal_limits(draft: PlanDraft) -> InstanceLimits:
     return replace(limits, kv_capacity_bytes=capacity, early_models=early)
 
 
-def simulate_generation(draft: PlanDraft, limits: InstanceLimits) -> GenerationPrice:
+def simulate_generation(draft: Candidate, limits: InstanceLimits) -> GenerationPrice:
     """The price with these limits; it depends on them, the costs and the number of instances alone."""
     config, instances = draft.run.config, draft.batch.instances
     if not config.fusion.inter_stage:
@@ -213,7 +213,7 @@ def _of_curve(threshold: Threshold, why: str) -> GenerationPrice:
 
 
 def _at(
-    draft: PlanDraft,
+    draft: Candidate,
     limits: InstanceLimits,
     samples: int,
     why: str,

@@ -10,7 +10,7 @@ from testkit.llama3 import llama3
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.load import load_config, read_specs
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.price import GenerationPrice, with_schedules
 from rlhfuse.planning.report.report import PlanReport
@@ -37,7 +37,7 @@ def file(tmp_path_factory):
 
 
 @cache
-def drafted(file, *overrides: str) -> PlanDraft:
+def drafted(file, *overrides: str) -> Candidate:
     config = load_config(file, overrides)
     return four_ranks.drafted(config, read_specs(config), 64)
 
@@ -47,7 +47,7 @@ def reported(file, *overrides: str) -> PlanReport:
     return PlanReport.of(make_plan(drafted(file, *overrides)))
 
 
-def static(draft: PlanDraft) -> dict:
+def static(draft: Candidate) -> dict:
     return {phase.phase: phase for phase in draft.memory.static}
 
 

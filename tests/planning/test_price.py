@@ -9,8 +9,8 @@ from testkit.search_cases import SearchCase, auto_config, long_tail, random_case
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.planning import draft as drafts
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning import candidate as drafts
+from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.price import (
     ideal_limits,
@@ -44,7 +44,7 @@ def long_run(seed: int, **keys) -> SearchCase:
     return SearchCase(auto_config(**LONG, **keys), specs, 4, long_tail(random.Random(seed), 60))
 
 
-def winner(seed: int) -> tuple[Row, PlanDraft] | None:
+def winner(seed: int) -> tuple[Row, Candidate] | None:
     """The best table of a random run, if any fits, with a short search for its schedule."""
     case = random_case(seed)
     case = replace(case, config=case.config.with_(fusion={"search_seconds": 0.1}))

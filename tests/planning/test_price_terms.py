@@ -13,8 +13,8 @@ from rlhfuse.costs import machine
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.forms.collectives import ring_gather_seconds
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.planning import draft as drafts
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning import candidate as drafts
+from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.memory.memory_budget import TRAINED
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.report.report import PlanReport
@@ -30,7 +30,7 @@ SCORING = ("inference", "reference_inference", "reward_inference", "critic_infer
 
 def drafted(
     train: str, microbatches: int, tokens: int = 1024, spec=LLAMA3_8B, generation="d8t8p1", **keys
-) -> PlanDraft:
+) -> Candidate:
     """Actor and critic of one shape in one layout on 64 H800 (keys say other), 64 samples a mini-batch, prompts and
     responses of so many tokens each."""
     rows = {f"parallel__{row}": generation for row in ("generation", *SCORING)}
@@ -51,7 +51,7 @@ def drafted(
     return four_ranks.drafted(made, dict.fromkeys(("actor", "critic", "reference", "reward"), spec), world, full(made))
 
 
-def on_cpu(train: str) -> PlanDraft:
+def on_cpu(train: str) -> Candidate:
     keys = {"trainer__hardware": "cpu", "trainer__recompute": "none", "trainer__memory_limit_gb": 20.0}
     return drafted(train, 4, 256, SMALL, "d4t1p1", rollout__prompts_per_iteration=32, **keys)
 
@@ -60,7 +60,7 @@ def schedule_seconds(problem: FusionProblem) -> float:
     return float(latency_bound(problem)) * TICK_SECONDS
 
 
-def minibatch_seconds(draft: PlanDraft) -> float:
+def minibatch_seconds(draft: Candidate) -> float:
     return schedule_seconds(draft.training.problem) + optimizer_step_seconds(draft.analytic)
 
 

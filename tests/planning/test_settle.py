@@ -12,7 +12,7 @@ from testkit.search_cases import OPEN, SCORERS, SearchCase
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.auto_layouts import layout_rows, searched_keys
 from rlhfuse.config.values import AUTO
-from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.candidate import draft_plan
 from rlhfuse.planning.job import Job, StoredLayouts
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.settle import settle

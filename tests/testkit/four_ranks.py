@@ -8,7 +8,7 @@ import pytest
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs import hardware, machine
-from rlhfuse.planning.draft import PlanDraft, draft_plan
+from rlhfuse.planning.candidate import Candidate, draft_plan
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.plan import Plan
 from rlhfuse.planning.planner import make_plan
@@ -59,7 +59,7 @@ def full(made: RunConfig) -> SampleLengths:
     return SampleLengths((made.data.max_prompt_tokens,), (made.rollout.max_response_tokens,))
 
 
-def drafted(made: RunConfig, specs=SPECS, world_size=4, lengths=None, **found) -> PlanDraft:
+def drafted(made: RunConfig, specs=SPECS, world_size=4, lengths=None, **found) -> Candidate:
     """The draft of a run as its programs settle it; `found`: further facts."""
     return draft_plan(settle(Job(made, specs, world_size, **found)), lengths)
 

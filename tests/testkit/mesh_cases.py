@@ -12,7 +12,7 @@ from placements.run_work import RunWork
 
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.hardware import machines_by_name
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.candidate import Candidate
 
 PHASES = (
     ("generation",),
@@ -21,14 +21,14 @@ PHASES = (
 )
 
 
-def work_of(draft: PlanDraft) -> RunWork:
+def work_of(draft: Candidate) -> RunWork:
     """What a drafted run does."""
     asked = {"sequence_parallel": draft.run.given.parallel.sequence_parallel}
     inputs = replace(draft.inputs, measured=None)
     return RunWork(draft.run.with_config(draft.run.config.with_(parallel=asked)), inputs)
 
 
-def run_problem_of(draft: PlanDraft) -> RunProblem:
+def run_problem_of(draft: Candidate) -> RunProblem:
     trainer = draft.config.trainer
     return RunProblem.of(work_of(draft), machines_by_name(trainer.hardware, trainer.device, draft.world_size))
 

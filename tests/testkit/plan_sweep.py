@@ -9,7 +9,7 @@ from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import ALL_AUTO
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.candidate import draft_plan
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.report.report import PlanReport

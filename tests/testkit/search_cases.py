@@ -22,7 +22,7 @@ from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.decisions.batch_arithmetic import resolve_batch
 from rlhfuse.decisions.layouts import given_tasks
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.price import Price, price, price_generation, weight_moves
 from rlhfuse.planning.search.search import Ranking, Row, check_headroom
@@ -61,7 +61,7 @@ class SearchCase:
 @dataclass(frozen=True)
 class PricedTable:
     table: Table
-    draft: PlanDraft
+    draft: Candidate
     price: Price
 
 

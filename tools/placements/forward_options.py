@@ -12,7 +12,7 @@ from placements.run_work import RunWork
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.analytic_table import analytic_table
-from rlhfuse.planning.draft import instance_limits
+from rlhfuse.planning.candidate import instance_limits
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import GenerationMemory
 from rlhfuse.simulator.simulation import Simulation

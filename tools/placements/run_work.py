@@ -11,7 +11,7 @@ from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.config.values import AUTO, Recompute
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.decisions.layouts import Task, possible_layouts
-from rlhfuse.planning.draft import DraftInputs
+from rlhfuse.planning.candidate import CandidateInputs
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.rooflines import Rooflines
 from rlhfuse.tasks.role import Role
@@ -29,7 +29,7 @@ class RunWork:
     """
 
     run: Job
-    inputs: DraftInputs
+    inputs: CandidateInputs
 
     @property
     def config(self) -> RunConfig:

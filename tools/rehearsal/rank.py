@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlhfuse.data.prompts import Prompt, PromptSet
 from rlhfuse.parallel.device import Device
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.plan import Plan
 from rlhfuse.run import rank_models
 from rlhfuse.run.checkpoint.checkpoint import Checkpoint, folder_of
@@ -47,7 +47,7 @@ ITERATIONS = 2  # the first has no moments, and keeps nothing of one before it
 class Rehearsal:
     """Runs phases on `rank`. The process is given to it: torch is patched and has one rank's process groups."""
 
-    def __init__(self, draft: PlanDraft, plan: Plan, rank: int, progress: Callable[[str], None]) -> None:
+    def __init__(self, draft: Candidate, plan: Plan, rank: int, progress: Callable[[str], None]) -> None:
         self._draft, self._plan, self._config = draft, plan, draft.config
         self._rank, self._samples = rank, Samples.of(draft)
         self._mode = FakeCuda(Meter())

@@ -15,7 +15,7 @@ from rlhfuse.base.launcher import module_command
 from rlhfuse.config.load import read_specs
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO
-from rlhfuse.planning.draft import PlanDraft, draft_plan
+from rlhfuse.planning.candidate import Candidate, draft_plan
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.plan import Plan
 from rlhfuse.planning.settle import settle
@@ -24,7 +24,7 @@ WHOLE = ("iteration", "checkpoint")  # after the start
 PHASES = ("iteration", "moves", "generation", "inference", "training", "checkpoint")  # to be asked for
 
 
-def rehearsal_draft(config: RunConfig, world_size: int) -> PlanDraft:
+def rehearsal_draft(config: RunConfig, world_size: int) -> Candidate:
     """The draft of a run on GPUs, from the models' config.json alone. Raises InputError."""
     if config.trainer.device == "cpu":
         raise InputError("trainer.device=cpu: a run on CPUs needs no rehearsal; set trainer.device=cuda")
@@ -38,12 +38,12 @@ def rehearsal_draft(config: RunConfig, world_size: int) -> PlanDraft:
     return draft_plan(settle(Job(config, specs, world_size)))
 
 
-def places_of(draft: PlanDraft, rank: int) -> tuple[int, ...]:
+def places_of(draft: Candidate, rank: int) -> tuple[int, ...]:
     """Where a rank stands in a pipeline of each model that trains."""
     return tuple(draft.ranks.locate(model, rank)[1] for model in draft.ranks.shape.layouts)
 
 
-def distinct_ranks(draft: PlanDraft) -> tuple[int, ...]:
+def distinct_ranks(draft: Candidate) -> tuple[int, ...]:
     """The first rank of each combination of stages of the models that train."""
     first: dict[tuple[int, ...], int] = {}
     for rank in range(draft.world_size):
@@ -51,7 +51,7 @@ def distinct_ranks(draft: PlanDraft) -> tuple[int, ...]:
     return tuple(first.values())
 
 
-def planned_bytes(draft: PlanDraft, plan: Plan, rank: int) -> dict[str, int]:
+def planned_bytes(draft: Candidate, plan: Plan, rank: int) -> dict[str, int]:
     """What the phases of a rank hold on the device, and the rank in host memory, as planned.
 
     A checkpoint is saved when training is over, and resumed before anything else is there.

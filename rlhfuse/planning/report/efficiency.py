@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.costs.hardware import data_sheets
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.rooflines import optimizer_step_seconds
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.rules.builders import pipeline_work
@@ -102,7 +102,7 @@ class Efficiency:
         return self.decode.bytes / (self.bandwidth * self.decode.seconds)
 
 
-def efficiency(draft: PlanDraft, training_seconds: float) -> Efficiency | None:
+def efficiency(draft: Candidate, training_seconds: float) -> Efficiency | None:
     """Efficiency of a plan that trains for `training_seconds` an iteration; None without a data sheet."""
     sheet, hardware = data_sheets().get(draft.inputs.hardware.name), draft.inputs.hardware
     if sheet is None:
@@ -119,7 +119,7 @@ def efficiency(draft: PlanDraft, training_seconds: float) -> Efficiency | None:
     return Efficiency(draft.world_size, *printed, flops, *_decoding(draft), *shares, training, decode)
 
 
-def _busy_seconds(draft: PlanDraft) -> float:
+def _busy_seconds(draft: Candidate) -> float:
     """Seconds of work of one mini-batch, mean over ranks; a rank of a merged stage is busy with its own alone.
 
     With even micro-batches: what a plan's are above the mean stands for waiting.
@@ -131,14 +131,14 @@ def _busy_seconds(draft: PlanDraft) -> float:
     return ticks * TICK_SECONDS / draft.ranks.shape.nodes
 
 
-def _decoding(draft: PlanDraft) -> tuple[int, float]:
+def _decoding(draft: Candidate) -> tuple[int, float]:
     """Sequences that an instance decodes at the same time, and tokens of each when half of its response is there."""
     lengths = draft.inputs.lengths.samples
     sequences = min(draft.batch.samples_per_instance, draft.generation.limits.max_sequences)
     return sequences, (sum(lengths.prompt) + sum(lengths.output) / 2) / len(lengths)
 
 
-def _decode_use(draft: PlanDraft, cost: AnalyticCost) -> DecodeUse:
+def _decode_use(draft: Candidate, cost: AnalyticCost) -> DecodeUse:
     spec, (sequences, context) = cost.spec, _decoding(draft)
     weights = spec.layers * spec.layer_parameters + spec.embedding_parameters
     return DecodeUse(

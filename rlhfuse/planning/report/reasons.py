@@ -17,7 +17,7 @@ from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import MemoryBudget
@@ -249,7 +249,7 @@ class Reasons:
         return (*rows, ("finished.json", "when all iterations are done"))
 
 
-def host_limits(draft: PlanDraft) -> tuple[str, ...]:
+def host_limits(draft: Candidate) -> tuple[str, ...]:
     """The tasks that a GPU's host limits, and from how many tokens of a forward on it no longer does."""
     if draft.inputs.measured or not draft.inputs.hardware.device.own_memory:
         return ()

@@ -14,7 +14,7 @@ from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.costs.layout_moves import LayoutMove
 from rlhfuse.decisions.layouts import Task
 from rlhfuse.decisions.shards import Cells
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.candidate import Candidate
 from rlhfuse.schedule.ir.ranks import neighbour_pairs, plain_cells
 from rlhfuse.simulator.simulation import Simulation
 
@@ -38,7 +38,7 @@ class TrafficRow:
         return TrafficRow(purpose, *map(round, sums))
 
 
-def traffic(draft: PlanDraft, moves: Sequence[LayoutMove], threshold: int) -> tuple[TrafficRow, ...]:
+def traffic(draft: Candidate, moves: Sequence[LayoutMove], threshold: int) -> tuple[TrafficRow, ...]:
     """All that is sent, with its `moves` of weights and the migration at `threshold` (R_t); no row of nothing."""
     node = draft.inputs.hardware.devices_per_node
     rows = [TrafficRow(f"weights of the {m.model}", m.traffic.within, m.traffic.across) for m in moves]
@@ -67,7 +67,7 @@ def ring(ranks: Sequence[int], whole_bytes: float) -> Sent:
         yield rank, ranks[(place + 1) % len(ranks)], whole_bytes * (len(ranks) - 1) / len(ranks)
 
 
-def _training(draft: PlanDraft, task: Task, cells: Cells) -> Iterator[tuple[str, Sent]]:
+def _training(draft: Candidate, task: Task, cells: Cells) -> Iterator[tuple[str, Sent]]:
     """Optimizer steps and pipelines of one model; `cells`: of its pipelines."""
     cost, config, steps = draft.analytic[task.name], draft.run.config, draft.batch.optimizer_steps
     groups, memory, layout = draft.ranks.dp_groups(task.role), cost.memory, task.layout
@@ -93,7 +93,7 @@ def _training(draft: PlanDraft, task: Task, cells: Cells) -> Iterator[tuple[str,
     yield "hidden states and their gradients", ((*pair, size) for pair in neighbour_pairs(cells, layout))
 
 
-def _tensor_sums(draft: PlanDraft, task: Task, cells: Cells) -> Sent:
+def _tensor_sums(draft: Candidate, task: Task, cells: Cells) -> Sent:
     """Two sums a layer of a forward, and as many of a backward and of layers that run again."""
     cost, layout, places = draft.analytic[task.name], task.layout, [0] * task.layout.pp
     tokens = _trained_tokens(draft) if task.training else draft.inputs.drawn.tokens
@@ -106,7 +106,7 @@ def _tensor_sums(draft: PlanDraft, task: Task, cells: Cells) -> Sent:
             yield from ring(cell, 2 * passes * layers * 2 * message)
 
 
-def _migration(draft: PlanDraft, threshold: int) -> Sent:
+def _migration(draft: Candidate, threshold: int) -> Sent:
     """The cache of the samples that move in the first batch that was drawn."""
     batch, limits = draft.batch, draft.generation.limits
     if not threshold or batch.instances == 1:
@@ -120,5 +120,5 @@ def _migration(draft: PlanDraft, threshold: int) -> Sent:
             yield source, target, size
 
 
-def _trained_tokens(draft: PlanDraft) -> float:
+def _trained_tokens(draft: Candidate) -> float:
     return draft.batch.epochs * draft.inputs.drawn.trained_tokens

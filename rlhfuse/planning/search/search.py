@@ -25,7 +25,7 @@ from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.base.remembered import remembered
 from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.costs.machine import memory_limit
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.memory.memory_budget import KEEPING_PART, MemoryRefusal, PhaseMemory
 from rlhfuse.planning.price import (
@@ -129,7 +129,7 @@ class Ranking:
         self._works: dict[int, float | None] = {}
         self._unscheduled: dict[int, InputError] = {}
         self._held: dict[int, float] = {}
-        self._drafts: dict[tuple[int, int], PlanDraft | None] = {}
+        self._drafts: dict[tuple[int, int], Candidate | None] = {}
         self._generated: dict[tuple[int, InstanceLimits], GenerationPrice] = {}
         self._rows: dict[tuple[int, int], Row] = {}
         self._lacking: list[tuple[float, str, Table, str, str]] = []
@@ -286,7 +286,7 @@ class Ranking:
             self._captures[g] = capture.seconds
         return self._with(t, g, draft, generation)
 
-    def _drafted(self, table: Table, whole: bool = False) -> PlanDraft | None:
+    def _drafted(self, table: Table, whole: bool = False) -> Candidate | None:
         draft = None
         try:
             draft = self.setting.draft(table, whole)
@@ -332,22 +332,22 @@ class Ranking:
             self._rows[t, g] = Row(self.space.table(t, g), made, least, fullest, needed, limit)
         return self._rows[t, g].seconds * (1 - WORTH_REACHING)
 
-    def _with(self, t: int, g: int, draft: PlanDraft, generation: GenerationPrice) -> float:
+    def _with(self, t: int, g: int, draft: Candidate, generation: GenerationPrice) -> float:
         """With no more than its work known of training."""
         training = self._works[t]
         assert training is not None, "its work was priced"
         return training + with_schedules(draft, generation, self._moves(t, g), 0.0).beside_training
 
-    def _draft(self, t: int, g: int) -> PlanDraft:
+    def _draft(self, t: int, g: int) -> Candidate:
         draft = self._drafts[t, g]
         assert draft is not None, "a table that is priced fits"
         return draft
 
-    def _generation(self, g: int, draft: PlanDraft) -> GenerationPrice:
+    def _generation(self, g: int, draft: Candidate) -> GenerationPrice:
         made, ideal = self._simulated(g, draft, draft.generation.limits), ideal_limits(draft)
         return made if ideal == draft.generation.limits else made.at_least(self._simulated(g, draft, ideal))
 
-    def _simulated(self, g: int, draft: PlanDraft, limits: InstanceLimits) -> GenerationPrice:
+    def _simulated(self, g: int, draft: Candidate, limits: InstanceLimits) -> GenerationPrice:
         """Costs and instances are those of the generation row."""
         if (g, limits) not in self._generated:
             self._generated[g, limits] = simulate_generation(draft, limits)
@@ -401,7 +401,7 @@ class Ranking:
         return product(training, generation)
 
 
-def check_headroom(draft: PlanDraft) -> None:
+def check_headroom(draft: Candidate) -> None:
     """Raise MemoryRefusal unless every phase leaves the headroom free, with the leanest of the training schedules."""
     memory, given = draft.memory, draft.training.given
     fullest = memory.fullest(memory.most_held(*given[0].values()) if given else min_memory(draft.training.problem))

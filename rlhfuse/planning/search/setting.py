@@ -17,7 +17,7 @@ from rlhfuse.costs.layout_moves import layout_moves
 from rlhfuse.costs.profile_files import run_costs
 from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.layouts import Task, training_layouts
-from rlhfuse.planning.draft import DraftInputs, PlanDraft, draft_plan, instance_limits
+from rlhfuse.planning.candidate import Candidate, CandidateInputs, draft_plan, instance_limits
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.instance_cache import CACHE_PARTS, SPARE_BLOCKS, InstanceCache
 from rlhfuse.planning.rooflines import Rooflines
@@ -54,7 +54,7 @@ class Setting:
 
     run: Job
     given: Given
-    inputs: DraftInputs
+    inputs: CandidateInputs
     split: frozenset[str] | None
     notes: tuple[str, ...] = ()
 
@@ -64,7 +64,7 @@ class Setting:
         config = run.config
         given = given or Given.of(config)
         split, notes = given_split(config.fusion, config.trained()), ()
-        inputs = DraftInputs.of(run, lengths)
+        inputs = CandidateInputs.of(run, lengths)
         if inputs.measured and inputs.measured.of_one_run and not (given.generation and given.inference):
             raise InputError(
                 f"fusion.profile={config.fusion.profile} was measured by a run in its layouts and says nothing of "
@@ -98,7 +98,7 @@ class Setting:
     def rooflines(self) -> Rooflines:
         return Rooflines.of(self.run, self.inputs.hardware, self.inputs.cores)
 
-    def draft(self, table: Table, whole: bool = False) -> PlanDraft:
+    def draft(self, table: Table, whole: bool = False) -> Candidate:
         """`whole`: with whole backwards wherever the configuration lets a draft choose, for all that they do not
         change: a split one needs no less memory. Raises InputError where it cannot run."""
         config = table.of(self.config)

@@ -19,7 +19,7 @@ from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.costs.hardware import data_sheets, hardware_by_name
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.decisions.layouts import planned_world_size
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.price import minibatch_seconds
 from rlhfuse.planning.report.efficiency import Efficiency, efficiency
@@ -36,7 +36,7 @@ def sizes(tmp_path_factory) -> dict[str, Path]:
     return {size: llama3(base, size) for size in SIZES}
 
 
-def example(name: str, sizes: dict[str, Path], *overrides: str) -> PlanDraft:
+def example(name: str, sizes: dict[str, Path], *overrides: str) -> Candidate:
     """The draft of examples/NAME, its models found by the size that their names say."""
     given = load_config(ROOT / "examples" / name)
     paths = {role: getattr(given, role).path for role in given.roles()}
@@ -45,7 +45,7 @@ def example(name: str, sizes: dict[str, Path], *overrides: str) -> PlanDraft:
     return drafted(config, read_specs(config), planned_world_size(config, None), full(config))
 
 
-def at_the_bound(draft: PlanDraft) -> Efficiency:
+def at_the_bound(draft: Candidate) -> Efficiency:
     """Where the schedule is 1% longer than its lower bound."""
     makespan = 1.01 * float(latency_bound(replace(draft.training.problem, memory_cap=None))) * TICK_SECONDS
     seconds = minibatch_seconds(draft, lambda rung: makespan) + optimizer_step_seconds(draft.analytic)

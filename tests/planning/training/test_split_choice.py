@@ -44,7 +44,7 @@ def bounds_by_choice(**keys) -> dict[frozenset[str], float]:
         return make(fusion, training, stated)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhfuse.planning.draft.choose_split", looked_at)
+        patch.setattr("rlhfuse.planning.candidate.choose_split", looked_at)
         drafted(**keys)
     return found
 

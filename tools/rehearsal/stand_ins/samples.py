@@ -13,7 +13,7 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.gen.core.sequence import SamplingParams
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.candidate import Candidate
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.run.rank_models import sampling_params
 from rlhfuse.tasks.role import POLICY
@@ -32,7 +32,7 @@ class Samples:
     vocab: int
 
     @staticmethod
-    def of(draft: PlanDraft) -> Samples:
+    def of(draft: Candidate) -> Samples:
         return Samples(draft.config, draft.specs[POLICY].vocab)
 
     @property

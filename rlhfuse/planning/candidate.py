@@ -1,4 +1,4 @@
-"""The draft of a plan: all that follows from configuration, models and world size, the same on every rank.
+"""A candidate for the plan of a job: one assignment of layouts, with its memory, scheduling problems and costs.
 
 Layouts and batch are checked, the files that the configuration names are read, work is priced, and the one training
 problem is stated: times of the profile where there is one, at the lengths that are known; activations at the longest
@@ -45,7 +45,7 @@ from rlhfuse.tasks.role import POLICY, Role
 
 
 @dataclass(frozen=True)
-class DraftInputs:
+class CandidateInputs:
     """What the drafts of a run share whatever its layouts are.
 
     `drawn`: batches of `lengths`, for which all seconds are. `measured`: what fusion.profile or trainer.pace holds,
@@ -60,7 +60,7 @@ class DraftInputs:
     paced: PacedCost | None = None
 
     @staticmethod
-    def of(run: Job, lengths: SampleLengths | None = None) -> DraftInputs:
+    def of(run: Job, lengths: SampleLengths | None = None) -> CandidateInputs:
         """`lengths`: in place of those that the configuration names or leaves open.
 
         Raises InputError for an unknown machine, or naming a file.
@@ -89,7 +89,7 @@ class DraftInputs:
             token_bytes = run.specs[POLICY].kv_bytes_per_token(config.trainer.element_bytes)
             measured = paced = load_paced_cost(config.trainer.pace).of_run(config.trainer.pace_stretch, token_bytes)
             cores = SharedCores()  # what sleeps takes none
-        return DraftInputs(hardware, cores, planned, drawn, measured, paced)
+        return CandidateInputs(hardware, cores, planned, drawn, measured, paced)
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,12 @@ def likeliest(shares: Mapping[int, float]) -> int:
 
 
 @dataclass(frozen=True)
-class PlanDraft:
-    """A run that can be planned and fits its ranks. `costs` price generation and inference until it has measured them;
-    `analytic`: rooflines by task."""
+class Candidate:
+    """A job with one assignment of layouts, which fits its ranks. `costs` price generation and inference until the run
+    has measured them. `analytic`: rooflines by task."""
 
     run: Job
-    inputs: DraftInputs
+    inputs: CandidateInputs
     tasks: tuple[Task, ...]
     batch: BatchArithmetic
     ranks: FusedRanks
@@ -204,14 +204,14 @@ class PlanDraft:
         return {rung: known.get(rung) or self.stated(rung, split) for rung in self.batch.cut.rungs}
 
 
-def draft_plan(run: Job, lengths: SampleLengths | None = None, inputs: DraftInputs | None = None) -> PlanDraft:
+def draft_plan(run: Job, lengths: SampleLengths | None = None, inputs: CandidateInputs | None = None) -> Candidate:
     """Check and price a run; searches nothing. Raises InputError: an equation, a file, a phase that does not fit.
 
     `lengths`: in place of those of the configuration; `inputs`: of them, where several drafts share them.
     """
     config, tasks = run.config, run.rules.table()
     batch = run.rules.batch(tasks)
-    inputs = inputs or DraftInputs.of(run, lengths)
+    inputs = inputs or CandidateInputs.of(run, lengths)
     rooflines = Rooflines.of(run, inputs.hardware, inputs.cores)
     analytic = rooflines.costs(tasks)
     if inputs.measured is None:
@@ -236,7 +236,7 @@ def draft_plan(run: Job, lengths: SampleLengths | None = None, inputs: DraftInpu
     memory.check(peaks, least, given[1] if given else "")
     generation = GenerationDraft(cache, limits, _threshold_file(config.fusion.threshold_file, batch))
     training = TrainingDraft(shares, problems, split, given)
-    return PlanDraft(run, inputs, tasks, batch, ranks, analytic, costs, memory, generation, training)
+    return Candidate(run, inputs, tasks, batch, ranks, analytic, costs, memory, generation, training)
 
 
 def _stated(
@@ -252,7 +252,7 @@ def _stated(
 
 def _sizes(
     run: Job,
-    inputs: DraftInputs,
+    inputs: CandidateInputs,
     batch: BatchArithmetic,
     ranks: FusedRanks,
     analytic: Mapping[str, AnalyticCost],
