@@ -98,7 +98,7 @@ class PacedCost(MeasuredCost):
 
     @cached_property
     def table(self) -> CostTable:
-        """Of a run with as many stages."""
+        """The costs of a run with as many stages."""
         steps, moves = ({role: getattr(p, name) for role, p in self.training.items()} for name in ("step", "move"))
         return self._table(training=self.training, steps=steps, moves=moves)
 

@@ -67,7 +67,7 @@ class Rooflines:
         )
 
     def table(self, costs: Mapping[str, AnalyticCost], world_size: int, lengths: SampleLengths) -> CostTable:
-        """Of samples of these lengths; `costs`: by task."""
+        """Costs of samples of these lengths, from the `costs` of each task."""
         generation = costs["generation"]
         scorers = tuple(costs[name] for name in SCORERS if name in costs)
         crosses = world_size > generation.hardware.devices_per_node
