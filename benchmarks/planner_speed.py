@@ -1,10 +1,11 @@
 """CPU seconds of the exact search of layouts for 8 to 1024 GPUs, interpreter and imports included.
 
-    python benchmarks/planner_speed.py [--sizes 8,64]
+    python benchmarks/planner_speed.py [--sizes 8,64] [--examples llama3_8b_8gpus] [--beside ../before]
 
 Every search is a process of its own with one thread (planner_speed_search.py); all of one size must print the same
 bytes. Layouts, micro-batches and recomputation are auto; models are shapes of LLaMA, lengths are drawn from a
 lognormal. Kernels are compiled before, a first search of each size is not counted; no training schedule is annealed.
+Examples are searched as users do it, by tools/plan.py --search, of this checkout and of another one `--beside` it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ import numpy as np
 import yaml
 from harness import Figure, Measurement, named, options, take_turns
 from paper.settings import SHAPES
-from processes import environment
+from processes import ROOT, environment
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.base.kernel_cache import compile_apart
@@ -70,13 +72,26 @@ SIZES = (
 )
 
 
+EXAMPLES = {"llama3_8b_8gpus": 3.0, "llama3_70b_64gpus": 15.0}  # of this repository; goals, CPU seconds
+MODELS = {
+    "Llama-3-8B": "Llama 3 8B",
+    "Llama-3-8B-reward": "Llama 3 8B",
+    "Llama-3-70B": "70B",
+    "Llama-3-70B-critic": "70B",
+}
+
+
 def main() -> None:
     parser = options(__doc__, rounds=3)
     parser.add_argument("--sizes", default=",".join(str(size.ranks) for size in SIZES), help="GPUs [%(default)s]")
+    parser.add_argument("--examples", default=",".join(EXAMPLES), help="names of files in examples/ [%(default)s]")
+    parser.add_argument("--beside", metavar="CHECKOUT", type=Path, help="another checkout, to compare with")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.sizes, arguments.rounds = "8", 2
+        arguments.sizes, arguments.examples, arguments.rounds = "8", "llama3_8b_8gpus", 2
     measurement, rows = Measurement("planner_speed", arguments), []
+    examples = named("--examples", arguments.examples, {name: name for name in EXAMPLES})
+    checkouts = {"here": ROOT} | ({"before": arguments.beside.resolve()} if arguments.beside else {})
     sizes = named("--sizes", arguments.sizes, {str(size.ranks): size for size in SIZES})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -84,6 +99,14 @@ def main() -> None:
         compile_apart([kernel_group()])
         sides = {str(size.ranks): lambda _, size=size: search(size, folder) for size in sizes}
         found = take_turns(sides, arguments.rounds, warm_up=True)
+        taken = {
+            name: take_turns(
+                {side: lambda _, at=at, name=name: search_example(name, at, folder) for side, at in checkouts.items()},
+                arguments.rounds,
+                warm_up=True,
+            )
+            for name in examples
+        }
     for size in sizes:
         printed, seconds = zip(*found[str(size.ranks)])
         if len(set(printed)) > 1:
@@ -91,18 +114,45 @@ def main() -> None:
         rows.append(row(measurement, size, json.loads(printed[0]), Figure.of(seconds, "s")))
     head = ("GPUs", "actor/critic", "samples", "tables", "drafted", "priced", "best s", "all others", "CPU s", "table")
     measurement.table("sizes", "The search of layouts, in one process and thread", head, rows)
+    head = ("example", *(f"CPU s, {side}" for side in checkouts))
+    lines = [[name, *example_row(measurement, name, taken[name])] for name in examples]
+    measurement.table("examples", "tools/plan.py --search of the examples, in one process and thread", head, lines)
     measurement.finish()
 
 
 def search(size: Size, folder: Path) -> tuple[str, float]:
     """What one search printed, and the CPU seconds of its process."""
-    command = [sys.executable, str(SEARCH), str(size.write(folder)), str(size.ranks)]
+    return searched([SEARCH, size.write(folder), str(size.ranks)], environment(1))
+
+
+def search_example(name: str, checkout: Path, folder: Path) -> tuple[str, float]:
+    """The same of the fastest tables of an example, as a checkout finds them; models are in `folder`."""
+    more = {"PYTHONPATH": str(checkout)}
+    command = [checkout / "tools/plan.py", "--config", ROOT / f"examples/{name}.yaml", "--search", "--json"]
+    said, seconds = searched(command, environment(1, more), folder)
+    return json.dumps(json.loads(said)["tables"]), seconds
+
+
+def searched(command: Sequence[str | Path], variables: Mapping[str, str], folder: Path = ROOT) -> tuple[str, float]:
+    """What a Python program printed that ran in `folder`, and the CPU seconds of its process."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    finished = subprocess.run(command, env=environment(1), capture_output=True, text=True)
+    words = [sys.executable, *map(str, command)]
+    finished = subprocess.run(words, env=dict(variables), cwd=folder, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if finished.returncode:
-        raise RuntimeError(f"the search for {size.ranks} GPUs failed:\n{finished.stderr}")
+        raise RuntimeError(f"{' '.join(words)} failed:\n{finished.stderr}")
     return finished.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def example_row(measurement: Measurement, name: str, sides: Mapping[str, list[tuple[str, float]]]) -> list[str]:
+    """Keep the figures of an example; its CPU seconds by side. All sides must find the same tables."""
+    if len({said for answers in sides.values() for said, _ in answers}) > 1:
+        raise RuntimeError(f"{name}: searches found different tables")
+    figures, cells = measurement.part(name), []
+    for side, answers in sides.items():
+        figure = Figure.of([seconds for _, seconds in answers], "s")
+        cells.append(figures.figure(side, figure.at_most(EXAMPLES[name]) if side == "here" else figure).text(".1f"))
+    return cells
 
 
 def row(measurement: Measurement, size: Size, found: dict[str, Any], seconds: Figure) -> list[str]:
@@ -117,10 +167,12 @@ def row(measurement: Measurement, size: Size, found: dict[str, Any], seconds: Fi
 
 def write_inputs(folder: Path, seed: int) -> None:
     """config.json of every shape, and past lengths."""
-    for name in ("7B", "34B", "70B"):
-        layers, hidden, heads, kv_heads, mlp = SHAPES[name]
+    shapes = {"7B": "7B", "34B": "34B", "70B": "70B", **MODELS}
+    for name, like in shapes.items():
+        layers, hidden, heads, kv_heads, mlp = SHAPES[like]
         shape = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
-        shape |= {"num_key_value_heads": kv_heads, "intermediate_size": mlp, "vocab_size": 32000}
+        shape |= {"num_key_value_heads": kv_heads, "intermediate_size": mlp}
+        shape |= {"vocab_size": 128256 if name in MODELS else 32000}
         shape |= {"model_type": "llama", "max_position_embeddings": 16384, "eos_token_id": 2}
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(shape))

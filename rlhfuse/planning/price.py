@@ -16,7 +16,7 @@ from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.training.passing import with_room
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, planned_bound
-from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.evaluate import makespan
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -118,7 +118,7 @@ def bound_seconds(draft: Candidate) -> float:
     given = draft.training.given[0] if draft.training.given else {}
 
     def seconds(rung: int) -> float:
-        ticks = evaluate(given[rung]).makespan if rung in given else planned_bound(draft.training.problems[rung])
+        ticks = makespan(given[rung]) if rung in given else planned_bound(draft.training.problems[rung])
         return float(ticks) * TICK_SECONDS
 
     return minibatch_seconds(draft, seconds)
@@ -131,7 +131,7 @@ def reached(draft: Candidate) -> tuple[float, tuple[float, ...]]:
     for rung, problem in draft.training.problems.items():
         if rung not in made:
             made[rung] = with_room(passing, problem, _reached, partial(_reached, tries=1))
-    ticks = {rung: max(float(evaluate(one).makespan), float(planned_bound(one.problem))) for rung, one in made.items()}
+    ticks = {rung: max(float(makespan(one)), float(planned_bound(one.problem))) for rung, one in made.items()}
     seconds = minibatch_seconds(draft, lambda rung: ticks[rung] * TICK_SECONDS)
     return seconds, draft.memory.held_by(*made.values())
 

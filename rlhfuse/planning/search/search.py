@@ -37,7 +37,7 @@ from rlhfuse.planning.price import (
     simulate_generation,
     with_schedules,
 )
-from rlhfuse.planning.search.floors import Bound, TrainingFloors, generation_floor, work_bound
+from rlhfuse.planning.search.floors import Problems, TrainingFloors, generation_floor, work_bound
 from rlhfuse.planning.search.setting import GenerationBytes, Setting
 from rlhfuse.planning.search.space import GenerationRow, Space, TrainingRow
 from rlhfuse.planning.search.table import Table
@@ -50,7 +50,7 @@ CLOSEST = 50  # training rows that are drafted to find which table lacks least, 
 LEANEST = 12  # tables that are drafted to find whether any has room
 MORE = "tools/plan.py says how many ranks have room"
 WORTH_REACHING = 0.01  # of what a table takes as reached: another's floor must be lower by it to be reached too
-QUIET_SECONDS = 15.0  # after which a search says how far it is
+QUIET_SECONDS = 3.0  # after which a search says how far it is
 ROUNDING = 1e-12  # of seconds: floors and prices add the same numbers up in other orders
 Allowed = Callable[[TrainingRow, GenerationRow], bool]
 
@@ -256,22 +256,34 @@ class Ranking:
 
     def _by_split(self, t: int, g: int) -> float:
         """With the least of training that a draft may choose."""
-        if self.setting.split is None:
-            self._bound(t, work_bound)
+        self._train_no_faster(t, self._choices(t)[0][0])
         return self._by_moves(t, g)
 
     def _by_order(self, t: int, g: int) -> float:
         """With a bound that knows what comes before what, which takes longer."""
-        self._bound(t, quick_bound)
+        self._train_no_faster(t, self._ordered(t))
         return self._by_moves(t, g)
 
-    @remembered
-    def _bound(self, t: int, bound: Bound) -> None:
-        """Make bounds of all that a draft may choose a part of the work."""
-        row, work = self.space.training[t], self._works[t]
+    def _train_no_faster(self, t: int, seconds: float) -> None:
+        work = self._works[t]
         assert work is not None, "its work was priced"
-        least = min(self._floors.seconds(row, problems, bound) for problems in self._floors.choices(row))
-        self._works[t] = max(least, work)
+        self._works[t] = max(seconds, work)
+
+    @remembered
+    def _choices(self, t: int) -> list[tuple[float, int, Problems]]:
+        """All that a draft may choose, the least work first, each with the seconds of its work."""
+        row = self.space.training[t]
+        choices = enumerate(self._floors.choices(row))
+        return sorted((self._floors.seconds(row, problems, work_bound), n, problems) for n, problems in choices)
+
+    @remembered
+    def _ordered(self, t: int) -> float:
+        """Least seconds of the choices by their order; those with more work are left out."""
+        least = inf
+        for work, _, problems in self._choices(t):
+            if work < least:
+                least = min(least, max(work, self._floors.seconds(self.space.training[t], problems, quick_bound)))
+        return least
 
     def _by_draft(self, t: int, g: int) -> float | None:
         """With generation as it is priced."""

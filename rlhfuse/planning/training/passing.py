@@ -6,13 +6,14 @@ until W, where the backward is split. The memory is taken once, for the most tha
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from rlhfuse.costs.model_memory import ModelMemory
-from rlhfuse.schedule.ir.action import Action
-from rlhfuse.schedule.ir.evaluate import loosen, memory_profile
+from rlhfuse.schedule.ir.action import Kind
+from rlhfuse.schedule.ir.evaluate import Computed, loosen, memory_profile, where_kinds
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import min_memory, one_at_a_time
@@ -44,10 +45,12 @@ class PassingMemory:
         """
         pipelines, peaks = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}, []
         for node, order in enumerate(schedule.orders):
-            passing = [self._in(pipelines[action.pipeline], action) for action in order]
-            after = memory_profile(schedule, node)
-            highest = max(max(held) + more for *held, more in zip([0, *after], after, passing))
-            peaks.append(highest - max(passing) + self._received_beyond(schedule, node))
+            kinds = where_kinds(order)
+            passing, after = np.empty(len(order)), np.array(memory_profile(schedule, node), float)
+            for (name, stage, kind), here in kinds.items():
+                passing[here] = self._in(pipelines[name], stage, kind)
+            highest = (np.maximum(after, [0, *after[:-1]]) + passing).max()
+            peaks.append(float(highest - passing.max()) + self._received_beyond(pipelines, kinds))
         return tuple(peaks)
 
     def least(self, problem: FusionProblem) -> tuple[float, ...]:
@@ -63,31 +66,27 @@ class PassingMemory:
         )
         return beyond if any(beyond) else ()
 
-    def _in(self, pipeline: Pipeline, action: Action) -> float:
+    def _in(self, pipeline: Pipeline, stage: int, kind: Kind) -> float:
         less, in_weights = self.split[pipeline.model]
-        if action.kind == "W":
+        if kind is Kind.W:
             return in_weights
         by_place = self.by_place[pipeline.model]
-        return by_place[action.stage % len(by_place)] - (less if pipeline.split and action.kind == "B" else 0)
+        return by_place[stage % len(by_place)] - (less if pipeline.split and kind is Kind.B else 0)
 
-    def _received_beyond(self, schedule: Schedule, node: int) -> float:
-        """Beyond `ModelMemory.receiving_bytes`, where a schedule keeps more than is usual."""
-        pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
-        held: Counter[tuple[str, int, str]] = Counter()  # (model, stage, F: hidden states, B: gradients)
-        most: Counter[tuple[str, int, str]] = Counter()
-        for action in schedule.orders[node]:
-            pipeline = pipelines[action.pipeline]
-            states, gradients = ((pipeline.model, action.stage, kind) for kind in "FB")
-            held[states] += {"F": 1, "B": -1}.get(action.kind, 0)
-            held[gradients] += {"B": 1, "W": -1}.get(action.kind, 0) if pipeline.split else 0
-            for key in (states, gradients):
-                most[key] = max(most[key], held[key])
-        depth = {pipeline.model: pipeline.stages for pipeline in schedule.problem.pipelines}
-        beyond = 0.0
-        for (model, stage, kind), count in most.items():
-            usual = len(self.by_place[model]) - stage % len(self.by_place[model]) if kind == "F" else 1
-            if stage > 0 if kind == "F" else stage < depth[model] - 1:
-                beyond += max(0, count - usual) * self.received[model]
+    def _received_beyond(self, pipelines: Mapping[str, Pipeline], kinds: Mapping[Computed, np.ndarray]) -> float:
+        """Beyond `ModelMemory.receiving_bytes`, where an order keeps more than is usual."""
+        count = sum(map(len, kinds.values()))
+        held: dict[tuple[str, int, Kind], np.ndarray] = {}  # (model, stage, F: hidden states, B: gradients): changes
+        for (name, stage, kind), here in kinds.items():
+            model, split = pipelines[name].model, pipelines[name].split
+            gradients = {Kind.B: 1, Kind.W: -1} if split else {}
+            for what, change in ((Kind.F, {Kind.F: 1, Kind.B: -1}), (Kind.B, gradients)):
+                held.setdefault((model, stage, what), np.zeros(count, np.int64))[here] += change.get(kind, 0)
+        depth, beyond = {pipeline.model: pipeline.stages for pipeline in pipelines.values()}, 0.0
+        for (model, stage, what), changes in held.items():
+            usual = len(self.by_place[model]) - stage % len(self.by_place[model]) if what is Kind.F else 1
+            if stage > 0 if what is Kind.F else stage < depth[model] - 1:
+                beyond += max(0, int(np.cumsum(changes).max()) - usual) * self.received[model]
         return beyond
 
 

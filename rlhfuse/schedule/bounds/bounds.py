@@ -34,7 +34,7 @@ def latency_bound(problem: FusionProblem, precision: float = 0.0) -> Number:
     return _latency_bound(problem.without_idle_cap(), precision)
 
 
-@lru_cache(maxsize=64)  # tables of layouts that differ beside training have one problem
+@lru_cache(maxsize=512)  # tables of layouts that differ beside training have one problem
 def _latency_bound(problem: FusionProblem, precision: float) -> Number:
     windows, tick = _windows(problem), _tick(problem)
     low = _round_up(max(windows.least_makespan(), configurations_bound(problem)), tick)

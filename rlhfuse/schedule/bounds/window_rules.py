@@ -79,10 +79,13 @@ def contradiction(
 ):
     """Whether precedence and edge finding, in turn until nothing changes, leave some operation no window."""
     slack = makespan * SLACK
+    seen_heads, seen_tails = np.full(len(heads), -1.0), np.full(len(heads), -1.0)
     for _ in range(passes):
         changed = False
         for node in range(len(first) - 1):
             low, high = first[node], first[node + 1]
+            if _seen(by_head[low:high], heads, tails, seen_heads, seen_tails):
+                continue  # edge finding had nothing to say of these windows
             forth = edge_finding(by_head[low:high], heads, tails, duration, makespan, slack)
             back = edge_finding(by_tail[low:high], tails, heads, duration, makespan, slack)
             if forth < 0 or back < 0:
@@ -100,6 +103,16 @@ def contradiction(
 
 
 @njit(cache=True)
+def _seen(here, heads, tails, seen_heads, seen_tails):
+    """Whether the windows of a node's operations are those that were seen last; now they are."""
+    alike = True
+    for o in here:
+        alike = alike and heads[o] == seen_heads[o] and tails[o] == seen_tails[o]
+        seen_heads[o], seen_tails[o] = heads[o], tails[o]
+    return alike
+
+
+@njit(cache=True)
 def edge_finding(here, heads, tails, duration, makespan, slack):
     """Raise heads by edge finding (Nuijten): -1 when work does not fit, 1 when a head rose, else 0.
 
@@ -108,18 +121,17 @@ def edge_finding(here, heads, tails, duration, makespan, slack):
     """
     _sort(here, heads)
     count = len(here)
-    raised, until, longest = np.empty(count), np.empty(count), 0.0
+    head, end_of, time = np.empty(count), np.empty(count), np.empty(count)  # close together: they are read n^2 times
     for i in range(count):
-        raised[i] = heads[here[i]]
-        longest = max(longest, duration[here[i]])
-    for last in range(count):
-        end = makespan - tails[here[last]]
+        o = here[i]
+        head[i], end_of[i], time[i] = heads[o], makespan - tails[o], duration[o]
+    raised, until, longest = head.copy(), np.empty(count), time.max() if count else 0.0
+    for end in np.unique(end_of):
         work, after = 0.0, -np.inf
         for i in range(count - 1, -1, -1):
-            o = here[i]
-            if makespan - tails[o] <= end:
-                work += duration[o]
-                after = max(after, heads[o] + work)
+            if end_of[i] <= end:
+                work += time[i]
+                after = max(after, head[i] + work)
             until[i] = after  # earliest end of the operations of S with a head from this one on
         if after > end + slack:
             return -1
@@ -127,14 +139,13 @@ def edge_finding(here, heads, tails, duration, makespan, slack):
             continue  # no further operation is too much for any part of S
         before = -np.inf
         for i in range(count):
-            o = here[i]
-            if makespan - tails[o] <= end:
-                before = max(before, heads[o] + work)
-                work -= duration[o]
+            if end_of[i] <= end:
+                before = max(before, head[i] + work)
+                work -= time[i]
             else:
-                if heads[o] + work + duration[o] > end + slack:
+                if head[i] + work + time[i] > end + slack:
                     raised[i] = max(raised[i], until[i])
-                if before + duration[o] > end + slack:
+                if before + time[i] > end + slack:
                     raised[i] = max(raised[i], after)
     rose = 0
     for i in range(count):
@@ -162,18 +173,37 @@ def resolve_disjunctions(clashes, heads, tails, duration, makespan, slack):
     clashes, int64[k, 10]: the rows of Windows._clashes.
     """
     changed = 0
-    forwards, releases = np.empty(2, np.int64), np.empty(2, np.int64)
+    forwards, releases, limit = np.empty(2, np.int64), np.empty(2, np.int64), makespan + slack
     for k in range(len(clashes)):
         forward_a, release_a, step_a, count_a, x, forward_b, release_b, step_b, count_b, y = clashes[k]
-        for m in range(count_a - x + 1):
-            forwards[0], releases[0] = forward_a + (m + x - 1) * step_a, release_a + m * step_a
-            for n in range(count_b - y + 1):
+        ends_a, rest_a = np.empty(count_a - x + 1), np.empty(count_a - x + 1)
+        ends_b, rest_b = np.empty(count_b - y + 1), np.empty(count_b - y + 1)
+        stale = True
+        for m in range(len(ends_a)):
+            for n in range(len(ends_b)):
+                if stale:
+                    _gather(ends_a, rest_a, release_a, forward_a + (x - 1) * step_a, step_a, heads, tails, duration)
+                    _gather(ends_b, rest_b, release_b, forward_b + (y - 1) * step_b, step_b, heads, tails, duration)
+                    stale = False
+                possible = int(ends_a[m] + rest_a[m] <= limit) + int(ends_a[m] + rest_b[n] <= limit)
+                possible += int(ends_b[n] + rest_a[m] <= limit) + int(ends_b[n] + rest_b[n] <= limit)
+                if possible > 1:
+                    continue
+                forwards[0], releases[0] = forward_a + (m + x - 1) * step_a, release_a + m * step_a
                 forwards[1], releases[1] = forward_b + (n + y - 1) * step_b, release_b + n * step_b
                 outcome = _one_before_another(releases, forwards, heads, tails, duration, makespan, slack)
                 if outcome < 0:
                     return -1
-                changed = max(changed, outcome)
+                changed, stale = max(changed, outcome), outcome > 0
     return changed
+
+
+@njit(cache=True)
+def _gather(ends, rest, release, forward, step, heads, tails, duration):
+    """Of every micro-batch when its release ends at the earliest, and what follows the start of the forward."""
+    for m in range(len(ends)):
+        r, f = release + m * step, forward + m * step
+        ends[m], rest[m] = heads[r] + duration[r], duration[f] + tails[f]
 
 
 @njit(cache=True)

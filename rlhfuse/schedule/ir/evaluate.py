@@ -7,9 +7,10 @@ Paper: section 5.2, Algorithm 3.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from rlhfuse.base.errors import ScheduleError
 from rlhfuse.schedule.ir.action import Action, Kind
@@ -17,6 +18,7 @@ from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule, grid
 
+Computed = tuple[str, int, Kind]  # pipeline, its stage, and what is computed there
 TOLERANCE = 1e-9  # relative; sums of the same floats in another order differ by less
 
 
@@ -51,6 +53,12 @@ def evaluate(schedule: Schedule) -> Timeline:
         makespan=tidy(max(ends)),
         node_peak_memory=tuple(max(memory_profile(schedule, node), default=0) for node in range(len(orders))),
     )
+
+
+def makespan(schedule: Schedule) -> Number:
+    """That of its timeline alone."""
+    graph = build_graph(schedule.problem)
+    return tidy(max(end_times(graph, [[graph.number[action] for action in order] for order in schedule.orders])))
 
 
 def end_times(graph: OperationGraph, orders: Sequence[Sequence[int]]) -> list[float]:
@@ -101,26 +109,29 @@ def _raise_cycle(graph: OperationGraph, orders: Sequence[Sequence[int]], positio
 
 def memory_profile(schedule: Schedule, node: int) -> list[Number]:
     """Activation memory on `node` after each action of its order."""
-    pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
-    return list(held_after((pipelines[action.pipeline], action) for action in schedule.orders[node]))
+    return held_after({pipeline.name: pipeline for pipeline in schedule.problem.pipelines}, schedule.orders[node])
 
 
-def held_after(computed: Iterable[tuple[Pipeline, Action]]) -> Iterator[Number]:
+def held_after(pipelines: Mapping[str, Pipeline], computed: Sequence[Action]) -> list[Number]:
     """Activation memory after each computing action; its stage is one of the pipeline's.
 
     Counted in whole activations and then multiplied, so that 8 * 1.95 is 15.6 wherever it occurs.
     """
-    held: Counter[Number] = Counter()  # size of an activation -> how many
-    for pipeline, action in computed:
-        activation, later = pipeline.activation[action.stage], pipeline.held_for_weights[action.stage]
-        if action.kind is Kind.F:
-            held[activation] += 1
-        elif action.kind is Kind.B:
-            held[activation] -= 1
-            held[later] += 1
-        else:
-            held[later] -= 1
-        yield tidy(sum(count * size for size, count in held.items()))
+    held: dict[Number, np.ndarray] = {}  # size of an activation -> changes of how many
+    for (name, stage, kind), here in where_kinds(computed).items():
+        activation, later = pipelines[name].activation[stage], pipelines[name].held_for_weights[stage]
+        taken = {Kind.F: ((activation, 1),), Kind.B: ((activation, -1), (later, 1)), Kind.W: ((later, -1),)}
+        for size, change in taken[kind]:
+            held.setdefault(size, np.zeros(len(computed), np.int64))[here] += change
+    amounts = (np.cumsum(changes) * size for size, changes in held.items())
+    return [tidy(amount) for amount in sum(amounts, np.zeros(len(computed))).tolist()]
+
+
+def where_kinds(computed: Sequence[Action]) -> dict[Computed, np.ndarray]:
+    """Positions of the actions of each pipeline, stage and kind, in the order in which these appear."""
+    numbers: dict[Computed, int] = {}
+    numbered = np.array([numbers.setdefault(action[:3], len(numbers)) for action in computed], np.int64)
+    return {kind: np.flatnonzero(numbered == number) for kind, number in numbers.items()}
 
 
 def over_cap(problem: FusionProblem, node_peak_memory: Sequence[Number]) -> int | None:

@@ -7,7 +7,7 @@ last stage), W takes B of its stage. All micro-batches of one (pipeline, stage, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -87,6 +87,7 @@ def memory_of(pipeline: Pipeline, kind: Kind, stage: int) -> float:
     return {Kind.F: activation, Kind.B: later - activation, Kind.W: -later}[kind]
 
 
+@lru_cache(maxsize=8)  # a schedule is made, checked and timed in one graph
 def build_graph(problem: FusionProblem) -> OperationGraph:
     """Number every operation of `problem` and connect it to what it depends on."""
     lanes = _lanes(problem)

@@ -332,6 +332,8 @@ def _pipelines(share: ModelShare, microbatches: int, costs: StageCosts) -> tuple
         if len(values) != layout.stages:
             chunks = f" * v({layout.chunks})" if layout.chunks > 1 else ""
             raise InputError(f"{share.model} costs: {key} has {len(values)} entries for pp({layout.pp}){chunks} stages")
+        if share.merge == 1:
+            return tuple(values)
         return tuple(join(values[i : i + share.merge]) for i in range(0, len(values), share.merge))
 
     given = [key for key in _PER_STAGE if getattr(costs, key) is not None]

@@ -73,17 +73,16 @@ def check_orders(graph: OperationGraph, orders: tuple[tuple[Action, ...], ...]) 
     nodes, rows = graph.problem.nodes, dict(enumerate(orders))
     if len(orders) != nodes:
         raise ScheduleError(f"the schedule has {len(orders)} nodes, its problem has {nodes}")
-    done = [0] * len(graph.lanes)
+    done, node_of, lane_of = [0] * len(graph.lanes), graph.node.tolist(), graph.lane.tolist()
     for node, order in enumerate(orders):
         for position, action in enumerate(order):
             mark = (node, position)
             operation = graph.number.get(action)
             if operation is None:
                 raise ScheduleError(f"node {node}: {action} is not in the problem", grid(rows, mark))
-            if graph.node[operation] != node:
-                home = graph.node[operation]
+            if (home := node_of[operation]) != node:
                 raise ScheduleError(f"node {node}: {action} belongs on node {home}", grid(rows, mark))
-            lane = graph.lane[operation]
+            lane = lane_of[operation]
             if action.microbatch != done[lane]:
                 raise ScheduleError(
                     f"node {node}: {action} is out of micro-batch order; {done[lane]} is next", grid(rows, mark)

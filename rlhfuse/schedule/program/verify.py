@@ -152,8 +152,8 @@ def _check_memory(
     if cap == math.inf:
         return
     pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
-    merged = (action._replace(stage=action.stage // ranks.merge(action.pipeline)) for _, action in computed)
-    for (position, _), total in zip(computed, held_after((pipelines[action.pipeline], action) for action in merged)):
+    merged = [action._replace(stage=action.stage // ranks.merge(action.pipeline)) for _, action in computed]
+    for (position, _), total in zip(computed, held_after(pipelines, merged)):
         if total > loosen(cap):
             raise _error(programs, rank, position, f"brings the activations to {total:g}, over the memory cap {cap:g}")
 

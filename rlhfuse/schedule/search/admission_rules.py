@@ -79,16 +79,18 @@ class AdmissionRules:
                 break
         return [solution for solution, _ in self.best]
 
-    def _try(self, rule: AdmissionRule, limit: float = math.inf) -> float:
-        """Decode; the makespan, infinite above `limit`."""
+    def _try(self, rule: AdmissionRule, limit: float | None = None) -> float:
+        """Decode; the makespan, infinite above `limit`, or where that is None of what is too slow to be kept."""
         turn = np.einsum("ij,ij->i", self.features[rule.mirrored], rule.weights[self.operation_model])
         reserved = self.stage_model == rule.reserved
         rules = Rules(turn, self.dispatcher.any_time, rule.window, reserved, rule.patience)
+        slowest = self.best[-1][0].makespan if len(self.best) == KEPT else math.inf
+        if limit is None:  # turned back, a mirrored schedule may be faster
+            limit = math.inf if rule.mirrored else slowest
         mirror = self.mirror if rule.mirrored else None
         made = (mirror or self.dispatcher).dispatch(rules, limit)
-        if made.makespan < (self.best[-1][0].makespan if len(self.best) == KEPT else math.inf):
-            if all(made.makespan != other.makespan for other, _ in self.best):
-                self.best = sorted([*self.best, (made, rule)], key=lambda entry: entry[0].makespan)[:KEPT]
+        if made.makespan < slowest and all(made.makespan != other.makespan for other, _ in self.best):
+            self.best = sorted([*self.best, (made, rule)], key=lambda entry: entry[0].makespan)[:KEPT]
         return made.makespan
 
     def _fixed(self) -> list[AdmissionRule]:

@@ -63,6 +63,7 @@ class _Scratch(NamedTuple):
     free: np.ndarray  # float64[nodes], by the times that decide
     clock: np.ndarray  # float64[nodes], by those that the orders take
     level: np.ndarray  # float64[nodes]
+    left: np.ndarray  # float64[nodes], time of what has not begun
     place: np.ndarray  # int64[nodes]
     blocked: np.ndarray  # int64[nodes], an operation that was refused since the node last ran one, or -1
     heap_key: np.ndarray  # float64[2 n + nodes]
@@ -94,6 +95,7 @@ class Dispatcher:
             np.empty(len(lanes), np.int64),
             np.empty(len(lanes), np.int64),
             np.empty(len(self.stages.node), np.int64),
+            np.empty(nodes),
             np.empty(nodes),
             np.empty(nodes),
             np.empty(nodes),
@@ -191,12 +193,14 @@ def list_operations(
     another: nothing elsewhere helps it, unless a B takes memory (draining.py). With any left out, makespan is infinite.
     """
     n, nodes, capped = len(sequence), len(s.free), np.isfinite(caps).any()
+    hopeless = limit * (1 + 1e-9)  # beyond what sums of the same times in another order differ by
     s.done[:] = 0
     s.refused[:] = -1
     s.held[:] = 0
     s.free[:] = -np.inf
     s.clock[:] = 0.0
     s.level[:] = 0.0
+    s.left[:] = 0.0
     s.blocked[:] = -1
     s.arrival[:] = np.inf
     drain.claimed[:] = 0.0
@@ -204,6 +208,7 @@ def list_operations(
         s.place[node] = t.first[node]
     count, makespan, peak, releases = 0, 0.0, 0.0, 0
     for o in range(n):
+        s.left[t.node[o]] += t.duration[o]
         if t.upstream[o] < 0:
             s.arrival[o] = -np.inf
             if o == lanes.first[t.lane[o]]:
@@ -236,7 +241,8 @@ def list_operations(
             s.clock[node] = max(s.clock[node], s.end[source] + t.lag[best])
         s.clock[node] = s.end[best] = s.clock[node] + t.duration[best]
         makespan = max(makespan, s.clock[node])
-        if makespan > limit:
+        s.left[node] -= t.duration[best]
+        if makespan > limit or s.clock[node] + s.left[node] > hopeless:
             return np.inf, peak
         sequence[s.place[node]] = best
         s.place[node] += 1

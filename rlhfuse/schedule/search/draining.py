@@ -110,13 +110,18 @@ def can_drain(
         if not stages.grows:  # nor does a micro-batch that has come to its last stage
             arrived = done[stages.forward[stages.first[stages.pipeline[stage] + 1] - 1]]
             drain.free[node] += (arrived - backward) * stages.activation[stage]
+    if not stages.grows:  # those before it in its pipeline want no more than it does
+        drain.oldest[pipeline] = microbatch
+        if _drain_oldest(stages, done, pipeline, drain):
+            return True
     for p in range(len(drain.oldest)):
         low, last = stages.first[p], stages.first[p + 1] - 1
         drain.oldest[p] = done[stages.backward[low]] if stages.grows else done[stages.forward[last]]
     drained, waiting = True, True
     while drained and waiting:
         drained, waiting = False, False
-        for p in range(len(drain.oldest)):
+        for k in range(len(drain.oldest)):  # where draining gives back only, any order does: the asked one first
+            p = k if stages.grows else (pipeline + k) % len(drain.oldest)
             while drain.oldest[p] < done[stages.forward[stages.first[p]]]:
                 if stages.grows:
                     drains = _drain_growing(stages, done, p, drain)
