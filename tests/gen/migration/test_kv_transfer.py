@@ -11,7 +11,7 @@ from testkit.profiles import share
 import rlhfuse.gen
 from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import Engine, SamplingParams
-from rlhfuse.gen.migration.kv_transfer import KVTransfer, SequenceSnapshot, TransferManifest, buckets
+from rlhfuse.gen.migration.kv_transfer import KVTransfer, SequenceSnapshot, TransferManifest
 
 GEN = Path(rlhfuse.gen.__file__).parent
 PROMPT = list(range(8, 69))  # 61 tokens: 15 full blocks of 4
@@ -209,9 +209,3 @@ def test_bad_input_is_refused_and_changes_nothing(siblings):
     assert run_out(source) == siblings
     with pytest.raises(InputError, match="at most 2 of 3"):
         TransferManifest(source._block_shape, 1, (SequenceSnapshot(0, (1, 2), (3,), (0.0,), PARAMS, 3, (0,)),))
-
-
-def test_buckets_hold_at_least_one_block():
-    assert buckets([3, 4, 5], 10, 1) == [[3], [4], [5]]
-    assert buckets([3, 4, 5], 10, 29) == [[3, 4], [5]]
-    assert buckets([], 10, 29) == []
