@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import stat
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -48,13 +49,7 @@ def export_checkpoint(
                 folder, left, like, EXPORT_BYTES, scalar_head=scalar_head, tokenizer=tokenizer, progress=progress
             )
     finally:
-        exhaust(left)
-
-
-def exhaust(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Take all that is left, and keep none of it."""
-    for _ in tensors:
-        pass
+        deque(left, maxlen=0)
 
 
 def write_folder(
