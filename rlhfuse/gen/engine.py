@@ -353,14 +353,6 @@ class Engine:
             measured = GuessRows(rows, forward.step_price, forward.parallel.first)
         return Guesser(self.spec.vocab, rows, forward.step_price, measured) if rows else None
 
-    def check_integrity(self) -> None:
-        """Assert that blocks, tables and queues agree; for tests and after errors."""
-        parked = self.parked.values()
-        assert all(seq.parked and seq.row < 0 and not seq.block_table for seq in parked), "a parked sample holds room"
-        queued = [*self.scheduler.running, *self.scheduler.waiting, *parked]
-        assert {seq.sample_id: seq for seq in queued} == self._sequences, "queues and samples disagree"
-        self.scheduler.check_integrity()
-
     def _settle(self) -> None:
         self._ended += self.loop.settle()
 

@@ -113,13 +113,11 @@ def prepare_transfer(
     shape: BlockShape,
     cache: KVCache | None,
 ) -> KVTransfer:
-    """The transfer of an engine's sequences; without a cache, as tokens. Raises InputError for an unknown mode."""
+    """The transfer of an engine's sequences; without a cache, as tokens."""
     numbers: dict[int, int] = {}  # block in the cache -> number in the transfer
     snapshots = []
     for seq in sequences:
         mode = modes if isinstance(modes, str) else modes[seq.sample_id]
-        if mode not in ("kv", "tokens"):
-            raise InputError(f"sample {seq.sample_id}: mode={mode!r} must be kv or tokens")
         computed = seq.computed_tokens if mode == "kv" and cache is not None else 0
         table = seq.block_table[: -(-computed // shape.block_tokens)]
         blocks = tuple(numbers.setdefault(block, len(numbers)) for block in table)

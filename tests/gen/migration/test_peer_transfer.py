@@ -112,7 +112,7 @@ def destination_side(
             told["recomputed"] = receive_sequences(engine, plan, rank, bucket_bytes=bucket_bytes)
         except InputError as error:
             told["error"] = str(error)
-    engine.check_integrity()
+    engine.scheduler.check_integrity()
     told["kv"] = kv_of(engine)
 
 
