@@ -28,7 +28,7 @@ from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.load import load_config
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.speculation import DRAFT_ITERATIONS
-from rlhfuse.data.sampler import prompts_from
+from rlhfuse.data.prompts import prompts_from
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.models.cpu.tiles import share_threads
 from rlhfuse.models.hf import load_weights

@@ -21,8 +21,7 @@ from rlhfuse.config.load import model_folder
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.speculation import StepObservation
-from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.sampler import prompts_from
+from rlhfuse.data.prompts import Prompt, prompts_from
 from rlhfuse.fusion.inter.generation import IDLE_SECONDS, as_rollout
 from rlhfuse.fusion.inter.report import RankEvents, turns_of
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup

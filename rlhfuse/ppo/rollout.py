@@ -255,14 +255,6 @@ class RolloutBatch:
         """Positions in `tokens` whose logits and values predict the drawn tokens, each one before its: int64 [R]."""
         return self.response_index - 1
 
-    @property
-    def without_advantage(self) -> Tensor:
-        """Whether all advantages of a sample that count are exactly 0: bool [N]."""
-        some = given(self.advantages) != 0
-        found = torch.ones(len(self), dtype=torch.bool)
-        found[self.owners[some if self.counted is None else some & self.counted]] = False
-        return found
-
     def with_fields(self, **arrays: Tensor | None) -> RolloutBatch:
         """A new batch with these fields set."""
         return replace(self, **arrays)

@@ -14,8 +14,7 @@ from testkit.paths import shared_data
 from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.data.prompts import load_prompts
-from rlhfuse.data.sampler import prompts_from
+from rlhfuse.data.prompts import load_prompts, prompts_from
 
 TURNS = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
 

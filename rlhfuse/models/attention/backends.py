@@ -44,7 +44,7 @@ PACKED: tuple[Backend[PackedShape, VarlenKernel], ...] = (  # of training and sc
 PAGED: tuple[Backend[CacheShape, PagedAttention], ...] = (  # of generation, named by rollout.attention
     Backend("flashinfer", flashinfer.obstacle, flashinfer.FlashInferAttention),
     Backend("triton", triton.obstacle, triton.TritonAttention),
-    Backend("torch", lambda _: "", GatheredAttention),
+    Backend("torch", lambda _: "", lambda _: GatheredAttention()),
 )
 
 

@@ -11,14 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOWEST = -1e30  # of no logit: finite, because it is multiplied by zero
 # [R] each: logarithm of the softmax's denominator, entropy, derivatives of the loss by log-probability and by entropy
 Known = tuple[Tensor, Tensor, Tensor, Tensor | None]
-
-
-def no_sums(rows: int, device: torch.device) -> Tensor:
-    """Sums of a tile without columns."""
-    return torch.tensor([[LOWEST], [0.0], [0.0], [0.0]], device=device).expand(4, rows)
 
 
 def tile_sums(logits_RW: Tensor, targets_R: Tensor, temperature: float) -> Tensor:

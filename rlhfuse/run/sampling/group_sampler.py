@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rlhfuse.base.sample_ids import sample_origin
-from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.sampler import prompts_from
+from rlhfuse.data.prompts import Prompt, prompts_from
 from rlhfuse.fusion.inter.group_stream import GroupStream
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.inter.report import GenInferReport, joined

@@ -12,8 +12,7 @@ from testkit.tiny import SHAPE, write_tokenizer
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.settings import RewardConfig, RunConfig
-from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.sampler import prompts_from
+from rlhfuse.data.prompts import Prompt, prompts_from
 from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 
