@@ -52,8 +52,7 @@ def choose_forward(
     heads, kv_heads = spec.heads // plain.size, spec.kv_heads // plain.size
     shape = CacheShape(dtype, device, heads, kv_heads, spec.head_dim, options.block_tokens, options.max_sequences)
     chosen = choose_paged(shape, options.attention)
-    summed = tp_group, options.all_reduce, device, options.max_sequences, spec.hidden, dtype
-    parallel, sums = choose_parallel(*summed)
+    parallel, sums = choose_parallel(tp_group, options.all_reduce, device, options.max_sequences, spec.hidden, dtype)
     kernels = draw_kernels(device), chosen.kernels, layer
     forward = DeviceForward(spec, parallel, device, options.max_sequences, recorder, *kernels, options.entropies)
     return forward, tuple(line for line in (chosen.line("attention of generation"), sums) if line)

@@ -74,9 +74,6 @@ class LossTerms:
             }
         )
 
-    def has(self, name: str) -> bool:
-        return self.terms[name].coefficient != 0
-
     def total(self, losses: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
         """Some tokens' part of the loss, by term [C]; `sizes` [C]: how many tokens of each one's sample count."""
         sums: dict[float, Tensor] = {}

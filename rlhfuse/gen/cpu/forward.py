@@ -132,7 +132,7 @@ class _Step:
         self.no_bias = forward.final_norm[:0]
         first_row = forward.parallel.rank * forward.embedding.shape[0]
         decoder.embed(batch.tokens, forward.embedding, first_row, self.x)
-        self._sum(self.x)
+        forward.parallel.sum(torch.from_numpy(self.x))
         self.delta[...] = 0
 
     def attend(self, layer: LayerWeights[np.ndarray], keys: np.ndarray, values: np.ndarray) -> None:
@@ -145,7 +145,7 @@ class _Step:
         decoder.place_heads(self.qkv, *places, *norms, keys, values, self.q, self.threads)
         paged_attention(self.q, keys, values, batch.tables, *self.queries, forward.scale, self.attention)
         decoder.multiply(layer.linear_proj, self.attention, self.attention_at, tokens, self.delta, self.threads)
-        self._sum(self.delta)
+        self.forward.parallel.sum(torch.from_numpy(self.delta))
 
     def run_mlp(self, layer: LayerWeights[np.ndarray]) -> None:
         """delta = fc2(silu(gate) * up) of norm(x + delta + bias of proj)"""
@@ -153,7 +153,7 @@ class _Step:
         decoder.add_norm(self.x, self.delta, layer.linear_proj_bias, layer.pre_mlp_layernorm, eps, self.normed)
         decoder.multiply_swiglu(layer.linear_fc1, self.normed, self.hidden_at, tokens, self.mlp, self.threads)
         decoder.multiply(layer.linear_fc2, self.mlp, self.mlp_at, tokens, self.delta, self.threads)
-        self._sum(self.delta)
+        self.forward.parallel.sum(torch.from_numpy(self.delta))
 
     def logits(self) -> Tensor:
         forward, rows = self.forward, self.batch.draw_rows
@@ -164,9 +164,6 @@ class _Step:
         out = np.empty((len(rows), forward.output.shape[0]), np.float32)
         decoder.multiply_to_rows(forward.output, drawn, self.hidden_at, out, self.threads)
         return forward.parallel.gather(torch.from_numpy(out))[:, : forward.spec.vocab]
-
-    def _sum(self, panels: np.ndarray) -> None:
-        self.forward.parallel.sum(torch.from_numpy(panels))
 
 
 def as_array(weight: Tensor) -> np.ndarray:
