@@ -28,7 +28,7 @@ from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.load import load_config
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.speculation import DRAFT_ITERATIONS
-from rlhfuse.data.sampler import PromptSampler
+from rlhfuse.data.prompts import prompts_from
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.models.cpu.tiles import share_threads
 from rlhfuse.models.hf import load_weights
@@ -68,10 +68,9 @@ class Policies:
     def prompts(self, iteration: int) -> list[list[int]]:
         config = load_config(self.run / "config.yaml")
         prompts = read_prompts(config, run_tokenizer(config, ModelSpec.from_config(self.folder(0))))
-        chosen = PromptSampler(len(prompts), config.trainer.seed)
         copies = config.rollout.samples_per_prompt
         count = config.rollout.prompts_per_iteration
-        indices = chosen.prompts_from(iteration * count, count)
+        indices = prompts_from(len(prompts), config.trainer.seed, iteration * count, count)
         return [list(prompts[i].tokens) for i in indices for _ in range(copies)]
 
 

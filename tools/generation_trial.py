@@ -21,8 +21,7 @@ from rlhfuse.config.load import model_folder
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.speculation import StepObservation
-from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.sampler import PromptSampler
+from rlhfuse.data.prompts import Prompt, prompts_from
 from rlhfuse.fusion.inter.generation import IDLE_SECONDS, as_rollout
 from rlhfuse.fusion.inter.report import RankEvents, turns_of
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
@@ -65,7 +64,7 @@ def run_trial(
     device = choose_device(config.trainer.device, 0, config.trainer.threads_per_rank)
     dtype = DTYPES[config.trainer.dtype]
     engine = Engine.from_pretrained(folder, engine_options(config, 1), device=device.torch_device, dtype=dtype)
-    drawn = [data[index] for index in PromptSampler(len(data), config.trainer.seed).prompts_from(0, prompts)]
+    drawn = [data[index] for index in prompts_from(len(data), config.trainer.seed, 0, prompts)]
     engine.generate([drawn[0].tokens], SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True))
     with nullcontext(tools) if tools else _run_tools(config, spec, tokenizer, drawn) as tools:
         params = replace(sampling_params(config), turns=tools is not None)

@@ -260,10 +260,9 @@ class CallPool:
 
 # in the worker --------------------------------------------------------------------------------------------------
 
-_worker: dict[str, Any] = {}  # what a worker's process has from its start on; empty in every other
 
-
-def _start(load: Callable[..., Callee], arguments: Sequence[Any], timeout: float, late: str) -> None:
+def _work(pipe: Connection, load: Callable[..., Callee], arguments: Sequence[Any], timeout: float, late: str) -> None:
+    """Load the callee and say True; then make calls as they come, and say what each came to."""
     os.environ.pop(SAFE_PATH, None)  # what the user's code starts is as ever
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, _end)
@@ -271,19 +270,11 @@ def _start(load: Callable[..., Callee], arguments: Sequence[Any], timeout: float
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a batch system's notice to all processes: an iteration ends first
     _end_with_parent()
     callee = load(*arguments)
-    _worker.update(callee=callee)
-    if callee.is_async:
-        _worker.update(calls=_AsyncCalls(callee, timeout, late))
-
-
-def _work(pipe: Connection, load: Callable[..., Callee], arguments: Sequence[Any], timeout: float, late: str) -> None:
-    """Load the callee and say True; then make calls as they come, and say what each came to."""
-    _start(load, arguments, timeout, late)
-    callee, say = _worker["callee"], partial(_say, pipe, _standard_files())
+    say = partial(_say, pipe, _standard_files())
     pipe.send(True)
     with suppress(EOFError, OSError):  # the parent is gone
         if callee.is_async:
-            _worker["calls"].serve(pipe, say)
+            _AsyncCalls(callee, timeout, late, say).serve(pipe)
         while True:
             number, call = pipe.recv()
             say(_told(callee, number, call, time.monotonic(), partial(callee.invoke, call)))
@@ -322,14 +313,13 @@ def _told(callee: Callee, number: int, call: Any, began: float, returned: Callab
 class _AsyncCalls:
     """Calls under way in a loop in this thread, while another takes new ones in."""
 
-    def __init__(self, callee: Callee, timeout_seconds: float, late: str) -> None:
-        self._callee, self._timeout, self._late = callee, timeout_seconds, late
+    def __init__(self, callee: Callee, timeout_seconds: float, late: str, say: Callable[[Told], None]) -> None:
+        self._callee, self._timeout, self._late, self._say = callee, timeout_seconds, late, say
         self._loop = asyncio.new_event_loop()
         self._running: dict[int, tuple[Any, asyncio.Task]] = {}
 
-    def serve(self, pipe: Connection, say: Callable[[Told], None]) -> None:
+    def serve(self, pipe: Connection) -> None:
         """Until the parent is gone."""
-        self._say = say
         threading.Thread(target=self._receive, args=(pipe,), daemon=True).start()
         while True:
             with suppress(SystemExit, KeyboardInterrupt):  # a call's result, which also ends the loop

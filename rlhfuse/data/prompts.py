@@ -14,10 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.rows import read_rows
 
 Text = str | list[dict[str, Any]]  # plain text, or chat turns {"role": ..., "content": ...}
+_SHUFFLE = 0x73687566  # the purpose of the random stream that orders prompts, beside (seed, epoch)
 _ANSWER = "\n\nAssistant:"
 _MOST_KEYS = 256  # of objects in a column; those of more are tables of words, no records
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -106,6 +109,19 @@ def load_prompts(
             else "no prompt file was given; name at least one"
         )
     return PromptSet(tuple(prompts), dropped)
+
+
+def prompts_from(prompts: int, seed: int, first: int, count: int) -> list[int]:
+    """Indices of `count` of so many prompts from place `first` on of an endless stream, a function of the seed alone.
+
+    Each epoch has every prompt once, shuffled.
+    """
+    drawn: list[int] = []
+    while len(drawn) < count:
+        epoch, offset = divmod(first + len(drawn), prompts)
+        order = np.random.default_rng([seed % 2**64, _SHUFFLE, epoch]).permutation(prompts)
+        drawn += order[offset : offset + count - len(drawn)].tolist()
+    return drawn
 
 
 def _prompt_of(row: Any, key: str, where: str, dialogues_as_turns: bool) -> Text:

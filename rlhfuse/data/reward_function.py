@@ -154,7 +154,7 @@ class RewardFunction:
                 or not hasattr(returned, "__len__")
                 or getattr(returned, "shape", 1) == ()
             ):
-                raise RewardError(f"{call.about(self.name)} returned {_short(returned)}, not a list of numbers")
+                raise RewardError(f"{call.about(self.name)} returned {returned!r:.60}, not a list of numbers")
             if len(returned) != len(samples):
                 raise RewardError(
                     f"{call.about(self.name)} returned {len(returned)} numbers for {len(samples)} samples"
@@ -171,7 +171,7 @@ class RewardFunction:
             is_number = hasattr(number, "__float__") and not getattr(number, "shape", ())
             score = float(number if is_number else "none")
         except (TypeError, ValueError, OverflowError):
-            raise RewardError(f"{call.about(self.name, [sample])} returned {_short(value)}, not a number") from None
+            raise RewardError(f"{call.about(self.name, [sample])} returned {value!r:.60}, not a number") from None
         if not math.isfinite(score):
             raise RewardError(f"{call.about(self.name, [sample])} returned {score}; a score must be finite")
         return score
@@ -284,7 +284,3 @@ def described(error: BaseException) -> str:
     """Its type and what it says, in a line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:60]

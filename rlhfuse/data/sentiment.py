@@ -7,19 +7,14 @@ It reads words and not sense: a policy that repeats glad words gets all of it. p
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-
-@lru_cache(maxsize=1)
-def analyser() -> SentimentIntensityAnalyzer:
-    """VADER with its lexicon, read once in a process."""
-    return SentimentIntensityAnalyzer()
+_ANALYSER = SentimentIntensityAnalyzer()  # with its lexicon, read once in a process
 
 
 def vader(completions: list, **columns: Any) -> list[float]:
     """Sentiment between -1 (bad) and 1 (glad) of each completion, a text or chat turns; the prompt does not count."""
     texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
-    return [analyser().polarity_scores(text)["compound"] for text in texts]
+    return [_ANALYSER.polarity_scores(text)["compound"] for text in texts]

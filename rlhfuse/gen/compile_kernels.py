@@ -31,8 +31,14 @@ PARTS = {"training": (normalize_backward,), "layers": (multiply_to_rows,), "draw
 
 def compile_kernels(dtype: torch.dtype = torch.float32, parts: Sequence[str] = tuple(PARTS)) -> None:
     """Run every kernel of these parts on a few numbers, so that it exists for this dtype afterwards."""
-    if "training" in parts:
-        _train_a_token()
+    if "training" in parts:  # what a layer consists of, forward and backward
+        spec, cpu = _tiny_spec(), torch.device("cpu")
+        ops = CpuOps(RotaryTables(spec, cpu), HeadShape.of(spec, 1), spec.norm_eps, cpu)
+        batch, row, weight = ops.batch(SequenceBorders.of([1], cpu)), torch.ones(1, 8), torch.ones(8)
+        ops.norm_backward(row, row, weight, ops.norm(row, None, None, weight)[2], row)
+        q, k, v, _ = ops.split(torch.ones(1, 16), None, batch)
+        ops.attend_backward(row, q, k, v, *ops.attend(q, k, v, batch), batch)
+        ops.swiglu_backward(torch.ones(1, 2), torch.ones(1, 1), None)
     if "layers" in parts:  # the first part of a prompt, which draws nothing
         engine = _tiny_engine(dtype, max_batched_tokens=2, draft_rows=0)
         engine.add(0, [1, 2, 3], SamplingParams(max_tokens=2))
@@ -47,17 +53,6 @@ def compile_kernels(dtype: torch.dtype = torch.float32, parts: Sequence[str] = t
 def _tiny_spec() -> ModelSpec:
     sizes: dict[str, Any] = dict(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, mlp=8, vocab=16, context=16)
     return ModelSpec(architecture="llama", **sizes, eos_token_ids=(), tied_embeddings=True)
-
-
-def _train_a_token() -> None:
-    """Run what a layer consists of, forward and backward."""
-    spec, cpu = _tiny_spec(), torch.device("cpu")
-    ops = CpuOps(RotaryTables(spec, cpu), HeadShape.of(spec, 1), spec.norm_eps, cpu)
-    batch, row, weight = ops.batch(SequenceBorders.of([1], cpu)), torch.ones(1, 8), torch.ones(8)
-    ops.norm_backward(row, row, weight, ops.norm(row, None, None, weight)[2], row)
-    q, k, v, _ = ops.split(torch.ones(1, 16), None, batch)
-    ops.attend_backward(row, q, k, v, *ops.attend(q, k, v, batch), batch)
-    ops.swiglu_backward(torch.ones(1, 2), torch.ones(1, 1), None)
 
 
 def _tiny_engine(dtype: torch.dtype, **options: Any) -> Engine:

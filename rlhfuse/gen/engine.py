@@ -103,14 +103,11 @@ class Engine:
         weights = {name: w.to(device) for name, w in load_weights(path, spec, dtype=dtype).items()}
         engine = Engine(spec, weights, options, device=device, dtype=dtype, detokenize=read_tokenizer(Path(path)))
         if engine.device.type == "cpu":
-            engine.warm()
+            # Two tokens are drawn and forgotten, so that no request waits for kernels to be loaded or compiled.
+            engine.generate([[0]], SamplingParams(max_tokens=2, ignore_eos=True))
+            engine.scheduler.preempt_all()
+            engine.loop.guesser = engine.new_guesser()
         return engine
-
-    def warm(self) -> None:
-        """Draw two tokens and forget them, so that no request waits for kernels that are to be loaded or compiled."""
-        self.generate([[0]], SamplingParams(max_tokens=2, ignore_eos=True))
-        self.scheduler.preempt_all()
-        self.loop.guesser = self.new_guesser()
 
     def generate(
         self,
@@ -352,14 +349,6 @@ class Engine:
             rows = forward.idle_rows
             measured = GuessRows(rows, forward.step_price, forward.parallel.first)
         return Guesser(self.spec.vocab, rows, forward.step_price, measured) if rows else None
-
-    def check_integrity(self) -> None:
-        """Assert that blocks, tables and queues agree; for tests and after errors."""
-        parked = self.parked.values()
-        assert all(seq.parked and seq.row < 0 and not seq.block_table for seq in parked), "a parked sample holds room"
-        queued = [*self.scheduler.running, *self.scheduler.waiting, *parked]
-        assert {seq.sample_id: seq for seq in queued} == self._sequences, "queues and samples disagree"
-        self.scheduler.check_integrity()
 
     def _settle(self) -> None:
         self._ended += self.loop.settle()

@@ -30,23 +30,19 @@ def draw_batch(
 ) -> DrawBatch:
     """For the next tokens of running sequences that have `totals` [R] tokens; the last two as in DrawBatch."""
     rows = np.array([seq.row for seq in drawing], np.int64)
+    early, banned = totals < table.least_totals[rows], np.empty((len(drawing), 0), np.int64)
+    if early.any():  # the end tokens of the sequences that are too short to end
+        banned = np.where(early[:, None], stop_table(drawing), -1)
     return DrawBatch(
         keys=sampling.noise_keys(table.streams[rows], totals),
         temperatures=table.temperatures[rows],
         top_ks=table.top_ks[rows],
         top_ps=table.top_ps[rows],
-        banned=_banned(drawing, totals < table.least_totals[rows]),
+        banned=banned,
         asked=table.asked[rows],
         measures=measures,
         guesses=guesses,
     )
-
-
-def _banned(drawing: list[Sequence], early: np.ndarray) -> np.ndarray:
-    """The end tokens of the sequences that are too short to end, [R, B]."""
-    if not early.any():
-        return np.empty((len(drawing), 0), np.int64)
-    return np.where(early[:, None], stop_table(drawing), -1)
 
 
 def draw_kernels(device: torch.device) -> DrawKernels:

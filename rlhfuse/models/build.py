@@ -169,7 +169,8 @@ def build_model(
     place = Device(torch.device("cpu"), device.backend) if on_host else device
     config = transformer_config(spec, layout.tp, layout.pp, dtype, place.torch_device, shards)
     if shards:
-        _prepare_sequence_parallel()
+        # Megatron keeps it per process: a tracker of no random numbers.
+        tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
     unset: Any = copy(groups)
     unset.embd = None  # tied ends would be made equal in a collective; each is loaded
     with fake_cuda(place):
@@ -201,11 +202,6 @@ def build_model(
         model.output_layer = VocabularyHead(model.output_layer.weight, groups.tp, shards)
     model.to(place.torch_device)
     return model
-
-
-def _prepare_sequence_parallel() -> None:
-    """Make what Megatron keeps per process: a tracker of no random numbers."""
-    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
 
 
 def _mark_tensor_parallel(model: Any) -> None:

@@ -25,7 +25,7 @@ from rlhfuse.base.json_values import read_json
 from rlhfuse.config.load import shortened
 from rlhfuse.config.settings import RolloutConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.models.carried_files import carried_files
+from rlhfuse.models.hf_folder import carried_files
 from rlhfuse.tasks.role import POLICY, Role
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -157,45 +157,35 @@ def resolve_tokens(
 ) -> tuple[dict[Role, ModelSpec], tuple[str, ...]]:
     """`specs` with the actor's end tokens as `with_end_tokens` and what people should know; models must fit together.
 
-    `tokenizer`: of the actor; None where it has no files. Raises InputError as the two functions below.
+    Their tokenizers are held against the actor's `tokenizer` (None: it has no files); without tokenizer files the sizes
+    of the vocabularies must be equal. Raises InputError for a model that does not fit, with `required` for one without
+    tokenizer files, and as `with_end_tokens`.
     """
-    notes, actor = check_tokenizers(tokenizer, paths, specs, required), specs[POLICY]
-    if tokenizer is not None:
-        actor, warnings = with_end_tokens(actor, tokenizer, rollout)
-        notes += warnings
-    return {**specs, POLICY: actor}, notes
-
-
-def check_tokenizers(
-    actor: Any | None, paths: Mapping[Role, Path], specs: Mapping[Role, ModelSpec], required: bool
-) -> tuple[str, ...]:
-    """Hold the models' tokenizers against the `actor`'s (None: it has no files). Returns what people should know.
-
-    Without tokenizer files the sizes of the vocabularies must be equal. Raises InputError for a model that does not
-    fit, and with `required` for one without tokenizer files.
-    """
-    checked, unread = {paths[POLICY]}, []
+    checked, unread, notes, actor = {paths[POLICY]}, [], (), specs[POLICY]
     for role in sorted(paths, key=lambda role: len(role.starts_from)):  # what others default to first
         path, spec = paths[role], specs[role]
         if path in checked:
             continue
         checked.add(path)
-        if actor is not None and has_tokenizer(path):
-            if difference := first_difference(actor, load_tokenizer(path, spec)):
+        if tokenizer is not None and has_tokenizer(path):
+            if difference := first_difference(tokenizer, load_tokenizer(path, spec)):
                 raise InputError(f"{role}.path={path} has another tokenizer than the actor: {difference}; {_FIX}")
             continue
         if required:
             raise InputError(f"{role}.path={path} has no tokenizer files to hold against the actor's; copy them there")
-        if spec.vocab != (vocab := specs[POLICY].vocab):
+        if spec.vocab != (vocab := actor.vocab):
             why = "their tokenizers, which would say whether they fit, are not there"
             raise InputError(
                 f"{role}.path={path}: vocab({spec.vocab}) != vocab({vocab}) of the actor, and {why}; {_FIX}"
             )
         unread.append(str(role))
-    if not unread:
-        return ()
-    told = f"without tokenizer files actor and {', '.join(unread)} are compared by the size of their vocabularies alone"
-    return (f"{told}, {specs[POLICY].vocab} each; a run needs the files",)
+    if unread:
+        told = f"without tokenizer files actor and {', '.join(unread)} are compared by the size of their vocabularies"
+        notes = (f"{told} alone, {actor.vocab} each; a run needs the files",)
+    if tokenizer is not None:
+        actor, warnings = with_end_tokens(actor, tokenizer, rollout)
+        notes += warnings
+    return {**specs, POLICY: actor}, notes
 
 
 def first_difference(actor: Any, other: Any) -> str:

@@ -68,8 +68,12 @@ def _rewards_to_go(batch: RolloutBatch, algorithm: AlgorithmConfig) -> tuple[Ten
 
 
 def spared_samples(batch: RolloutBatch, algorithm: AlgorithmConfig) -> frozenset[int]:
-    """Positions of the samples with advantages that training leaves out, for their gradient is exactly 0."""
-    return frozenset(batch.without_advantage.nonzero().flatten().tolist() if algorithm.skips else ())
+    """Positions of the samples that training leaves out: advantages that count, and so the gradient, are exactly 0."""
+    if not algorithm.skips:
+        return frozenset()
+    some = given(batch.advantages) != 0
+    held = batch.owners[some if batch.counted is None else some & batch.counted]
+    return frozenset(range(len(batch))).difference(held.unique().tolist())
 
 
 def group_normalised(rewards: Tensor, groups: Tensor, divide: bool = True) -> Tensor:

@@ -20,11 +20,9 @@ from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import LOG_RATIO_LIMIT, kl_estimate
 
-# Statistic -> its name in the metrics file
-METRICS = {
-    **{name: name for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")},
-    **{"vf_loss": "vf_loss", "vf_clipfrac": "vf_clipfrac", "vpred": "vpred_mean"},
-}
+# Statistics whose means go into the metrics file
+METRICS = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")
+METRICS += ("vf_loss", "vf_clipfrac", "vpred_mean")
 Stats = dict[str, Tensor]  # name -> float64 scalar, a sum over tokens; detached
 
 
@@ -75,9 +73,6 @@ class LossTerms:
                 "value": term(algorithm.value_loss_coef, mode),
             }
         )
-
-    def has(self, name: str) -> bool:
-        return self.terms[name].coefficient != 0
 
     def total(self, losses: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
         """Some tokens' part of the loss, by term [C]; `sizes` [C]: how many tokens of each one's sample count."""
@@ -191,7 +186,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_eps: fl
     stats = {
         "vf_loss": losses.sum(),
         "vf_clipfrac": (clipped > plain).sum(),
-        "vpred": values.double().sum(),
+        "vpred_mean": values.double().sum(),
         "residual": residual.sum(),
         "residual_squared": residual.square().sum(),
         "return": wide.sum(),
@@ -218,7 +213,7 @@ def loss_metrics(role: str, stats: Mapping[str, Tensor | float], tokens: int) ->
     Of values also 1 - Var(return - value) / Var(return).
     """
     mean = {name: float(value) / max(tokens, 1) for name, value in stats.items()}
-    metrics = {f"{role}/{shown}": mean[name] for name, shown in METRICS.items() if name in mean}
+    metrics = {f"{role}/{name}": mean[name] for name in METRICS if name in mean}
     if "residual" in mean:
         residual = mean["residual_squared"] - mean["residual"] ** 2
         spread = mean["return_squared"] - mean["return"] ** 2

@@ -255,14 +255,6 @@ class RolloutBatch:
         """Positions in `tokens` whose logits and values predict the drawn tokens, each one before its: int64 [R]."""
         return self.response_index - 1
 
-    @property
-    def without_advantage(self) -> Tensor:
-        """Whether all advantages of a sample that count are exactly 0: bool [N]."""
-        some = given(self.advantages) != 0
-        found = torch.ones(len(self), dtype=torch.bool)
-        found[self.owners[some if self.counted is None else some & self.counted]] = False
-        return found
-
     def with_fields(self, **arrays: Tensor | None) -> RolloutBatch:
         """A new batch with these fields set."""
         return replace(self, **arrays)
@@ -273,19 +265,12 @@ class RolloutBatch:
         lengths, responses = self.lengths, self.drawn_lengths
         tokens = segment_index(self.cu_seqlens[:-1].long()[chosen], lengths[chosen])
         flat = segment_index((responses.cumsum(0) - responses)[chosen], responses[chosen])
-        present = {name: array for name in _PER_RESPONSE_TOKEN if (array := getattr(self, name)) is not None}
-        return replace(
-            self,
-            tokens=self.tokens[tokens],
-            cu_seqlens=torch.nn.functional.pad(lengths[chosen].cumsum(0), (1, 0)).to(torch.int32),
-            prompt_lengths=self.prompt_lengths[chosen],
-            sample_ids=self.sample_ids[chosen],
-            truncated=self.truncated[chosen],
-            scores=None if self.scores is None else self.scores[chosen],
-            observed=None if self.observed is None else self.observed[tokens],
-            failed=None if self.failed is None else self.failed[chosen],
-            **{name: array[flat] for name, array in present.items()},
-        )
+        places = {name: tokens for name in ("tokens", "observed")} | {name: chosen for name in _PER_SAMPLE}
+        places |= {name: flat for name in _PER_RESPONSE_TOKEN}
+        arrays = {name: getattr(self, name) for name in places}
+        picked = {name: array[places[name]] for name, array in arrays.items() if array is not None}
+        borders = torch.nn.functional.pad(lengths[chosen].cumsum(0), (1, 0)).to(torch.int32)
+        return replace(self, cu_seqlens=borders, **picked)
 
     def check_finite(self) -> None:
         """Raise NotFiniteError naming the first sample that was given a number which is none; a score is float32."""
@@ -320,5 +305,6 @@ def _observed(rollouts: Sequence[Rollout], begins: Sequence[int]) -> Tensor | No
     return observed
 
 
+_PER_SAMPLE = ("prompt_lengths", "sample_ids", "truncated", "scores", "failed")
 _OF_ROLLOUTS = ("old_logprobs", "ref_logprobs", "values", "entropies")
 _PER_RESPONSE_TOKEN = (*_OF_ROLLOUTS, "token_rewards", "advantages", "returns", "counted", "high_entropy")

@@ -56,12 +56,6 @@ def weighted_scores(function_scores: Sequence[float], reward: RewardConfig) -> T
     return reward.function_weight * torch.tensor(function_scores, dtype=torch.float32)
 
 
-def overlong_share(lengths: Tensor, max_response_tokens: int, overlong_tokens: int) -> Tensor:
-    """0 up to `overlong_tokens` before the limit, rising to 1 at it: float32 [N] (DAPO, Yu et al. 2025, eq. 13)."""
-    begin = max_response_tokens - overlong_tokens
-    return ((lengths - begin) / overlong_tokens).clamp(0, 1).float()
-
-
 def shaped_scores(batch: RolloutBatch, algorithm: AlgorithmConfig, max_response_tokens: int) -> Tensor:
     """Scores after scaling, clipping and penalties: float32 [N]."""
     scores = given(batch.scores) * algorithm.score_scale
@@ -71,7 +65,9 @@ def shaped_scores(batch: RolloutBatch, algorithm: AlgorithmConfig, max_response_
     if algorithm.length_penalty:
         scores = scores - algorithm.length_penalty * batch.response_lengths / max_response_tokens
     if algorithm.overlong_penalty:
-        late = overlong_share(batch.response_lengths, max_response_tokens, algorithm.overlong_tokens)
+        # 0 up to `overlong_tokens` before the limit, rising to 1 at it (DAPO, Yu et al. 2025, eq. 13)
+        begin = max_response_tokens - algorithm.overlong_tokens
+        late = ((batch.response_lengths - begin) / algorithm.overlong_tokens).clamp(0, 1).float()
         scores = scores - algorithm.overlong_penalty * late
     return scores
 

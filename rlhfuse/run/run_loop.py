@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from torch import Tensor
 from rlhfuse.base.errors import InputError, JointError, RewardError, Stopped
 from rlhfuse.costs.profiled import made_for
 from rlhfuse.models.hf import hf_tensors
-from rlhfuse.models.hf_folder import exhaust, export_checkpoint
+from rlhfuse.models.hf_folder import export_checkpoint
 from rlhfuse.monitor.guard import SAVE_SECONDS
 from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.monitor.metrics import plain_metrics
@@ -303,4 +304,4 @@ class RunLoop:
                     export_checkpoint(tensors, head, path, folder / role, own, self.watchdog.progress)
                 else:
                     self.watchdog.progress(Waiting(f"waiting for the export of the {role}"))
-                    exhaust(tensors)
+                    deque(tensors, maxlen=0)

@@ -14,8 +14,7 @@ from testkit.paths import shared_data
 from testkit.profiles import examples
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.data.prompts import load_prompts
-from rlhfuse.data.sampler import PromptSampler
+from rlhfuse.data.prompts import load_prompts, prompts_from
 
 TURNS = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
 
@@ -192,19 +191,17 @@ def test_real_files_load():
 @given(prompts=st.integers(1, 20), count=st.integers(1, 50), seed=st.integers(-5, 5))
 def test_draws_are_shuffled_epochs(prompts, count, seed):
     """The iterations laid end to end are whole permutations; an iteration needs none before it."""
-    sampler = PromptSampler(prompts, seed)
-    drawn = [PromptSampler(prompts, seed).prompts_from(iteration * count, count) for iteration in reversed(range(6))]
+    drawn = [prompts_from(prompts, seed, iteration * count, count) for iteration in reversed(range(6))]
     stream = list(itertools.chain(*reversed(drawn)))
     assert all(len(one) == count for one in drawn)
-    assert stream == sampler.prompts_from(0, 6 * count)
+    assert stream == prompts_from(prompts, seed, 0, 6 * count)
     for start in range(0, len(stream) - prompts + 1, prompts):
         assert sorted(stream[start : start + prompts]) == list(range(prompts))
     assert max(Counter(stream).values()) - min(Counter(stream).values(), default=0) <= 1 or len(stream) < prompts
 
 
 def test_epochs_and_seeds_differ():
-    sampler = PromptSampler(50, 1)
-    orders = [sampler.prompts_from(0, 50), sampler.prompts_from(50, 50), PromptSampler(50, 2).prompts_from(0, 50)]
+    orders = [prompts_from(50, seed, first, 50) for seed, first in ((1, 0), (1, 50), (2, 0))]
     assert all(a != b for a, b in itertools.combinations(orders, 2)) and orders[0] != list(range(50))
 
 

@@ -193,7 +193,7 @@ def test_a_prompt_that_is_not_finite_fails_before_its_first_token_and_changes_no
     ids = [100, 0, 1, 2, 101, 3, 4, 5, 102, 6, 7]
     for _ in range(2):  # the second time blocks that held NaN are used again
         results = engine.generate(mixed, [params[i % 8] for i in ids], ids)
-        engine.check_integrity()
+        engine.scheduler.check_integrity()
         assert [r for r in results if r.sample_id < 100] == expected
         failed = [r for r in results if r.sample_id >= 100]
         assert all(r.finish_reason == "error" and r.tokens == r.logprobs == () for r in failed) and len(failed) == 3

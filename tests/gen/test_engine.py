@@ -148,7 +148,7 @@ def test_an_interrupted_engine_serves_on(monkeypatch, moment, place):
         assert not engine.samples and not engine.has_unfinished()
     monkeypatch.undo()  # preemptions may be fewer than the moment's number
     assert counts[0] > moment or place == "_preempt"
-    engine.check_integrity()
+    engine.scheduler.check_integrity()
     assert engine.generate(PROMPTS, GREEDY) == want
 
 

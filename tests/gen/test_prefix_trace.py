@@ -69,7 +69,7 @@ def test_reuse_equals_the_reference_and_changes_nothing(trace):
         results |= {result.sample_id: result for result in engine.step()}
         reused += engine.last_step.reused_tokens
         run += engine.last_step.prefill_tokens
-        engine.check_integrity()
+        engine.scheduler.check_integrity()
     expected = sum(expected_reuse(requests))
     total = sum(map(len, prompts))
     assert reused == expected > 0.05 * total

@@ -270,7 +270,7 @@ def test_a_parked_sample_needs_no_row_where_it_comes_and_stays_where_it_is_refus
         move_sequences(source, target, [1])
     with pytest.raises(InputError, match="given one sample id twice"):
         move_sequences(source, target, [1, 1])
-    source.check_integrity()
+    source.scheduler.check_integrity()
     assert [*source.parked] == [1] and source.free_blocks == source.options.num_blocks
 
 
@@ -322,7 +322,7 @@ def test_bad_input_changes_nothing():
     engine.abort(0)
     with pytest.raises(InputError, match="generate.. observes nothing"):
         engine.generate([[1]], TURNS)
-    engine.check_integrity()
+    engine.scheduler.check_integrity()
     assert not engine.samples and not engine.parked
 
 

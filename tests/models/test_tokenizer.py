@@ -14,7 +14,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RolloutConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models import tokenizer as tokenizer_module
-from rlhfuse.models.tokenizer import chat_tokens, check_tokenizers, load_tokenizer, with_end_tokens
+from rlhfuse.models.tokenizer import chat_tokens, load_tokenizer, resolve_tokens, with_end_tokens
 from rlhfuse.tasks.role import ROLES
 
 
@@ -95,7 +95,7 @@ def pair(tmp_path, actor_rows=320, reward_rows=288, reward_words=257):
 
 def check(paths, specs, required=True, tokenizer=True):
     actor = load_tokenizer(paths["actor"], specs["actor"]) if tokenizer else None
-    return check_tokenizers(actor, paths, specs, required)
+    return resolve_tokens(RolloutConfig(ignore_eos=True), paths, specs, actor, required)[1]
 
 
 @pytest.mark.parametrize("words", [257, 270])

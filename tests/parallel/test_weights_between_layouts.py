@@ -3,6 +3,7 @@ checkpoint, bit for bit: unequal layers per stage, chunks, tensor ranks, tied em
 is sent is what was predicted from the layouts alone, on nodes of two, and no more than must go from node to node."""
 
 import os
+from collections import deque
 from unittest.mock import patch
 
 import pytest
@@ -40,7 +41,7 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
     """
     from rlhfuse.models.build import Activations
     from rlhfuse.models.hf import hf_tensors
-    from rlhfuse.models.hf_folder import exhaust, export_checkpoint
+    from rlhfuse.models.hf_folder import export_checkpoint
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker
     from rlhfuse.parallel.reshard import Resharder
@@ -75,7 +76,7 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
     else:
         name, without_values = next(tensors)
         assert without_values.is_meta, f"{name} came to a rank that has no use for it"
-        exhaust(tensors)
+        deque(tensors, maxlen=0)
     layers = built.grid.layout.stage_layers(spec.layers)
     result = {
         "layers": [layers[stage] for stage in built.stages],

@@ -199,7 +199,7 @@ class EnginePair:
             assert engine.free_blocks == engine.options.num_blocks
 
     def check(self, which: int) -> None:
-        self.engines[which].check_integrity()
+        self.engines[which].scheduler.check_integrity()
 
     def note(self, engine: Engine, ran_before: set[int]) -> None:
         """See what a step left behind."""

@@ -105,9 +105,9 @@ def run_out(*engines: Engine, results: Iterable[GenerationResult] = ()) -> list[
     found = list(results)
     for engine in engines:
         while engine.has_unfinished():
-            engine.check_integrity()
+            engine.scheduler.check_integrity()
             found += engine.step()
-        engine.check_integrity()
+        engine.scheduler.check_integrity()
         assert engine.free_blocks == engine.options.num_blocks
     found.sort(key=lambda result: result.sample_id)
     assert len({result.sample_id for result in found}) == len(found), "a sample ended twice"

@@ -283,7 +283,7 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
             model.offloaded.__dict__.pop("load", None)
     assert engine._cache is None and not any(model.offloaded.loaded for model in made.frozen.values())
     assert not engine.has_unfinished()
-    engine.check_integrity()
+    engine.scheduler.check_integrity()
     said = sorted(report.function_scores.items())
     sha = hashlib.sha256(
         b"".join(pickle.dumps(rollout) for rollout in report.rollouts) + repr(said).encode()

@@ -58,7 +58,7 @@ def check_move(bench: Bench, kind: str, mode: MoveMode) -> dict:
     recomputed = move(source, destination, moving, mode)
     for engine in (source, destination):
         finish(engine, found)
-        engine.check_integrity()
+        engine.scheduler.check_integrity()
     detail = {"moved": len(moving), "recomputed": recomputed}
     require(recomputed == (len(moving) if mode == "tokens" else 0), detail)
     return compared(wanted, found, kind) | detail

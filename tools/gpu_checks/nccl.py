@@ -159,7 +159,7 @@ def _moved(bench: Bench, ranks: int, model: Any) -> dict:
     moving = [seq.sample_id for seq in engine.unfinished()][: SAMPLES // 2]
     _move(bench, engine, moving)
     finish(engine, found)
-    engine.check_integrity()
+    engine.scheduler.check_integrity()
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, found)
     detail = compared(wanted, everyone[0] | everyone[1], "float32") | {"moved": len(everyone[1])}

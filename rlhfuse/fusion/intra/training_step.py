@@ -213,7 +213,7 @@ class Losses:
         return loss
 
     def _policy_loss(self, model: TrainedModel, microbatch: Microbatch, output: LanguageOutput, add: AddLoss) -> Tensor:
-        algorithm, samples, has = self._algorithm, microbatch.samples, self._terms.has
+        algorithm, samples, terms = self._algorithm, microbatch.samples, self._terms.terms
         assert samples.advantages is not None, "advantages come before training"
 
         def loss(logprobs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
@@ -222,11 +222,11 @@ class Losses:
             if samples.high_entropy is not None:
                 policy = policy.where(samples.high_entropy[rows], 0.0)
             losses = {"policy": policy}
-            if has("kl"):
+            if terms["kl"].coefficient:
                 losses["kl"], kl_sums = kl_loss(logprobs, given(samples.ref_logprobs)[rows], algorithm.estimator)
                 sums |= kl_sums
             sums["entropy"] = entropy.detach().double().sum()
-            if has("entropy"):
+            if terms["entropy"].coefficient:
                 losses["entropy"] = entropy
             return add(losses, sums, rows)
 
@@ -236,7 +236,7 @@ class Losses:
             microbatch.targets,
             model.spec.vocab,
             self._temperature,
-            entropy_graph=has("entropy"),
+            entropy_graph=terms["entropy"].coefficient != 0,
             by_token=algorithm.policy_loss.by_token,
         )
 

@@ -71,16 +71,6 @@ class RunningTable:
         self._free.append(seq.row)
         seq.row = NO_ROW
 
-    def check_integrity(self, running: list[Sequence], waiting: list[Sequence]) -> None:
-        """Assert that rows are held by running sequences alone and repeat what these say."""
-        rows = [seq.row for seq in running]
-        assert sorted(rows + self._free) == list(range(len(self.streams))), f"rows {rows} and free ones {self._free}"
-        assert all(seq.row == NO_ROW for seq in waiting), "a waiting sequence holds a row"
-        for seq in running:
-            blocks = self.blocks[seq.row, : len(seq.block_table)].tolist()
-            assert blocks == seq.block_table, f"sample {seq.sample_id}: row holds {blocks}, table {seq.block_table}"
-            assert int(self.streams[seq.row]) == seq.noise_stream, f"sample {seq.sample_id} has another's row"
-
 
 @dataclass(frozen=True)
 class ForwardBatch:

@@ -89,8 +89,7 @@ class Scheduler:
         self.blocks.forget_prefixes()
 
     def check_integrity(self) -> None:
-        """Assert that queues, tables and blocks agree, and that no decoding sequence stands behind a prefill."""
-        self.table.check_integrity(self.running, list(self.waiting))
+        """Assert that queues and blocks agree, and that no decoding sequence stands behind a prefill."""
         prefilling = [seq.pending_tokens > 1 for seq in self.running]
         assert prefilling == sorted(prefilling), f"a decoding sequence waits for a prefill: {prefilling}"
         self.blocks.check_integrity([*self.running, *self.waiting])

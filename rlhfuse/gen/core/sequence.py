@@ -223,15 +223,12 @@ def new_sequence(
 
 def check_tokens(name: str, tokens: Iterable[SupportsIndex], vocab: int) -> list[int]:
     """Tokens of a list, an array or a tensor as numbers. Raises InputError for one outside the vocabulary."""
-    return [_token(name, token, vocab) for token in tokens]
-
-
-def _token(name: str, token: SupportsIndex, vocab: int) -> int:
-    """An element of a list, an array or a tensor as a number."""
-    try:
-        number = operator.index(token)
-    except TypeError:
-        number = -1
-    if not 0 <= number < vocab:
-        raise InputError(f"{name}: token {token!r} is not an id in [0, {vocab})")
-    return number
+    numbers = []
+    for token in tokens:
+        try:
+            numbers.append(operator.index(token))
+        except TypeError:
+            numbers.append(-1)
+        if not 0 <= numbers[-1] < vocab:
+            raise InputError(f"{name}: token {token!r} is not an id in [0, {vocab})")
+    return numbers

@@ -47,25 +47,8 @@ def _layer_arrays(layer: LayerWeights[Tensor]) -> LayerWeights[np.ndarray]:
     return LayerWeights(**{name: none if weight is None else as_array(weight) for name, weight in vars(layer).items()})
 
 
-class Workspace:
-    """Named float32 arrays [panels, features, LANES], grown when a step needs more panels than any before."""
-
-    def __init__(self, **features: int) -> None:
-        self._features = features
-        self._arrays: dict[str, np.ndarray] = {}
-
-    def take(self, name: str, panels: int) -> np.ndarray:
-        if name not in self._arrays or panels > len(self._arrays[name]):
-            self._arrays[name] = np.zeros((panels, self._features[name], LANES), np.float32)
-        return self._arrays[name][:panels]
-
-    def clear(self) -> None:
-        """Give all memory back."""
-        self._arrays.clear()
-
-
 class CpuForward:
-    """Runs steps at once: what is launched is done. The interface is `Forward` of gen/forward.py."""
+    """Runs steps at once: what is launched is done. The interface is that of gen/gpu/forward.py."""
 
     cache_type: type[KVCache] = LaneKVCache
     spare_blocks, runs_ahead = 0, False
@@ -78,12 +61,12 @@ class CpuForward:
         self.scale = np.float32(spec.head_dim**-0.5)
         self.rotary = RotaryTables(spec, torch.device("cpu"))
         self.heads, self.kv_heads = spec.heads // parallel.size, spec.kv_heads // parallel.size
-        self.space = Workspace(
-            **dict.fromkeys(("x", "delta", "normed", "drawn"), spec.hidden),
-            qkv=(self.heads + 2 * self.kv_heads) * spec.head_dim,
-            attention=self.heads * spec.head_dim,
-            mlp=spec.mlp // parallel.size,
-        )
+        self._features = dict.fromkeys(("x", "delta", "normed", "drawn"), spec.hidden) | {
+            "qkv": (self.heads + 2 * self.kv_heads) * spec.head_dim,
+            "attention": self.heads * spec.head_dim,
+            "mlp": spec.mlp // parallel.size,
+        }
+        self._arrays: dict[str, np.ndarray] = {}
 
     def bind(self, weights: ModelWeights) -> None:
         """Read from these tensors from now on."""
@@ -108,7 +91,13 @@ class CpuForward:
 
     def release(self) -> None:
         """Give the working memory back."""
-        self.space.clear()
+        self._arrays.clear()
+
+    def array(self, name: str, panels: int) -> np.ndarray:
+        """float32 [panels, features, LANES], kept, and grown when a step needs more panels than any before."""
+        if name not in self._arrays or panels > len(self._arrays[name]):
+            self._arrays[name] = np.zeros((panels, self._features[name], LANES), np.float32)
+        return self._arrays[name][:panels]
 
     @torch.inference_mode()
     def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> Launched:
@@ -131,9 +120,8 @@ class _Step:
 
     def __init__(self, forward: CpuForward, batch: ForwardBatch, panels: int, threads: int) -> None:
         self.forward, self.batch, self.threads = forward, batch, threads
-        space = forward.space
         self.x, self.delta, self.normed, self.qkv, self.attention, self.mlp = (
-            space.take(name, panels) for name in ("x", "delta", "normed", "qkv", "attention", "mlp")
+            forward.array(name, panels) for name in ("x", "delta", "normed", "qkv", "attention", "mlp")
         )
         self.hidden_at, self.attention_at, self.mlp_at = (
             panel_offsets(panels, array.shape[1]) for array in (self.x, self.attention, self.mlp)
@@ -144,7 +132,7 @@ class _Step:
         self.no_bias = forward.final_norm[:0]
         first_row = forward.parallel.rank * forward.embedding.shape[0]
         decoder.embed(batch.tokens, forward.embedding, first_row, self.x)
-        self._sum(self.x)
+        forward.parallel.sum(torch.from_numpy(self.x))
         self.delta[...] = 0
 
     def attend(self, layer: LayerWeights[np.ndarray], keys: np.ndarray, values: np.ndarray) -> None:
@@ -157,7 +145,7 @@ class _Step:
         decoder.place_heads(self.qkv, *places, *norms, keys, values, self.q, self.threads)
         paged_attention(self.q, keys, values, batch.tables, *self.queries, forward.scale, self.attention)
         decoder.multiply(layer.linear_proj, self.attention, self.attention_at, tokens, self.delta, self.threads)
-        self._sum(self.delta)
+        self.forward.parallel.sum(torch.from_numpy(self.delta))
 
     def run_mlp(self, layer: LayerWeights[np.ndarray]) -> None:
         """delta = fc2(silu(gate) * up) of norm(x + delta + bias of proj)"""
@@ -165,21 +153,17 @@ class _Step:
         decoder.add_norm(self.x, self.delta, layer.linear_proj_bias, layer.pre_mlp_layernorm, eps, self.normed)
         decoder.multiply_swiglu(layer.linear_fc1, self.normed, self.hidden_at, tokens, self.mlp, self.threads)
         decoder.multiply(layer.linear_fc2, self.mlp, self.mlp_at, tokens, self.delta, self.threads)
-        self._sum(self.delta)
+        self.forward.parallel.sum(torch.from_numpy(self.delta))
 
     def logits(self) -> Tensor:
         forward, rows = self.forward, self.batch.draw_rows
         panels = -(-len(rows) // LANES)
-        drawn = forward.space.take("drawn", panels)
+        drawn = forward.array("drawn", panels)
         decoder.add_norm(self.x, self.delta, self.no_bias, forward.final_norm, forward.eps, self.normed)
         decoder.take_tokens(self.normed, rows, drawn)
         out = np.empty((len(rows), forward.output.shape[0]), np.float32)
         decoder.multiply_to_rows(forward.output, drawn, self.hidden_at, out, self.threads)
         return forward.parallel.gather(torch.from_numpy(out))[:, : forward.spec.vocab]
-
-    def _sum(self, panels: np.ndarray) -> None:
-        if self.forward.parallel.size > 1:
-            self.forward.parallel.sum(torch.from_numpy(panels))
 
 
 def as_array(weight: Tensor) -> np.ndarray:

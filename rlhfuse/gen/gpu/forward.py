@@ -38,11 +38,11 @@ from rlhfuse.parallel.weight_gradients import product
 
 
 class DeviceForward:
-    """Launches steps without waiting for them. The interface is `Forward` of gen/forward.py."""
+    """Launches steps of this rank's share of a model without waiting for them, with the weights bound last."""
 
     cache_type: type[KVCache] = KVCache
     spare_blocks = 1  # the last of the cache: padding rows write and read there
-    runs_ahead = True
+    runs_ahead = True  # a step may be launched before the draws of the one before are read
 
     def __init__(
         self,
@@ -75,10 +75,12 @@ class DeviceForward:
 
     @property
     def recording_seconds(self) -> float:
+        """Seconds spent on capturing CUDA graphs since the beginning."""
         return self._graphs.recording_seconds
 
     @property
     def recorded_shapes(self) -> int:
+        """Decode steps captured since the beginning; what was dropped and captured anew counts again."""
         return self._graphs.recorded_shapes
 
     def bind(self, weights: ModelWeights) -> None:
@@ -96,6 +98,10 @@ class DeviceForward:
 
     @torch.inference_mode()
     def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> Launched:
+        """Run one step, filling the cache, and draw at the rows that draw.
+
+        A token may be ~i: what the step launched before draws at its place i.
+        """
         assert cache.keys.shape[1] * cache.block_tokens < 2**31, "slots are sent as int32"
         self._cos_sin = self._rotary.up_to(batch.longest)  # graphs read them by address, so they should seldom grow
         if len(batch.tokens) == len(batch.contexts):
@@ -159,7 +165,7 @@ class DeviceForward:
             bias, q_norm, k_norm = layer.linear_qkv_bias, layer.q_layernorm, layer.k_layernorm
             qkv = F.linear(add_norm(x, delta, None, layer.input_layernorm, eps), layer.linear_qkv, bias)
             norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
-            q = place_heads(qkv, norms, eps, self._cos_sin, positions, slots, keys, values)
+            q = place_heads(qkv, norms, eps, self._cos_sin, (positions, slots), (keys, values))
             delta = product_sum(attend(q, keys, values).flatten(1), layer.linear_proj)
             bias, norm = layer.linear_proj_bias, layer.pre_mlp_layernorm
             mlp = swiglu(F.linear(add_norm(x, delta, bias, norm, eps), layer.linear_fc1))

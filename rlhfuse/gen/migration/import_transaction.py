@@ -61,10 +61,10 @@ class ImportTransaction:
                 self._missing_heads[number] = self._cache.kv_heads
         self._computed[seq.sample_id] = max(snapshot.computed_tokens, seq.computed_tokens)
 
-    def empty(self, shape: tuple[int, ...]) -> Tensor:
-        """Memory for blocks under way, of the cache's dtype and on its device."""
-        assert self._cache is not None, "a paused engine has no blocks to fill"
-        return self._cache.keys.new_empty(shape)
+    def empty(self, blocks: int, heads: int) -> Tensor:
+        """Memory for blocks under way with so many heads, as `KVCache.read_blocks` gives them."""
+        assert (cache := self._cache) is not None, "a paused engine has no blocks to fill"
+        return cache.keys.new_empty(blocks, 2, len(cache.keys), cache.block_tokens, heads, cache.head_dim)
 
     def write(self, numbers: Numbers[int], kv: Tensor, heads: slice = slice(None)) -> None:
         """Fill missing blocks with kv [blocks, 2, layers, block_tokens, heads, head_dim] of these KV heads."""

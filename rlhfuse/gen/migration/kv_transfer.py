@@ -63,10 +63,6 @@ class BlockShape:
         """Keys and values of one KV head in one block."""
         return 2 * self.layers * self.block_tokens * self.head_dim * (2 if self.dtype == "bfloat16" else 4)
 
-    def tensor_shape(self, blocks: int, heads: int) -> tuple[int, ...]:
-        """Shape of so many blocks with so many heads, as `KVCache.read_blocks` gives them."""
-        return (blocks, 2, self.layers, self.block_tokens, heads, self.head_dim)
-
 
 @dataclass(frozen=True)
 class TransferManifest:
@@ -117,13 +113,11 @@ def prepare_transfer(
     shape: BlockShape,
     cache: KVCache | None,
 ) -> KVTransfer:
-    """The transfer of an engine's sequences; without a cache, as tokens. Raises InputError for an unknown mode."""
+    """The transfer of an engine's sequences; without a cache, as tokens."""
     numbers: dict[int, int] = {}  # block in the cache -> number in the transfer
     snapshots = []
     for seq in sequences:
         mode = modes if isinstance(modes, str) else modes[seq.sample_id]
-        if mode not in ("kv", "tokens"):
-            raise InputError(f"sample {seq.sample_id}: mode={mode!r} must be kv or tokens")
         computed = seq.computed_tokens if mode == "kv" and cache is not None else 0
         table = seq.block_table[: -(-computed // shape.block_tokens)]
         blocks = tuple(numbers.setdefault(block, len(numbers)) for block in table)
@@ -137,9 +131,3 @@ def prepare_transfer(
         return cache.read_blocks([cache_blocks[number] for number in wanted], heads)
 
     return KVTransfer(TransferManifest(shape, len(cache_blocks), tuple(snapshots)), read)
-
-
-def buckets(numbers: Sequence[int], block_bytes: int, bucket_bytes: int) -> list[Sequence[int]]:
-    """`numbers` in order, cut into runs of at most `bucket_bytes`; a block larger than that is a run of its own."""
-    size = max(1, bucket_bytes // block_bytes)
-    return [numbers[start : start + size] for start in range(0, len(numbers), size)]

@@ -11,29 +11,26 @@ import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.import_transaction import ImportTransaction
-from rlhfuse.gen.migration.kv_transfer import BUCKET_BYTES, BlockShape, KVTransfer, TransferManifest, buckets
+from rlhfuse.gen.migration.kv_transfer import BUCKET_BYTES, BlockShape, KVTransfer, TransferManifest
 from rlhfuse.parallel.collectives import receive_bytes, send_bytes, start_transfer
 
 REFUSED, DONE = b"refused", b"done"
 
 
-@dataclass(frozen=True)
-class HeadMove:
+class HeadMove(NamedTuple):
     """KV heads `first`:`last` of the model go from one global rank to another."""
 
     source: int
     destination: int
     first: int
     last: int
-
-    def __str__(self) -> str:
-        return f"{self.source}>{self.destination} heads {self.first}:{self.last}"
 
 
 @dataclass(frozen=True)
@@ -69,9 +66,6 @@ class HeadPlan:
             if first < last
         ]
         return HeadPlan(kv_heads, tuple(sources), tuple(destinations), tuple(moves))
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.moves))
 
     def moves_of(self, rank: int) -> list[tuple[HeadMove, slice]]:
         """Moves from or to a rank, each with its heads as a slice of those that the rank holds."""
@@ -124,7 +118,7 @@ def receive_sequences(engine: Engine, plan: HeadPlan, rank: int, *, bucket_bytes
             for move, _ in peers:
                 send_bytes(json.dumps(missing).encode(), move.source)
             messages = _messages(missing, peers, manifest.shape, bucket_bytes)
-            _receive_blocks(transaction, messages, manifest.shape)
+            _receive_blocks(transaction, messages)
     except InputError:  # raised before anything was answered
         for move, _ in peers:
             send_bytes(REFUSED, move.source)
@@ -141,15 +135,16 @@ def _messages(
     missing: list[int], peers: list[tuple[HeadMove, slice]], shape: BlockShape, bucket_bytes: int
 ) -> Iterator[Message]:
     """All messages of a rank; those between two ranks come in the same order on both."""
-    # A bucket's share depends on the heads of the move alone, which both ends know.
-    runs = [buckets(missing, shape.bytes_per_head * (m.last - m.first), bucket_bytes // 2) for m, _ in peers]
+    # A bucket's share depends on the heads of the move alone, which both ends know; it holds a block at least.
+    sizes = [max(1, bucket_bytes // 2 // (shape.bytes_per_head * (move.last - move.first))) for move, _ in peers]
+    runs = [[missing[at : at + size] for at in range(0, len(missing), size)] for size in sizes]
     for index in range(max(map(len, runs))):
         for run, (move, heads) in zip(runs, peers):
             if index < len(run):
                 yield run[index], move, heads
 
 
-def _receive_blocks(transaction: ImportTransaction, messages: Iterator[Message], shape: BlockShape) -> None:
+def _receive_blocks(transaction: ImportTransaction, messages: Iterator[Message]) -> None:
     under_way = deque()
 
     def finish_first() -> None:
@@ -160,7 +155,7 @@ def _receive_blocks(transaction: ImportTransaction, messages: Iterator[Message],
     for numbers, move, heads in messages:
         if len(under_way) == 2:
             finish_first()
-        kv = transaction.empty(shape.tensor_shape(len(numbers), move.last - move.first))
+        kv = transaction.empty(len(numbers), move.last - move.first)
         under_way.append((start_transfer(dist.irecv, kv, move.source), numbers, kv, heads))
         del kv
     while under_way:

@@ -35,18 +35,16 @@ class Backend(Generic[Shape, Kernels]):
     make: Callable[[Shape], Kernels]
 
 
-def no_obstacle(shape: object) -> str:
-    return ""
-
-
 PACKED: tuple[Backend[PackedShape, VarlenKernel], ...] = (  # of training and scoring, without torch's flash-attention
     Backend("flash-attn", flash_attention.obstacle, flash_attention.make),
-    Backend("torch's dense attention, length by length, which is slow", no_obstacle, lambda shape: dense_attention),
+    Backend(
+        "torch's dense attention, length by length, which is slow", lambda shape: "", lambda shape: dense_attention
+    ),
 )
 PAGED: tuple[Backend[CacheShape, PagedAttention], ...] = (  # of generation, named by rollout.attention
     Backend("flashinfer", flashinfer.obstacle, flashinfer.FlashInferAttention),
     Backend("triton", triton.obstacle, triton.TritonAttention),
-    Backend("torch", no_obstacle, GatheredAttention),
+    Backend("torch", lambda _: "", lambda _: GatheredAttention()),
 )
 
 

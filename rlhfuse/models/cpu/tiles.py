@@ -187,6 +187,12 @@ def panel_offsets(panels: int, features: int) -> np.ndarray:
     return np.arange(panels, dtype=np.int64) * (features * LANES)
 
 
+def shares(costs: np.ndarray, threads: int) -> np.ndarray:
+    """[threads + 1] where each thread's part of so many things begins, so that all parts cost about the same."""
+    ends = np.cumsum(costs)
+    return np.concatenate(([0], np.searchsorted(ends, ends[-1] * np.arange(1, threads) / threads), [len(ends)]))
+
+
 def share_threads() -> int:
     """Give the kernels torch's number of threads, as far as the machine has them; returns it. Call before a kernel.
 

@@ -15,6 +15,8 @@ from rlhfuse.models.layers.norm import rms_norm
 from rlhfuse.models.layers.rotation import rotate_packed
 from rlhfuse.models.layers.swiglu import swiglu
 
+Pair = tuple[Tensor, Tensor]
+
 
 class LayerKernels(NamedTuple):
     """The signatures and results of the functions below."""
@@ -24,11 +26,9 @@ class LayerKernels(NamedTuple):
     swiglu: Callable[[Tensor], Tensor]
 
 
-def torch_layer() -> LayerKernels:
-    return LayerKernels(add_norm, place_heads, swiglu)
-
-
-def triton_layer() -> LayerKernels:
+def layer_kernels(in_triton: bool) -> LayerKernels:
+    if not in_triton:
+        return LayerKernels(add_norm, place_heads, swiglu)
     from rlhfuse.models.layers import decode_layer_triton  # Triton is not for runs on the CPU
 
     return LayerKernels(decode_layer_triton.add_norm, decode_layer_triton.place_heads, decode_layer_triton.gate_rows)
@@ -41,21 +41,14 @@ def add_norm(x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tenso
     return rms_norm(x, weight, eps)
 
 
-def place_heads(
-    qkv: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-    rotary: tuple[Tensor, Tensor],
-    positions: Tensor,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-) -> Tensor:
+def place_heads(qkv: Tensor, norms: Pair | None, eps: float, rotary: Pair, places: Pair, cache: Pair) -> Tensor:
     """Queries, normed and turned [T, H, D]; keys, alike, and values go to their slots of the cache.
 
     qkv [T, G * (H / G + 2) * D], of each group its queries, key and value; norms: weights [D] of q and k;
-    rotary: cos and sin [context, D / 2] float32; positions, slots [T] int64; keys, values [blocks, block_tokens, G, D].
+    rotary: cos and sin [context, D / 2] float32; places: positions and slots [T] int64; cache: keys and values
+    [blocks, block_tokens, G, D].
     """
+    (positions, slots), (keys, values) = places, cache
     groups, dim = keys.shape[2:]
     grouped = qkv.view(len(qkv), groups, -1, dim)
     turning, value = grouped[:, :, :-1], grouped[:, :, -1]

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlhfuse.base.power_of_two import power_of_two
+from rlhfuse.models.layers.decode_layer import Pair
 
 COLUMNS = 1024  # of SwiGLU that a program takes
 
@@ -133,29 +134,19 @@ def add_norm(x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tenso
     return out
 
 
-def place_heads(
-    qkv: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-    rotary: tuple[Tensor, Tensor],
-    positions: Tensor,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-) -> Tensor:
+def place_heads(qkv: Tensor, norms: Pair | None, eps: float, rotary: Pair, places: Pair, cache: Pair) -> Tensor:
     """As decode_layer.py's; qkv contiguous.
 
     Bytes: 4 T (H + 2 G) D, each number read and written once, and 4 T D of angles, mostly from L2.
     """
-    groups, dim = keys.shape[2:]
+    groups, dim = cache[0].shape[2:]
     tokens, heads = len(qkv), qkv.shape[1] // (groups * dim) - 2
     q = qkv.new_empty(tokens, groups * heads, dim)
     if tokens:
         weights = norms or (qkv, qkv)
         launch: Any = place_heads_kernel[(tokens, groups)]
         which = dict(NORM=norms is not None, SLOTS=True)
-        places = positions, slots, q, keys, values
-        launch(qkv, *weights, *rotary, *places, eps, **which, **heads_tile(heads, dim, groups))
+        launch(qkv, *weights, *rotary, *places, q, *cache, eps, **which, **heads_tile(heads, dim, groups))
     return q
 
 

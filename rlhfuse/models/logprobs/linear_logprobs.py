@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhfuse.models.logprobs.tile_sums import no_sums, tile_sums
+from rlhfuse.models.logprobs.tile_sums import tile_sums
 from rlhfuse.parallel.weight_gradients import product
 
+LOWEST = -1e30  # of no logit: finite, because it is multiplied by zero
 LOGITS_BYTES = 256 << 20  # of logits at a time, in float32
 
 
@@ -59,7 +60,8 @@ class LinearLogprobs:
     def part(self, x_CH: Tensor, columns_C: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Logits in float32 (None: of padding alone), logarithms of the softmax's denominators [C], outputs [2, C]."""
         if not self.shard.columns:
-            return None, *over_ranks(no_sums(len(x_CH), x_CH.device), self.shard.group)
+            none = torch.tensor([[LOWEST], [0.0], [0.0], [0.0]], device=x_CH.device).expand(4, len(x_CH))
+            return None, *over_ranks(none, self.shard.group)
         logits = product(x_CH, self.weight_VH[: self.shard.columns].t())
         return logits, *over_ranks(tile_sums(logits, columns_C, self.temperature), self.shard.group)
 

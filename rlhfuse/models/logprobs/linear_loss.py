@@ -57,8 +57,8 @@ class LinearLoss:
             outputs.append(output)
             by_logprob, by_entropy = slopes(output, at) if self.entropy_graph else (torch.ones_like(log_total), None)
             if logits is not None:
-                given = log_total, output[1], by_logprob, by_entropy
-                tile_gradient(logits, where, softmax.temperature, *given, gradient[part])
+                known = log_total, output[1], by_logprob, by_entropy
+                tile_gradient(logits, where, softmax.temperature, known, gradient[part])
             del logits  # before the next part
         if not self.entropy_graph:
             slope = slopes(torch.cat(outputs, dim=1), rows)[0][:, None]

@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOWEST = -1e30  # of no logit: finite, because it is multiplied by zero
-
-
-def no_sums(rows: int, device: torch.device) -> Tensor:
-    """Sums of a tile without columns."""
-    return torch.tensor([[LOWEST], [0.0], [0.0], [0.0]], device=device).expand(4, rows)
+# [R] each: logarithm of the softmax's denominator, entropy, derivatives of the loss by log-probability and by entropy
+Known = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def tile_sums(logits_RW: Tensor, targets_R: Tensor, temperature: float) -> Tensor:
@@ -31,20 +27,11 @@ def tile_sums(logits_RW: Tensor, targets_R: Tensor, temperature: float) -> Tenso
     return torch.stack([top, weights.sum(dim=1), z.mul_(weights).sum(dim=1), picked])
 
 
-def tile_gradient(
-    logits_RW: Tensor,
-    targets_R: Tensor,
-    temperature: float,
-    log_total_R: Tensor,
-    entropy_R: Tensor,
-    by_logprob_R: Tensor,
-    by_entropy_R: Tensor | None,
-    out_RW: Tensor,
-) -> Tensor:
+def tile_gradient(logits_RW: Tensor, targets_R: Tensor, temperature: float, known: Known, out_RW: Tensor) -> Tensor:
     """Gradient [R, W] of the logits, which are overwritten, in `out`: (target - p) dl - p (log p + entropy) dh."""
     if logits_RW.is_cuda:
-        given = log_total_R, entropy_R, by_logprob_R, by_entropy_R
-        return _kernels().tile_gradient(logits_RW, targets_R, temperature, *given, out_RW)
+        return _kernels().tile_gradient(logits_RW, targets_R, temperature, known, out_RW)
+    log_total_R, entropy_R, by_logprob_R, by_entropy_R = known
     z = logits_RW.div_(temperature).sub_(log_total_R[:, None])
     inside, place = _inside(targets_R, z.shape[1])
     down = by_logprob_R[:, None] / temperature

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlhfuse.models.logprobs.tile_sums import Known
+
 BLOCK = 2048  # columns at a time
 # As long as micro-batches are, or parts of what is: no kernel is compiled for an address.
 ROWS = ["targets", "sums", "log_totals", "entropies", "by_logprobs", "by_entropies"]
@@ -72,19 +74,11 @@ def tile_sums(logits_RW: Tensor, targets_R: Tensor, temperature: float) -> Tenso
     return sums
 
 
-def tile_gradient(
-    logits_RW: Tensor,
-    targets_R: Tensor,
-    temperature: float,
-    log_total_R: Tensor,
-    entropy_R: Tensor,
-    by_logprob_R: Tensor,
-    by_entropy_R: Tensor | None,
-    out_RW: Tensor,
-) -> Tensor:
+def tile_gradient(logits_RW: Tensor, targets_R: Tensor, temperature: float, known: Known, out_RW: Tensor) -> Tensor:
     """Gradient [R, W] of the logits, written to `out`, which is contiguous."""
     rows, width = logits_RW.shape
-    given = log_total_R, entropy_R, by_logprob_R, by_logprob_R if by_entropy_R is None else by_entropy_R
+    *given, by_entropy_R = known
+    given.append(given[-1] if by_entropy_R is None else by_entropy_R)
     size: Any = dict(ENTROPY=by_entropy_R is not None, BLOCK=BLOCK, num_warps=8)
     if rows:
         grid = rows, triton.cdiv(width, BLOCK)

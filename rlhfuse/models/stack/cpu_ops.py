@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,30 +12,22 @@ from torch import Tensor
 from rlhfuse.models.attention.packed import cpu
 from rlhfuse.models.attention.packed.sequences import SequenceBorders
 from rlhfuse.models.cpu.elementwise import F32
-from rlhfuse.models.cpu.tiles import share_threads
+from rlhfuse.models.cpu.tiles import LANES, share_threads, shares
 from rlhfuse.models.layers.norm import normalize_backward, row_norm
 from rlhfuse.models.layers.swiglu import gate_rows_backward
 from rlhfuse.models.stack.torch_ops import TorchOps
 
 
-class CpuBatch(NamedTuple):
-    """Arguments of the attention kernels, in their order."""
-
-    cos: np.ndarray
-    sin: np.ndarray
-    starts: np.ndarray
-    bounds: np.ndarray
-    scale: Any
-
-
 class CpuOps(TorchOps):
     """`TorchOps` by numba kernels; the attention kernels turn queries and keys themselves."""
 
-    def batch(self, sequences: SequenceBorders) -> CpuBatch:
+    def batch(self, sequences: SequenceBorders) -> tuple[Any, ...]:
+        """Arguments of the attention kernels, in their order: cos, sin, starts, bounds, scale."""
         cos, sin = self.rotary.up_to(sequences.longest)
         starts = sequences.cu_seqlens.numpy().astype(np.int64)
-        bounds = cpu.bounds_of(starts, self.shape.groups, share_threads())
-        return CpuBatch(cos.numpy(), sin.numpy(), starts, bounds, F32(self.shape.dim**-0.5))
+        lengths = np.diff(starts)  # of which follow the weights that a (sequence, group) pair has to compute
+        bounds = shares(np.repeat(lengths * (lengths + LANES), self.shape.groups), share_threads())
+        return cos.numpy(), sin.numpy(), starts, bounds, F32(self.shape.dim**-0.5)
 
     def _normed(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return row_norm(x, weight, self.eps)
@@ -52,14 +44,14 @@ class CpuOps(TorchOps):
     def _turned(self, heads: Sequence[Tensor], batch: Any, back: bool = False) -> Sequence[Tensor]:
         return heads
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: CpuBatch) -> tuple[Tensor, Any]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Any) -> tuple[Tensor, Any]:
         out, log_sums = torch.empty_like(q), q.new_empty(q.shape[:2])
         share_threads()
         cpu.attend(q.numpy(), k.numpy(), v.numpy(), *batch, out.numpy(), log_sums.numpy())
         return out.view(len(out), -1), log_sums
 
     def attend_backward(
-        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Any, batch: CpuBatch
+        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Any, batch: Any
     ) -> Sequence[Tensor]:
         gradients = [torch.empty_like(x) for x in (q, k, v)]
         known: Any = (x.numpy() for x in (q, k, v, out.view(q.shape), saved, gradient.view(q.shape)))

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rlhfuse.base.sample_ids import sample_origin
-from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.sampler import PromptSampler
+from rlhfuse.data.prompts import Prompt, prompts_from
 from rlhfuse.fusion.inter.group_stream import GroupStream
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.inter.report import GenInferReport, joined
@@ -43,7 +42,6 @@ class GroupSampler:
         self._inputs, self._stage, self._rewarder, self._prepare = inputs, stage, rewarder, prepare
         self._requests, self._caller = requests, caller
         self._config, self._rule = inputs.config, inputs.config.algorithm.filter_groups
-        self._sampler = PromptSampler(len(inputs.prompts), inputs.config.trainer.seed)
         self.drawn = 0  # prompts, by all iterations
         self.share = 1.0
 
@@ -80,7 +78,8 @@ class GroupSampler:
 
     def _draw(self, count: int) -> list[Prompt]:
         """The prompts of an iteration, in the order of their places."""
-        return [self._inputs.prompts[index] for index in self._sampler.prompts_from(self.drawn, count)]
+        prompts, seed = self._inputs.prompts, self._config.trainer.seed
+        return [prompts[index] for index in prompts_from(len(prompts), seed, self.drawn, count)]
 
     def _round(
         self,

@@ -59,7 +59,7 @@ def test_a_paused_engine_that_keeps_its_memory_is_a_paused_engine(kernels):
         )
         assert move_sequences(engine, source, [0]) == [0]  # leaves as tokens
         assert engine.free_blocks == 200
-        engine.check_integrity()
+        engine.scheduler.check_integrity()
     assert paused.cache_bytes > 0 and dropped.cache_bytes == 0
 
 

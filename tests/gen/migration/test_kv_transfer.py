@@ -11,7 +11,7 @@ from testkit.profiles import share
 import rlhfuse.gen
 from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import Engine, SamplingParams
-from rlhfuse.gen.migration.kv_transfer import KVTransfer, SequenceSnapshot, TransferManifest, buckets
+from rlhfuse.gen.migration.kv_transfer import KVTransfer, SequenceSnapshot, TransferManifest
 
 GEN = Path(rlhfuse.gen.__file__).parent
 PROMPT = list(range(8, 69))  # 61 tokens: 15 full blocks of 4
@@ -158,7 +158,7 @@ def test_a_failing_read_or_write_leaves_both_engines_as_they_were(siblings):
                 return transfer.read(numbers, heads)
 
             import_sequences(destination, KVTransfer(transfer.manifest, read))
-        destination.check_integrity()
+        destination.scheduler.check_integrity()
         assert destination.free_blocks == destination.options.num_blocks and not destination.has_unfinished()
         assert run_out(source) == siblings
         # Blocks that were never filled must not serve as a known prefix.
@@ -186,7 +186,7 @@ def test_incomplete_blocks_do_not_enter():
             last = transaction.missing_blocks
             transaction.write(last, transfer.read(last, slice(0, 1)), slice(0, 1))  # one of two heads
     assert not destination.has_unfinished() and len(source.unfinished()) == 16
-    destination.check_integrity()
+    destination.scheduler.check_integrity()
 
 
 def test_bad_input_is_refused_and_changes_nothing(siblings):
@@ -194,7 +194,6 @@ def test_bad_input_is_refused_and_changes_nothing(siblings):
     for ids, modes, message in (
         ([99], "kv", "sample 99 is not unfinished"),
         ([1, 1], "kv", "twice"),
-        ([1], "fast", "mode='fast' must be kv or tokens"),
     ):
         with pytest.raises(InputError, match=message), source.export_sequences(ids, modes):
             pass
@@ -209,9 +208,3 @@ def test_bad_input_is_refused_and_changes_nothing(siblings):
     assert run_out(source) == siblings
     with pytest.raises(InputError, match="at most 2 of 3"):
         TransferManifest(source._block_shape, 1, (SequenceSnapshot(0, (1, 2), (3,), (0.0,), PARAMS, 3, (0,)),))
-
-
-def test_buckets_hold_at_least_one_block():
-    assert buckets([3, 4, 5], 10, 1) == [[3], [4], [5]]
-    assert buckets([3, 4, 5], 10, 29) == [[3, 4], [5]]
-    assert buckets([], 10, 29) == []

@@ -22,7 +22,7 @@ def serve(engine: Engine, params: SamplingParams) -> tuple[list[GenerationResult
     results, steps, right = {}, 0, 0
     while engine.has_unfinished():
         results |= {result.sample_id: result for result in engine.step()}
-        engine.check_integrity()
+        engine.scheduler.check_integrity()
         steps += 1
         right += engine.last_step.accepted_tokens
         assert engine.last_step.accepted_tokens <= engine.last_step.guessed_tokens

@@ -16,7 +16,7 @@ from rlhfuse.models.attention import backends
 from rlhfuse.models.attention.packed import dense, flash_attention
 from rlhfuse.models.attention.packed.sequences import PackedShape, SequenceBorders
 from rlhfuse.models.attention.paged import cpu as paged_cpu
-from rlhfuse.models.attention.paged.cache import CacheShape, PagedQueries
+from rlhfuse.models.attention.paged.cache import PagedQueries
 from rlhfuse.models.attention.paged.gathered import GatheredAttention
 from rlhfuse.models.cpu.elementwise import exp32, log32, neg_log_one_minus
 from rlhfuse.models.cpu.tiles import LANES, lanes_up, share_threads
@@ -48,8 +48,7 @@ class Case(PagedCase):
 
     def device(self) -> torch.Tensor:
         queries = PagedQueries.of(self.tables, self.starts, self.contexts)
-        sizes = self.q.shape[1], self.keys.shape[2], self.q.shape[2], self.keys.shape[1], len(self.contexts)
-        return GatheredAttention(CacheShape(self.q.dtype, CPU, *sizes)).mixed(queries)(self.q, self.keys, self.values)
+        return GatheredAttention().mixed(queries)(self.q, self.keys, self.values)
 
 
 @examples(40)

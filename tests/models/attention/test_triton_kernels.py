@@ -10,6 +10,7 @@ from testkit.profiles import examples
 from testkit.triton_compile import compiled_launches
 
 from rlhfuse.models.attention.paged import triton_kernels as kernels
+from rlhfuse.models.attention.paged.cache import PagedQueries
 
 
 class Case(PagedCase):
@@ -22,9 +23,8 @@ class Case(PagedCase):
 
     def mixed(self, processors: int = 4) -> torch.Tensor:
         self.counters = torch.zeros(len(self.contexts) * self.keys.shape[2], dtype=torch.int32)
-        integers = (torch.tensor(numbers, dtype=torch.int32) for numbers in (self.contexts, self.starts))
-        cache = self.keys, self.values, self.tables, *integers
-        return kernels.mixed(self.q, *cache, self.counters, processors, max(self.queries))
+        queries = PagedQueries.of(self.tables, self.starts, self.contexts)
+        return kernels.mixed(self.q, self.keys, self.values, queries, self.counters, processors)
 
     def check(self, found: torch.Tensor) -> None:
         limit = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[self.q.dtype]

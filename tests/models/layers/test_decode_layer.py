@@ -50,7 +50,7 @@ def test_place_heads(tokens, groups, heads, dim, norm, dtype):
     blocks, block_tokens = 6, 4
     slots = torch.randperm(blocks * block_tokens, generator=torch.Generator().manual_seed(3))[:tokens]
     keys, values = torch.full((2, blocks, block_tokens, groups, dim), torch.nan, dtype=dtype)
-    q = place_heads(qkv, norms, EPS, rotary, positions, slots, keys, values)
+    q = place_heads(qkv, norms, EPS, rotary, (positions, slots), (keys, values))
 
     parts = qkv.view(tokens, groups, heads + 2, dim)
     turning = [parts[:, :, :heads], parts[:, :, heads : heads + 1]]
@@ -85,8 +85,8 @@ def launch_all() -> None:
             qkv, cos = torch.empty(3, (heads + 2) * groups * dim, dtype=dtype), torch.empty(9, dim // 2)
             keys, places = torch.empty(2, 16, groups, dim, dtype=dtype), torch.empty(3, dtype=torch.int64)
             weights = torch.empty(2, dim, dtype=dtype)
-            place_heads(qkv, None, EPS, (cos, cos), places, places, keys, keys)
-            place_heads(qkv, (weights[0], weights[1]), EPS, (cos, cos), places, places, keys, keys)
+            place_heads(qkv, None, EPS, (cos, cos), (places, places), (keys, keys))
+            place_heads(qkv, (weights[0], weights[1]), EPS, (cos, cos), (places, places), (keys, keys))
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -36,8 +36,8 @@ def test_gradient_of_a_tile(width, entropy, dtype):
     log_total, upstream = z.logsumexp(1), torch.randn(2, ROWS, generator=torch.Generator().manual_seed(1))
     share = z.softmax(1)
     given = log_total, log_total - (share * z).sum(1), upstream[0], upstream[1] if entropy else None
-    ours = kernels.tile_gradient(logits.clone(), targets, 0.7, *given, torch.empty(logits.shape, dtype=dtype))
-    wanted = tile_sums.tile_gradient(logits, targets, 0.7, *given, torch.empty(logits.shape))
+    ours = kernels.tile_gradient(logits.clone(), targets, 0.7, given, torch.empty(logits.shape, dtype=dtype))
+    wanted = tile_sums.tile_gradient(logits, targets, 0.7, given, torch.empty(logits.shape))
     assert ours.dtype == dtype  # the interpreter cuts bfloat16 off
     bound = 1e-5 if dtype == torch.float32 else 2.0**-7
     assert (ours.float() - wanted).abs().max() <= bound * wanted.abs().max()
@@ -50,7 +50,7 @@ def launch_all() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             for entropy in (None, sums[2]):
                 out = torch.empty(logits.shape, dtype=dtype)
-                kernels.tile_gradient(logits, targets, 0.7, sums[0], sums[1], sums[3], entropy, out)
+                kernels.tile_gradient(logits, targets, 0.7, (sums[0], sums[1], sums[3], entropy), out)
 
 
 @pytest.mark.parametrize("arch", [80, 90])

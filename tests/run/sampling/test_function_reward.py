@@ -12,8 +12,7 @@ from testkit.tiny import SHAPE, write_tokenizer
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.settings import RewardConfig, RunConfig
-from rlhfuse.data.prompts import Prompt
-from rlhfuse.data.sampler import PromptSampler
+from rlhfuse.data.prompts import Prompt, prompts_from
 from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 
@@ -68,7 +67,7 @@ def test_sampled_ids_are_never_tokenised_again(made):
     text = tokenizer.decode(SAMPLED, skip_special_tokens=True)
     assert text == "w5 w5" and tuple(tokenizer(text)["input_ids"]) != SAMPLED
     for iteration in (0, 1):
-        drawn = PromptSampler(5, seed=1).prompts_from(3 * iteration, 3)
+        drawn = prompts_from(5, 1, 3 * iteration, 3)
         rewarder.begin([rows[index] for index in drawn], 2)
         samples = {sample_id(iteration, place, copy): drawn[place] for place in range(3) for copy in range(2)}
         rewarder.submit([Rollout(one, (1, 3), SAMPLED, torch.zeros(5), "length") for one in reversed(samples)])

@@ -251,11 +251,3 @@ def attend_backward(q, k, v, out, log_sums, gradient, cos, sin, starts, bounds, 
                 _put_back(token, cos, sin, t, dk, start + t, group)
                 for d in range(dim):
                     dv[start + t, group, d] = value_sums[d, t]
-
-
-def bounds_of(starts: np.ndarray, groups: int, threads: int) -> np.ndarray:
-    """[threads + 1] the (sequence, group) pairs of each thread, with about equally many weights to compute."""
-    lengths = np.diff(starts)
-    cost = np.cumsum(np.repeat(lengths * (lengths + LANES), groups))
-    inner = np.searchsorted(cost, cost[-1] * np.arange(1, threads) / threads)
-    return np.concatenate(([0], inner, [len(cost)]))

@@ -17,12 +17,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceBorders)
     runs = [(length, sum(1 for _ in run)) for length, run in groupby(lengths) if length]
     # Split and not sliced: the gradient of one split is one cat, that of each slice a whole tensor of zeros.
     parts = zip(*(x.split([length * count for length, count in runs]) for x in (q, k, v)))
-    pieces = [_dense(*part, sequences=count) for part, (_, count) in zip(parts, runs)]
+    pieces = []
+    for part, (_, count) in zip(parts, runs):
+        q_run, k_run, v_run = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in part)
+        shared = q_run.shape[1] != k_run.shape[1]
+        out = F.scaled_dot_product_attention(q_run, k_run, v_run, is_causal=True, enable_gqa=shared)
+        pieces.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(pieces) if pieces else torch.empty_like(q)
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor, sequences: int) -> Tensor:
-    """Attention of so many sequences of one length that lie one after another, [T, heads, D] in and out."""
-    q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2).flatten(0, 1)

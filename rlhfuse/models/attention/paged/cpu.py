@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit, prange
 
 from rlhfuse.models.cpu.elementwise import F32, exp32
-from rlhfuse.models.cpu.tiles import LANES, WIDE, make_tile
+from rlhfuse.models.cpu.tiles import LANES, WIDE, make_tile, shares
 
 PIECES = 4 if WIDE else 2  # of keys at once: so many chains of additions run side by side
 RUN = 4  # queries of one sequence that share the loads of keys and values
@@ -253,6 +253,5 @@ class Queries(NamedTuple):
             runs = np.append(np.repeat(query_starts[:-1], parts) + RUN * order, total)
         if threads == 1:
             return Queries(sequences, positions, runs, np.array([0, (len(runs) - 1) * groups]))
-        cost = np.cumsum(np.repeat((positions[runs[:-1]] + LANES) * np.diff(runs), groups))
-        inner = np.searchsorted(cost, cost[-1] * np.arange(1, threads) / threads)
-        return Queries(sequences, positions, runs, np.concatenate(([0], inner, [len(cost)])))
+        costs = np.repeat((positions[runs[:-1]] + LANES) * np.diff(runs), groups)
+        return Queries(sequences, positions, runs, shares(costs, threads))

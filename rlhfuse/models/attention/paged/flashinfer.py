@@ -50,11 +50,7 @@ class FlashInferAttention:
         self._workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=shape.device)  # XQA counts in it, from zero
         buffer = torch.empty(WORKSPACE, dtype=torch.uint8, device=shape.device)
         self._prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(buffer, "NHD")
-        self._compile()
-
-    def _compile(self) -> None:
-        """Run both once, so that what cannot be built is told now and not in the middle of a step."""
-        shape = self._shape
+        # Both are run once, so that what cannot be built is told now and not in the middle of a step.
         kind: Any = dict(dtype=shape.dtype, device=shape.device)
         keys = torch.zeros(1, shape.block_tokens, shape.kv_heads, shape.head_dim, **kind)
         q = torch.zeros(2, shape.heads, shape.head_dim, **kind)

@@ -6,14 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhfuse.models.attention.paged.cache import Attend, CacheShape, PagedQueries
+from rlhfuse.models.attention.paged.cache import Attend, PagedQueries
 
 
 class GatheredAttention:
     """In mixed steps each sequence that has several queries is a call of its own."""
-
-    def __init__(self, shape: CacheShape) -> None:
-        pass
 
     def decode(self, tables: Tensor, contexts: Tensor) -> Attend:
         return lambda q, keys, values: _gathered_decode(q, keys, values, tables, contexts)

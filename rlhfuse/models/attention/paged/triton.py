@@ -41,6 +41,4 @@ class TritonAttention:
         return lambda q, keys, values: self._kernels.decode(q, keys, values, *runs)
 
     def mixed(self, queries: PagedQueries) -> Attend:
-        runs = queries.tables, queries.contexts_there, queries.query_starts, self._counters, self._processors
-        most = max(queries.lengths)
-        return lambda q, keys, values: self._kernels.mixed(q, keys, values, *runs, most)
+        return lambda q, keys, values: self._kernels.mixed(q, keys, values, queries, self._counters, self._processors)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlhfuse.base.power_of_two import power_of_two
+from rlhfuse.models.attention.paged.cache import PagedQueries
 
 DECODE_SPLIT = 128  # a part of a context that is worth a program of its own, in tokens
 LONGEST_SPLIT = 2048  # so that one long context among short ones doesn't hold up the others
@@ -223,25 +224,15 @@ def decode(
     return out
 
 
-def mixed(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    contexts: Tensor,
-    starts: Tensor,
-    counters: Tensor,
-    processors: int,
-    most_queries: int,
-) -> Tensor:
-    """Attention of the last tokens of S sequences, any number of each, `most_queries` at most; one or two launches.
+def mixed(q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, counters: Tensor, processors: int) -> Tensor:
+    """Attention of the last tokens of S sequences, any number of each; one or two launches.
 
-    q [T, H, D] contiguous; tables [S, W], contexts [S] and starts [S + 1] int32: sequence s has queries
-    starts[s]:starts[s + 1]. Returns [T, H, D]. Bytes: as `decode` for sequences of one query; of the others q, the
+    q [T, H, D] contiguous. Returns [T, H, D]. Bytes: as `decode` for sequences of one query; of the others q, the
     result, and keys and values up to its last query for each tile of queries (32 of 4 heads in 16 bits), mostly of L2.
     """
+    tables, contexts, starts = queries.tables, queries.contexts_there, queries.query_starts
     out = decode(q, keys, values, tables, contexts, counters, processors, starts)
-    if most_queries > 1:
+    if len(q) > len(tables):
         groups, dim = keys.shape[2:]
         sequences, heads = len(tables), q.shape[1] // groups
         block_d = max(16, power_of_two(dim))
