@@ -1,7 +1,6 @@
 """The machines that the planner knows by name: data sheets, and how much of them is reached.
 
-A `DataSheet` is what the vendor prints; a `Calibration` is the share of it that work reaches, and the floors
-below which no work gets. `calibration.reached(sheet)` is the HardwareSpec that all formulas use.
+A `DataSheet` is what the vendor prints; `DataSheet.reached` is the HardwareSpec that all formulas use.
 """
 
 from __future__ import annotations
@@ -46,74 +45,38 @@ class DataSheet:
     devices_per_node: int = 8
     host_memory: float = 2000 * _GB  # of a node, as DGX have it: assumed for any other
 
+    def reached(self) -> HardwareSpec:
+        """The rates that formulas use: what software is assumed to reach of these, and floors below which no work gets.
 
-@dataclass(frozen=True)
-class Calibration:
-    """What software reaches: shares of a data sheet's rates, and floors in seconds."""
-
-    name: str
-    gemm: float
-    hbm: float
-    node_link: float
-    cross_link: float
-    host: float
-    forward_layer_seconds: float  # floor of a layer's forward
-    decode_layer_seconds: float  # added to a layer's decode step, replayed from a captured graph
-    call_seconds: float  # added to every call of a model on its mesh
-    collective_seconds: float = 0.0  # start-up of a collective's step within a node
-    cross_collective_seconds: float = 0.0  # and between nodes
-    # The same field of HardwareSpec. Estimated: Python launches a step that is recorded twice, plainly and into the
-    # graph, at about 25 us a launch, and a node takes 10 us to instantiate; and assumed.
-    recorded_launch_seconds: float = 60e-6
-    short_sum_seconds: float = 10e-6
-    switch_sum_seconds: float = 5e-6
-
-    def reached(self, sheet: DataSheet) -> HardwareSpec:
-        """The rates that formulas use."""
+        What large kernels reach follows what public fits of analytic cost models to measured runs find (GEMM 0.5, HBM
+        0.8-1.0, NVLink 0.3-0.6). The nine launches of a layer's decode step, which overlap nothing, take 1.5 us each
+        when replayed from a captured graph. A collective's step starts up in what NCCL's own cost model counts: 4 us
+        over NVLink, 14 us over a network (tuning.cc; protocol Simple). Estimated: Python launches a step that is
+        recorded twice, plainly and into the graph, at about 25 us a launch, and a node takes 10 us to instantiate.
+        """
         return HardwareSpec(
-            name=sheet.name,
-            flops=self.gemm * sheet.flops,
-            memory_bandwidth=self.hbm * sheet.memory_bandwidth,
-            memory_bytes=sheet.memory_bytes,
-            node_link_bandwidth=self.node_link * sheet.node_link,
-            cross_link_bandwidth=self.cross_link * sheet.cross_link,
-            host_bandwidth=self.host * sheet.host,
-            launch_seconds=self.forward_layer_seconds,
-            devices_per_node=sheet.devices_per_node,
-            decode_layer_seconds=self.decode_layer_seconds,
-            call_seconds=self.call_seconds,
-            switch_sums=sheet.switch_sums,
+            name=self.name,
+            flops=0.5 * self.flops,
+            memory_bandwidth=0.8 * self.memory_bandwidth,
+            memory_bytes=self.memory_bytes,
+            node_link_bandwidth=0.6 * self.node_link,
+            cross_link_bandwidth=0.8 * self.cross_link,
+            host_bandwidth=0.8 * self.host,
+            launch_seconds=50e-6,
+            devices_per_node=self.devices_per_node,
+            decode_layer_seconds=9 * 1.5e-6,
+            switch_sums=self.switch_sums,
             process_bytes=CONTEXT_BYTES,
             communicator_bytes=COMMUNICATOR_BYTES,
             channel_bytes=CHANNEL_BYTES,
-            host_memory_bytes=sheet.host_memory,
+            host_memory_bytes=self.host_memory,
             host_process_bytes=HOST_PROCESS_BYTES,
-            collective_seconds=self.collective_seconds,
-            cross_collective_seconds=self.cross_collective_seconds,
-            recorded_launch_seconds=self.recorded_launch_seconds,
-            short_sum_seconds=self.short_sum_seconds,
-            switch_sum_seconds=self.switch_sum_seconds,
+            collective_seconds=4e-6,
+            cross_collective_seconds=14e-6,
+            recorded_launch_seconds=60e-6,
+            short_sum_seconds=10e-6,
+            switch_sum_seconds=5e-6,
         )
-
-
-# What large kernels reach. The shares follow what public fits of analytic cost models to measured runs find (GEMM
-# 0.5, HBM 0.8-1.0, NVLink 0.3-0.6); they are assumptions until costs are measured on the machine at hand. The nine
-# launches of a layer's decode step, which overlap nothing, take 1.5 us each when replayed from a captured graph. A
-# collective's step starts up in what NCCL's own cost model counts: 4 us
-# over NVLink, 14 us over a network (tuning.cc; protocol Simple), assumed here too.
-ASSUMED = Calibration(
-    name="assumed",
-    gemm=0.5,
-    hbm=0.8,
-    node_link=0.6,
-    cross_link=0.8,
-    host=0.8,
-    forward_layer_seconds=50e-6,
-    decode_layer_seconds=9 * 1.5e-6,
-    call_seconds=0.0,
-    collective_seconds=4e-6,
-    cross_collective_seconds=14e-6,
-)
 
 
 def data_sheets() -> dict[str, DataSheet]:
@@ -170,7 +133,7 @@ def known_hardware() -> dict[str, HardwareSpec]:
         gather_share=0.25,
         process_bytes=720_000_000,
     )
-    sheets = {name: ASSUMED.reached(sheet) for name, sheet in data_sheets().items()}
+    sheets = {name: sheet.reached() for name, sheet in data_sheets().items()}
     return {"cpu": cpu, **sheets, "h100": _measured_h100()}
 
 
