@@ -42,7 +42,6 @@ from rlhfuse.schedule.search.worker import kernel_group
 from rlhfuse.simulator import simulation
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 from rlhfuse.tasks.iteration import Iteration
-from rlhfuse.tasks.task import TRAINED
 
 
 def plan_job(job: Job) -> Plan:
@@ -136,7 +135,6 @@ def _report(draft: Candidate, schedules: Mapping[int, Schedule], source: str) ->
             *reasons.reward_calls(draft.costs),
             draft.training.split.why,
             *of_keeping(draft.memory, peaks),
-            *reasons.recomputation(draft.analytic[TRAINED[0]].memory),
             *reasons.offload(draft.memory, seen),
             *((str(capture),) if capture else ()),
             *reasons.early_loading(draft.memory, draft.costs),

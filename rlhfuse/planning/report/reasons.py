@@ -14,7 +14,6 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import GPU, HardwareSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.forms.training import MicrobatchTokens
-from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.planning.candidate import Candidate
@@ -113,9 +112,6 @@ class Reasons:
                 "until then iterations are serial; with parallel.lengths=FILE[:COLUMN] of past responses, or with "
                 "fusion.threshold_file (tools/calibrate_threshold.py), the run begins fused",
             )
-        if lengths.known and self.config.threshold() is None and not self.config.fusion.threshold_file and chosen:
-            when = "the run begins with it where parallel.lengths says so"
-            return (f"{when}, and chooses from what it sees from then on",)
         return ()
 
     def drawn_again(self, lengths: PlannedLengths) -> Iterator[str]:
@@ -180,13 +176,6 @@ class Reasons:
             yield f"{asked}: the optimizer stays on the device" + (
                 ", every phase fits beside it" if asked.endswith("auto") else ""
             )
-
-    def recomputation(self, actor: ModelMemory) -> Iterator[str]:
-        """What training keeps, where it does not keep all that backwards need."""
-        if actor.recompute != "none":
-            kept, needed = map(readable_bytes, (actor.kept_layer_bytes(1), actor.layer_activation_bytes(1)))
-            told = f"a layer of the actor keeps {kept} of a token until its backward, which needs {needed}"
-            yield f"trainer.recompute={actor.recompute}: {told}"
 
     def early_loading(self, memory: MemoryBudget, costs: CostTable) -> Iterator[str]:
         """On GPUs, which models that score are loaded before generation ends."""
