@@ -55,14 +55,14 @@ def efficiency(draft: Candidate, training_seconds: float) -> Efficiency | None:
     if (sheet := data_sheets().get(hardware.name)) is None:
         return None
     lengths = SampleLengths.joined(draft.inputs.lengths.trained or (draft.inputs.lengths.samples,))
-    passes = IterationFlops.of(draft.specs, draft.run.config.trained(), (), (), batch.epochs * lengths.trained)
+    passes = IterationFlops.of(draft.run.specs, draft.run.config.trained(), (), (), batch.epochs * lengths.trained)
     cost, generated = draft.analytic["generation"], draft.inputs.lengths.samples
     sequences = min(batch.samples_per_instance, draft.generation.limits.max_sequences)
     context = (sum(generated.prompt) + sum(generated.output) / 2) / len(generated)  # half of a response is there
     weights = cost.spec.layers * cost.spec.layer_parameters + cost.spec.embedding_parameters
     cache_bytes = sequences * context * cost.memory.kv_bytes_per_token()
     return Efficiency(
-        ranks=draft.world_size,
+        ranks=draft.run.world_size,
         peak_flops=sheet.flops,
         bandwidth=sheet.memory_bandwidth,
         training_flops=sum(passes.training.values()) * batch.samples / len(lengths),

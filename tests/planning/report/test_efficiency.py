@@ -69,7 +69,7 @@ def test_the_run_that_the_readme_names_fits_eight_h100(sizes):
 
 def test_70b_on_64_h100_fits_and_tells_what_stands_in_the_way(sizes):
     draft = example("llama3_70b_64gpus.yaml", sizes)  # raises where it does not fit
-    assert draft.world_size == 64 and {str(task.layout)[:6] for task in draft.tasks if task.training} == {"d2t4p8"}
+    assert draft.run.world_size == 64 and {str(task.layout)[:6] for task in draft.tasks if task.training} == {"d2t4p8"}
     balances = stage_balances(draft.tasks, draft.analytic, draft.costs, draft.longest_microbatch)
     assert max(balance.slowest_seconds / balance.mean_seconds - 1 for balance in balances) < 0.10
     use = at_the_bound(draft)
@@ -90,7 +90,7 @@ def test_a_run_that_does_not_fit_is_refused(sizes):
 def test_the_figures_are_what_a_reader_works_out(sizes):
     draft = example("llama3_8b_8gpus.yaml", sizes, "trainer.hardware=h800")
     use, sheet = at_the_bound(draft), data_sheets()["h800"]
-    spec = draft.specs["actor"]
+    spec = draft.run.specs["actor"]
     samples = [2048] * 768
     flops = TRAINING_FORWARDS * sum(forward_flops(spec, samples, sum(samples) // 2, head) for head in (False, True))
     assert use.training_flops == pytest.approx(flops)
