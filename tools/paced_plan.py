@@ -31,9 +31,9 @@ def paced_cost_of(draft: Candidate) -> PacedCost:
         step = draft.costs.steps.get(task.role, analytic.optimizer_step_seconds())
         seconds = partial(draft.costs.stage_seconds, task.role, analytic)
         training[str(task.role)] = training_price(seconds, cut, micro, step, moves[task.role])
-    shapes = {str(role): f"{spec.layers}x{spec.hidden}" for role, spec in draft.specs.items()}
+    shapes = {str(role): f"{spec.layers}x{spec.hidden}" for role, spec in draft.run.specs.items()}
     learners = "/".join([*(shapes[role] for role in training), "-"][:2])
-    models = f"{learners} on {draft.world_size} {draft.inputs.hardware.name}"
+    models = f"{learners} on {draft.run.world_size} {draft.inputs.hardware.name}"
     usual = sum(lengths.prompt) / len(lengths), lengths.median_context
     generation = generation_lines(draft.costs, sequences, *usual, draft.generation.limits.score_tokens, token_bytes)
     return PacedCost(models=models, token_bytes=token_bytes, training=training, **generation)

@@ -45,13 +45,15 @@ def main() -> int:
     refuse_unless_possible()
     config = load_config(args.config, args.overrides)
     draft = rehearsal_draft(config, planned_world_size(config, args.world_size))
-    if args.rank is not None and not 0 <= args.rank < draft.world_size:
-        raise InputError(f"--rank {args.rank} is none of {draft.world_size} ranks; give 0 to {draft.world_size - 1}")
+    if args.rank is not None and not 0 <= args.rank < draft.run.world_size:
+        raise InputError(
+            f"--rank {args.rank} is none of {draft.run.world_size} ranks; give 0 to {draft.run.world_size - 1}"
+        )
     plan = make_plan(draft)
     memory = PlanReport.of(plan).memory
     limit = memory.limit - memory.process_bytes  # contexts and communicators are not counted here
     ranks = distinct_ranks(draft) if args.rank is None else (args.rank,)
-    print(f"rehearsing rank {', '.join(map(str, ranks))} of {draft.world_size}, one after the other", flush=True)
+    print(f"rehearsing rank {', '.join(map(str, ranks))} of {draft.run.world_size}, one after the other", flush=True)
     reports = []
     for rank in ranks:
         try:

@@ -112,26 +112,14 @@ class AnalyticCost:
 
     def decode_row(self, batch: float) -> DecodeRow:
         """What a decode step of `batch` sequences has beside its layers' products."""
-        all_reduce, head = self.decode_all_reduce_seconds(batch), self.head_seconds(batch)
-        return DecodeRow(all_reduce, head, self.sampler_seconds(batch))
+        # A layer's activations of a step stay in the device's cache; logits are on their way to the sampler.
+        sampler = self._logit_seconds(batch, self.kernels.sampler_bytes) if self.kernels else 0.0
+        return DecodeRow(self.decode_all_reduce_seconds(batch), self.head_seconds(batch), sampler)
 
     def capture_seconds(self) -> float:
         """Recording one shape of a decode step as a CUDA graph."""
         seconds = self.hardware.recorded_launch_seconds
         return self.kernels.capture_seconds(self.spec, self.layout.tp, seconds) if self.kernels else 0.0
-
-    def sampler_seconds(self, batch: float) -> float:
-        """Logits on their way to the sampler; a layer's activations of a step stay in the device's cache."""
-        return self._logit_seconds(batch, self.kernels.sampler_bytes) if self.kernels else 0.0
-
-    def layer_seconds(self, tokens: float, sequences: float) -> float:
-        """One layer's forward over `tokens` tokens of `sequences` equal sequences."""
-        return roofline.layer_seconds(self.roofline, tokens, sequences)
-
-    def decode_layer_seconds(self, batch: float, context_tokens: float) -> float:
-        """One layer of a decode step: every new token attends to its own context."""
-        sums = self.decode_all_reduce_seconds(batch)
-        return roofline.decode_layer_seconds(self.roofline, batch, context_tokens, sums)
 
     def head_seconds(self, outputs: float) -> float:
         """The output layer for `outputs` tokens; a scalar head is free."""

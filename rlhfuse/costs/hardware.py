@@ -1,6 +1,6 @@
 """The machines that the planner knows by name: data sheets, and how much of them is reached.
 
-A `DataSheet` is what the vendor prints; a `HardwareSpec`, measured or `assumed`, is what all formulas use.
+A `DataSheet` is what the vendor prints; `DataSheet.reached` is the HardwareSpec that all formulas use.
 """
 
 from __future__ import annotations
@@ -45,39 +45,38 @@ class DataSheet:
     devices_per_node: int = 8
     host_memory: float = 2000 * _GB  # of a node, as DGX have it: assumed for any other
 
+    def reached(self) -> HardwareSpec:
+        """The rates that formulas use: what software is assumed to reach of these, and floors below which no work gets.
 
-def assumed(sheet: DataSheet) -> HardwareSpec:
-    """The rates that work reaches on a GPU of which only the data sheet is known.
-
-    The shares follow what public fits of analytic cost models to measured runs find (GEMM 0.5, HBM 0.8-1.0, NVLink
-    0.3-0.6). The nine launches of a layer's decode step, which overlap nothing, take 1.5 us each when replayed from a
-    captured graph. A collective's step starts up in what NCCL's own cost model counts: 4 us over NVLink, 14 us over a
-    network (tuning.cc; protocol Simple). Python launches a step that is recorded twice, plainly and into the graph, at
-    about 25 us a launch, and a node takes 10 us to instantiate.
-    """
-    return HardwareSpec(
-        name=sheet.name,
-        flops=0.5 * sheet.flops,
-        memory_bandwidth=0.8 * sheet.memory_bandwidth,
-        memory_bytes=sheet.memory_bytes,
-        node_link_bandwidth=0.6 * sheet.node_link,
-        cross_link_bandwidth=0.8 * sheet.cross_link,
-        host_bandwidth=0.8 * sheet.host,
-        launch_seconds=50e-6,
-        devices_per_node=sheet.devices_per_node,
-        decode_layer_seconds=9 * 1.5e-6,
-        switch_sums=sheet.switch_sums,
-        process_bytes=CONTEXT_BYTES,
-        communicator_bytes=COMMUNICATOR_BYTES,
-        channel_bytes=CHANNEL_BYTES,
-        host_memory_bytes=sheet.host_memory,
-        host_process_bytes=HOST_PROCESS_BYTES,
-        collective_seconds=4e-6,
-        cross_collective_seconds=14e-6,
-        recorded_launch_seconds=60e-6,
-        short_sum_seconds=10e-6,
-        switch_sum_seconds=5e-6,
-    )
+        What large kernels reach follows what public fits of analytic cost models to measured runs find (GEMM 0.5, HBM
+        0.8-1.0, NVLink 0.3-0.6). The nine launches of a layer's decode step, which overlap nothing, take 1.5 us each
+        when replayed from a captured graph. A collective's step starts up in what NCCL's own cost model counts: 4 us
+        over NVLink, 14 us over a network (tuning.cc; protocol Simple). Estimated: Python launches a step that is
+        recorded twice, plainly and into the graph, at about 25 us a launch, and a node takes 10 us to instantiate.
+        """
+        return HardwareSpec(
+            name=self.name,
+            flops=0.5 * self.flops,
+            memory_bandwidth=0.8 * self.memory_bandwidth,
+            memory_bytes=self.memory_bytes,
+            node_link_bandwidth=0.6 * self.node_link,
+            cross_link_bandwidth=0.8 * self.cross_link,
+            host_bandwidth=0.8 * self.host,
+            launch_seconds=50e-6,
+            devices_per_node=self.devices_per_node,
+            decode_layer_seconds=9 * 1.5e-6,
+            switch_sums=self.switch_sums,
+            process_bytes=CONTEXT_BYTES,
+            communicator_bytes=COMMUNICATOR_BYTES,
+            channel_bytes=CHANNEL_BYTES,
+            host_memory_bytes=self.host_memory,
+            host_process_bytes=HOST_PROCESS_BYTES,
+            collective_seconds=4e-6,
+            cross_collective_seconds=14e-6,
+            recorded_launch_seconds=60e-6,
+            short_sum_seconds=10e-6,
+            switch_sum_seconds=5e-6,
+        )
 
 
 def data_sheets() -> dict[str, DataSheet]:
@@ -134,7 +133,7 @@ def known_hardware() -> dict[str, HardwareSpec]:
         gather_share=0.25,
         process_bytes=720_000_000,
     )
-    sheets = {name: assumed(sheet) for name, sheet in data_sheets().items()}
+    sheets = {name: sheet.reached() for name, sheet in data_sheets().items()}
     return {"cpu": cpu, **sheets, "h100": _measured_h100()}
 
 

@@ -157,7 +157,7 @@ class SharedCores:
     def rates(self, core: HardwareSpec, work: Work) -> HardwareSpec:
         """Rates of a rank in this work, of those of a core or a GPU."""
         alone = self.in_turns(core) if work == "training" else self.together(core)
-        return slowed(alone, self.ratios.of(work))
+        return slowed(alone, getattr(self.ratios, work))
 
     def together(self, core: HardwareSpec) -> HardwareSpec:
         """Rates of a rank while all compute, of those of a core."""

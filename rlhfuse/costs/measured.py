@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.json_values import read_json
 from rlhfuse.costs.fits import Line, check_seconds
 from rlhfuse.costs.forms.form import Form
 from rlhfuse.costs.profiled import check_made_for
@@ -41,11 +39,8 @@ class MeasuredRatios:
     moves: float = 1.0  # of weights
     reward: RewardCost | None = None
 
-    def of(self, work: Work) -> float:
-        return getattr(self, work)
-
     def __str__(self) -> str:
-        return ", ".join(f"{work} x{self.of(work):.2g}" for work in get_args(Work))
+        return ", ".join(f"{work} x{getattr(self, work):.2g}" for work in get_args(Work))
 
 
 @dataclass(frozen=True)
@@ -150,8 +145,3 @@ class MeasuredCost(CostFile):
         capture = [f"capture    {self.capture * 1e3:.1f} ms a shape"] if self.capture else []
         guesses = [f"guesses    {self.speculation}"] if self.speculation else []
         return "\n".join((*lines, f"migration  {move}", *medians, *reward, *capture, *guesses))
-
-
-def load_measured_cost(path: str | Path) -> MeasuredCost:
-    """Read costs.json. Raises InputError naming the file."""
-    return MeasuredCost.from_dict(read_json(path), str(path))

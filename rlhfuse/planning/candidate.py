@@ -13,7 +13,7 @@ from functools import cached_property, partial
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import FusionConfig, RunConfig
-from rlhfuse.config.spec import HardwareSpec, ModelSpec
+from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name
@@ -41,7 +41,7 @@ from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.simulation import priced_limits
 from rlhfuse.simulator.threshold import Threshold, load_threshold
 from rlhfuse.tasks.instance_limits import InstanceLimits
-from rlhfuse.tasks.role import POLICY, Role
+from rlhfuse.tasks.role import POLICY
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,6 @@ class Candidate:
     memory: MemoryBudget
     generation: GenerationDraft
     training: TrainingDraft
-
-    @property
-    def specs(self) -> Mapping[Role, ModelSpec]:
-        return self.run.specs
-
-    @property
-    def world_size(self) -> int:
-        return self.run.world_size
 
     @cached_property
     def config(self) -> RunConfig:

@@ -19,7 +19,7 @@ from rlhfuse.planning.memory.memory_plan import MemoryPlan
 from rlhfuse.planning.plan import Plan
 from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
 from rlhfuse.planning.report.efficiency import efficiency
-from rlhfuse.planning.report.reasons import Reasons, host_limits, of_keeping
+from rlhfuse.planning.report.reasons import UNTIL_THEN, Reasons, host_limits, of_keeping
 from rlhfuse.planning.report.report import (
     GenerationPlan,
     MinibatchSeconds,
@@ -42,7 +42,6 @@ from rlhfuse.schedule.search.worker import kernel_group
 from rlhfuse.simulator import simulation
 from rlhfuse.simulator.iteration_seconds import IterationSeconds
 from rlhfuse.tasks.iteration import Iteration
-from rlhfuse.tasks.task import TRAINED
 
 
 def plan_job(job: Job) -> Plan:
@@ -89,10 +88,10 @@ def _report(draft: Candidate, schedules: Mapping[int, Schedule], source: str) ->
     batch, inputs, limits = draft.batch, draft.inputs, draft.generation.limits
     reasons = Reasons(draft.run)
     summary, peaks = _summary(draft, schedules, source), draft.memory.held_by(*schedules.values())
-    memory = MemoryPlan.of(draft.memory, peaks, ranks_on_machine(inputs.hardware, draft.world_size))
+    memory = MemoryPlan.of(draft.memory, peaks, ranks_on_machine(inputs.hardware, draft.run.world_size))
     capture = graph_capture(draft, memory.keeps_generation)
     generation = price_generation(draft)
-    hints = reasons.threshold_hints(generation.threshold_samples, inputs.lengths)
+    hints = (UNTIL_THEN,) if generation.threshold_samples is None else ()
     told = (generation.why, *hints, reasons.instance_limits(limits))
     threshold = ThresholdPlan(generation.threshold_samples, generation.threshold, told)
     moves = weight_moves(draft)
@@ -111,7 +110,7 @@ def _report(draft: Candidate, schedules: Mapping[int, Schedule], source: str) ->
         capture.seconds if capture and capture.each_iteration else 0.0,
     )
     return PlanReport(
-        ranks=PlannedRanks(draft.world_size, inputs.hardware.name, draft.run.config.trainer.dtype, draft.paced),
+        ranks=PlannedRanks(draft.run.world_size, inputs.hardware.name, draft.run.config.trainer.dtype, draft.paced),
         tasks=draft.tasks,
         iteration=Iteration.of({task.name: task.layout for task in draft.tasks}, bool(draft.config.reward.function)),
         batch=batch,
@@ -131,12 +130,11 @@ def _report(draft: Candidate, schedules: Mapping[int, Schedule], source: str) ->
             *reasons.drawn_again(inputs.lengths),
             *reasons.left_out(inputs.lengths),
             reasons.source_of_costs(inputs.hardware, draft.costs, draft.costs_name),
-            *inputs.cores.lines(draft.world_size),
+            *inputs.cores.lines(draft.run.world_size),
             *host_limits(draft),
             *reasons.reward_calls(draft.costs),
             draft.training.split.why,
             *of_keeping(draft.memory, peaks),
-            *reasons.recomputation(draft.analytic[TRAINED[0]].memory),
             *reasons.offload(draft.memory, seen),
             *((str(capture),) if capture else ()),
             *reasons.early_loading(draft.memory, draft.costs),

@@ -159,7 +159,7 @@ def minibatch_seconds(draft: Candidate, schedule_seconds: Callable[[int], float]
 def weight_moves(draft: Candidate) -> tuple[LayoutMove, ...]:
     """Moves of all models that train, into the layouts of generation and inference."""
     machine = draft.inputs.cores.rates(draft.inputs.hardware, "moves")
-    moves = layout_moves(draft.tasks, draft.ranks, draft.specs, draft.run.config.trainer.element_bytes, machine)
+    moves = layout_moves(draft.tasks, draft.ranks, draft.run.specs, draft.run.config.trainer.element_bytes, machine)
     return tuple(replace(move, seconds=draft.costs.moves.get(move.model, move.seconds)) for move in moves)
 
 

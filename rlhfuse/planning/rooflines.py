@@ -55,10 +55,11 @@ class Rooflines:
         return {task.name: self.cost(task) for task in tasks}
 
     def cost(self, task: Task) -> AnalyticCost:
+        work: Work = "training" if task.training else "generation" if task.name == "generation" else "inference"
         return AnalyticCost(
             self.specs[task.role],
             task.layout,
-            self.cores.rates(self.hardware, _work_of(task)),
+            self.cores.rates(self.hardware, work),
             self.element_bytes,
             task.role.scalar_head,
             sequence_parallel=task.training and self.sequence_parallel,
@@ -72,10 +73,6 @@ class Rooflines:
         scorers = tuple(costs[name] for name in SCORERS if name in costs)
         crosses = world_size > generation.hardware.devices_per_node
         return analytic_table(generation, scorers, crosses, lengths.output_share, self.cores.ratios.reward)
-
-
-def _work_of(task: Task) -> Work:
-    return "training" if task.training else "generation" if task.name == "generation" else "inference"
 
 
 def optimizer_step_seconds(analytic: Mapping[str, AnalyticCost]) -> float:

@@ -77,7 +77,7 @@ class Simulation:
     def _batch(self, lengths: SampleLengths, move: MoveNumbers) -> Batch:
         limits, samples = self._limits, np.zeros(len(lengths), SAMPLE)
         samples["prompt"], samples["output"], samples["ended"] = lengths.prompt, lengths.output, np.nan
-        samples["scored"] = limits.padded_score_tokens or samples["prompt"] + samples["output"]
+        samples["scored"] = samples["prompt"] + samples["output"]
         turns = np.zeros(0, TURN)
         if lengths.turns:
             turns = np.array(list(chain(*lengths.turns)), TURN)

@@ -42,11 +42,10 @@ class InstanceLimits:
     """Sizes of one generation instance and of its samples, and what costs make of them.
 
     `bs_max` (BS_max): the largest batch that decodes about as fast as one sequence. `score_tokens`: tokens of one
-    packed scoring batch. `padded_score_tokens`: 0 for packed scoring, else the tokens that every sample costs there
-    whatever its length (to study engines that pad). `scoring_models`: how many models score, one after the other; the
-    first `early_models` of them are loaded beneath the end of decoding. `reward_workers`: processes that call the
-    reward function, 0 without one. `active_share` (a): decoding / (decoding + pauses for tools), 1 where no sample
-    pauses. `move_cost`: decides how a sample moves; None where no costs are known yet.
+    packed scoring batch. `scoring_models`: how many models score, one after the other; the first `early_models` of them
+    are loaded beneath the end of decoding. `reward_workers`: processes that call the reward function, 0 without one.
+    `active_share` (a): decoding / (decoding + pauses for tools), 1 where no sample pauses. `move_cost`: decides how a
+    sample moves; None where no costs are known yet.
     """
 
     max_sequences: int
@@ -57,7 +56,6 @@ class InstanceLimits:
     max_prompt_tokens: int
     max_output_tokens: int
     score_tokens: int
-    padded_score_tokens: int = 0
     scoring_models: int = 3
     reward_workers: int = 0
     early_models: int = 0

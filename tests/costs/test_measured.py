@@ -12,7 +12,8 @@ from testkit.sim_helpers import linear_cost, linear_file
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.costs.fits import Line
-from rlhfuse.costs.measured import MeasuredCost, load_measured_cost
+from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.costs.profile_files import load_costs
 from rlhfuse.costs.speculation import StepObservation
 from rlhfuse.costs.table import CostTable
 
@@ -50,7 +51,7 @@ def test_fit_recovers_the_costs_and_a_file_keeps_them(tmp_path):
     noisy = MeasuredCost.fit(*observe(true, noise=0.05))
     assert "decode" in str(noisy) and "x batch" in str(noisy)
     write_json(tmp_path / "measured.json", noisy.to_dict())
-    assert load_measured_cost(tmp_path / "measured.json") == noisy
+    assert load_costs(tmp_path / "measured.json") == noisy
     for batch, context in ((1, 100), (16, 4000), (60, 15_000)):
         expected = true.decode_step_seconds(batch, context)
         assert noisy.table.decode_step_seconds(batch, context) == pytest.approx(expected, rel=0.1)

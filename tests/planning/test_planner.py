@@ -377,7 +377,7 @@ def test_ranks_refuse_an_iteration_that_could_hang_or_does_not_run_yet():
 
 
 def test_bad_plans_are_refused():
-    for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({"version": 6}, "run: ranks is missing")):
+    for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({"version": 7}, "run: ranks is missing")):
         with pytest.raises(InputError, match=message):
             PlanReport.from_dict(raw, "run")
 

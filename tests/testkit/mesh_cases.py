@@ -30,7 +30,7 @@ def work_of(draft: Candidate) -> RunWork:
 
 def run_problem_of(draft: Candidate) -> RunProblem:
     trainer = draft.config.trainer
-    return RunProblem.of(work_of(draft), machines_by_name(trainer.hardware, trainer.device, draft.world_size))
+    return RunProblem.of(work_of(draft), machines_by_name(trainer.hardware, trainer.device, draft.run.world_size))
 
 
 def random_problem(

@@ -20,7 +20,7 @@ from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.analytic_table import analytic_table
 from rlhfuse.costs.forms.collectives import RankGroup, send_seconds
 from rlhfuse.costs.forms.training import MicrobatchTokens
-from rlhfuse.costs.hardware import GPU_NAMES, DataSheet, assumed, data_sheets
+from rlhfuse.costs.hardware import GPU_NAMES, DataSheet, data_sheets
 from rlhfuse.costs.kernels import Kernels
 
 STAGES = 3
@@ -109,7 +109,7 @@ def machine_of(environment: Mapping[str, Any]) -> tuple[DataSheet, HardwareSpec]
         sums = environment.get("capability", 0) >= 9
         memory = float(environment.get("memory_bytes", sheet.memory_bytes))
         sheet = replace(sheet, name=name.replace(",", " ") or "GPU", memory_bytes=memory, switch_sums=sums)
-    return sheet, assumed(sheet)
+    return sheet, sheet.reached()
 
 
 def limit_seconds(figure: Figure, sheet: DataSheet) -> float:

@@ -36,7 +36,7 @@ def with_enough_ranks(refusal: str, run: Job) -> str:
 
 def fits(setting: Setting, ranks: int) -> bool:
     """Whether `ranks` fit the leanest layouts."""
-    given, longest = setting.given, sum(setting.config.longest_sample)
+    given, longest = setting.given, sum(setting.run.config.longest_sample)
     lean = replace(given, cut=given.cut or CutSetting(TOKENS, longest), recompute=given.recompute or "full")
     try:
         run = replace(setting.run, world_size=ranks)

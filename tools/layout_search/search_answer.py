@@ -149,7 +149,7 @@ def doubts_of(ranking: Ranking, fastest: FastestTables) -> tuple[str, ...]:
 def _measured(ranking: Ranking) -> str:
     """What lies outside of it."""
     space, measured = ranking.space, ranking.setting.inputs.measured
-    profile = ranking.setting.config.fusion.profile
+    profile = ranking.setting.run.config.fusion.profile
     rows = [layout for row in space.generation for layout in (row.generation, row.inference)]
     rows += [layout for row in space.training for layout in (row.actor, row.critic) if layout]
     degrees = sorted({layout.tp for layout in rows})

@@ -53,14 +53,14 @@ class Rehearsal:
         self._mode = FakeCuda(Meter())
         self._phases = PhaseLog(self._mode, progress)
         install(self._mode)
-        EmptyFiles(draft.world_size)
-        node = min(draft.world_size, draft.inputs.hardware.devices_per_node)
+        EmptyFiles(draft.run.world_size)
+        node = min(draft.run.world_size, draft.inputs.hardware.devices_per_node)
         os.environ |= {"LOCAL_WORLD_SIZE": str(node), "LOCAL_RANK": str(rank % node)}
         self._device = Device(CUDA, "fake")
 
     def run(self, wanted: Sequence[str] = WHOLE) -> RankRehearsal:
         """Build, then ITERATIONS of the wanted phases, as far as they can be left out."""
-        world = self._draft.world_size
+        world = self._draft.run.world_size
         dist.init_process_group("fake", rank=self._rank, world_size=world, store=FakeStore())
         with tempfile.TemporaryDirectory() as folder, self._mode:
             self._phases.switch("start")
@@ -96,10 +96,10 @@ class Rehearsal:
     def _build(self, folder: Path, resume: Checkpoint | None = None) -> tuple[RehearsedTrainer, RunLoop]:
         """The run's own trainer, and its loop."""
         draft, config = self._draft, self._config
-        facts = RunCompatibility.of(config, draft.specs, draft.tasks, draft.world_size, {}, {})
+        facts = RunCompatibility.of(config, draft.run.specs, draft.tasks, draft.run.world_size, {}, {})
         prompt = Prompt(self._samples.tokens(0, config.data.max_prompt_tokens), {})
         words = SimpleNamespace(decode=lambda tokens, **_: "")
-        folders = ModelFolders({}, dict(draft.specs))  # without paths: weights stay unset
+        folders = ModelFolders({}, dict(draft.run.specs))  # without paths: weights stay unset
         inputs = RunInputs(self._plan, (), folders, words, PromptSet((prompt,)), PromptSet(()), facts, resume)
         watchdog: Any = SimpleNamespace(progress=self._mode.note)
         store: Any = FakeStore()

@@ -46,7 +46,7 @@ def places_of(draft: Candidate, rank: int) -> tuple[int, ...]:
 def distinct_ranks(draft: Candidate) -> tuple[int, ...]:
     """The first rank of each combination of stages of the models that train."""
     first: dict[tuple[int, ...], int] = {}
-    for rank in range(draft.world_size):
+    for rank in range(draft.run.world_size):
         first.setdefault(places_of(draft, rank), rank)
     return tuple(first.values())
 

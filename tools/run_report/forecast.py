@@ -23,7 +23,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import read_json
 from rlhfuse.config.spec import DeviceKind
 from rlhfuse.costs.fits import Line
-from rlhfuse.costs.measured import load_measured_cost
+from rlhfuse.costs.profile_files import load_costs
 from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.fusion.inter.report import CALLS
 from rlhfuse.planning.report.report import PlanReport
@@ -72,7 +72,7 @@ class Forecaster:
         assert run.schedule is not None
         self._rows, family = run.rows, (*run.others, run.schedule)
         self._schedules = {schedule.problem.pipelines[0].microbatches: schedule for schedule in family}
-        self._costs = load_measured_cost(run.folder / "costs.json").table
+        self._costs = load_costs(run.folder / "costs.json").table
         self._plan = PlanReport.from_dict(read_json(run.folder / "plan.json"), str(run.folder / "plan.json"))
         self._ranks = rank_map(training_layouts(self._plan.tasks), self._plan.schedule.alternates)
         self._bs_max = run.setting("fusion", "bs_max")

@@ -14,7 +14,6 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import GPU, HardwareSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.forms.training import MicrobatchTokens
-from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.costs.table import CostTable
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.planning.candidate import Candidate
@@ -27,6 +26,10 @@ from rlhfuse.tasks.instance_limits import InstanceLimits
 from rlhfuse.tasks.role import POLICY
 
 SMALL_WEIGHTS = 100_000_000  # below this the default learning rate shows nothing for hundreds of iterations
+UNTIL_THEN = (  # without R_t
+    "until then iterations are serial; with parallel.lengths=FILE[:COLUMN] of past responses, or with "
+    "fusion.threshold_file (tools/calibrate_threshold.py), the run begins fused"
+)
 CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's two moments
 
 
@@ -106,18 +109,6 @@ class Reasons:
             return (f"a call of reward.function counts {call.seconds:.3g} s, {at_once} at once",)
         return ("what a call of reward.function takes is unknown: it counts nothing until the run has measured it",)
 
-    def threshold_hints(self, chosen: int | None, lengths: PlannedLengths) -> tuple[str, ...]:
-        """Hints on making R_t known, or on what the run makes of a predicted one."""
-        if chosen is None:
-            return (
-                "until then iterations are serial; with parallel.lengths=FILE[:COLUMN] of past responses, or with "
-                "fusion.threshold_file (tools/calibrate_threshold.py), the run begins fused",
-            )
-        if lengths.known and self.config.threshold() is None and not self.config.fusion.threshold_file and chosen:
-            when = "the run begins with it where parallel.lengths says so"
-            return (f"{when}, and chooses from what it sees from then on",)
-        return ()
-
     def drawn_again(self, lengths: PlannedLengths) -> Iterator[str]:
         """How many groups generation is priced for, where they are filtered."""
         if not self.config.algorithm.filter_groups.enable:
@@ -181,13 +172,6 @@ class Reasons:
                 ", every phase fits beside it" if asked.endswith("auto") else ""
             )
 
-    def recomputation(self, actor: ModelMemory) -> Iterator[str]:
-        """What training keeps, where it does not keep all that backwards need."""
-        if actor.recompute != "none":
-            kept, needed = map(readable_bytes, (actor.kept_layer_bytes(1), actor.layer_activation_bytes(1)))
-            told = f"a layer of the actor keeps {kept} of a token until its backward, which needs {needed}"
-            yield f"trainer.recompute={actor.recompute}: {told}"
-
     def early_loading(self, memory: MemoryBudget, costs: CostTable) -> Iterator[str]:
         """On GPUs, which models that score are loaded before generation ends."""
         scorers = self.config.scorers()
@@ -203,13 +187,6 @@ class Reasons:
             held = readable_bytes(sum(memory.early))
             yield f"{loading}: {', '.join(early)} ({held}) beneath the end of generation{rest}"
 
-    def _held_out(self) -> str:
-        """When held-out scores are among the metrics."""
-        last, first = self.config.trainer.iterations, self.config.evaluates_first
-        every = [f"every {self.config.trainer.eval_every}"] if last and self.config.evaluates_after(last) else []
-        when = [*(["before the first"] if first else []), *every]
-        return f"; held-out scores {' and '.join(when)}" if when else ""
-
     def output_files(self) -> tuple[tuple[str, str], ...]:
         """Names within the run directory, which comes first, each with what it is."""
         trainer, trained = self.config.trainer, self.config.trained()
@@ -222,7 +199,7 @@ class Reasons:
             (trainer.output_dir or "runs/<config name>-<time>", "the run directory; it holds"),
             ("config.yaml", "this configuration, defaults filled in"),
             ("plan.json, schedule.json", "this plan, and the training schedule"),
-            ("metrics.jsonl", f"one line for each of {trainer.iterations} iterations{self._held_out()}"),
+            ("metrics.jsonl", f"one line for each of {trainer.iterations} iterations"),
             *((name, "the same metrics") for name in loggers),
             ("trace.json", f"time line of the last {traced} iterations"),
             ("samples.jsonl", f"{trainer.sample_texts} samples of each iteration as text"),

@@ -129,7 +129,7 @@ class GenerationPlan:
 class PlanReport(Versioned):
     """A run's decisions and its predicted cost. `files` are what the run will write: names, and what each is."""
 
-    version = 6
+    version = 7
 
     ranks: PlannedRanks
     tasks: tuple[Task, ...]

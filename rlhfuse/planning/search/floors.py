@@ -101,7 +101,7 @@ class TrainingFloors:
 
     def _problem(self, row: TrainingRow, rung: int, splits: Mapping[str, tuple[bool, ...]]) -> FusionProblem:
         stages, transfer = {}, 0
-        longest = longest_microbatch(self.setting.config.longest_sample, row.batch)
+        longest = longest_microbatch(self.setting.run.config.longest_sample, row.batch)
         for share in row.shape.shares:
             cost = self._cut(row, share.layout, role_named(share.model))
             micro = equal_microbatch(self.setting.inputs.drawn, row.batch, rung, share)
@@ -116,7 +116,7 @@ class TrainingFloors:
             stages[share.model] = self._known[key]
             transfer = max(transfer, transfer_ticks(cost, micro))
         layouts = {share.model: share.layout for share in row.shape.shares}
-        problem = fused_problem(layouts, rung, stages, alternate=self.setting.config.fusion.alternates)
+        problem = fused_problem(layouts, rung, stages, alternate=self.setting.run.config.fusion.alternates)
         return replace(problem, transfer=transfer)
 
     def seconds(self, row: TrainingRow, problems: Problems, bound: Bound) -> float:
@@ -160,11 +160,14 @@ class TrainingFloors:
 
     def _cut(self, row: TrainingRow, layout: ParallelLayout, role: Role) -> AnalyticCost:
         """Its stages have the layers that the run's have."""
-        cost, longest = self._cost(row, role), longest_microbatch(self.setting.config.longest_sample, row.batch)
+        cost, longest = self._cost(row, role), longest_microbatch(self.setting.run.config.longest_sample, row.batch)
         stages = layout.tp, layout.pp, layout.chunks, layout.cut
         key = "cut", role, stages, row.recompute, row.sequence_parallel, longest
         if key not in self._known:
-            how, seconds = self.setting.config.parallel.stage_layers, self.setting.stage_seconds(role, cost, longest)
+            how, seconds = (
+                self.setting.run.config.parallel.stage_layers,
+                self.setting.stage_seconds(role, cost, longest),
+            )
             self._known[key] = with_cut(how, cost, seconds).cut
         return cost.with_cut(self._known[key])
 

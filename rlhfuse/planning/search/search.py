@@ -66,7 +66,6 @@ class Row:
     fullest: PhaseMemory
     needed_bytes: float
     limit_bytes: float
-    by_rule: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -113,9 +112,9 @@ class Ranking:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        hardware, config = setting.inputs.hardware, setting.config
+        hardware, config = setting.inputs.hardware, setting.run.config
         self.space = Space.of(setting.run, hardware.devices_per_node, setting.given, setting.inputs.drawn)
-        limit, _ = memory_limit(config.trainer, hardware, setting.world_size, setting.run.host)
+        limit, _ = memory_limit(config.trainer, hardware, setting.run.world_size, setting.run.host)
         self.headroom_bytes = limit * config.parallel.headroom  # of a rank
         self.limit = limit - self.headroom_bytes - hardware.process_bytes
         self.keeping_limit = min(self.limit, KEEPING_PART * limit - hardware.process_bytes)
@@ -143,7 +142,7 @@ class Ranking:
         least = ranked[top].seconds * (1 - WORTH_REACHING) if len(ranked) > top else inf  # of all that was not reached
         others = [row for row in self.priced if row not in rows]
         return FastestTables(
-            self.setting.world_size,
+            self.setting.run.world_size,
             self.setting.inputs.hardware.name,
             len(self.space.training),
             len(self.space.generation),
@@ -160,12 +159,9 @@ class Ranking:
         """All that any question has reached until now."""
         return tuple(self._rows.values())
 
-    def ranked(self, allowed: Allowed | None = None, until: float = inf) -> Iterator[tuple[Row, int]]:
+    def ranked(self, allowed: Allowed | None = None) -> Iterator[tuple[Row, int]]:
         """The tables whose rows are `allowed`, the fastest of those that were reached first, each with how many were
-        until then; none that was not can be faster by WORTH_REACHING.
-
-        Ends unfinished at `until`, in `time.monotonic`, which no search that decides sets.
-        """
+        until then; none that was not can be faster by WORTH_REACHING."""
         queue = [
             ((training + generation) * (1 - ROUNDING), 0, t, g)
             for t, training in enumerate(self._training_floors)
@@ -177,7 +173,7 @@ class Ranking:
         training = self._by_work, self._by_moves, self._by_split, self._by_order
         steps = *training, self._by_draft, self._by_room, self._by_bound, self._by_reach
         told = time.monotonic()
-        while queue and (until == inf or time.monotonic() < until):
+        while queue:
             if time.monotonic() > told + QUIET_SECONDS:
                 told, counts = time.monotonic(), f"{len(self._rows)} tables priced, {len(queue):,} may be faster"
                 if os.environ.get("RANK", "0") == "0":
@@ -379,7 +375,7 @@ class Ranking:
 
     def _nothing_fits(self) -> InputError:
         """Which table lacks least, of those that were drafted and those that hold least."""
-        world, share = self.setting.world_size, self.setting.config.parallel.headroom
+        world, share = self.setting.run.world_size, self.setting.run.config.parallel.headroom
         for t, g in islice(self._leanest(), CLOSEST * len(self.space.generation)):
             if (t, g) not in self._drafts:
                 self._drafts[t, g] = self._drafted(self.space.table(t, g), whole=True)
@@ -390,7 +386,7 @@ class Ranking:
             said = f"no layouts can run on {world} ranks: {told}; the first: {first}"
             return MemoryRefusal("", 0, f"{said}; {MORE}") if "memory" in told else InputError(said)
         missing, _, table, phase, told = min(self._lacking, key=itemgetter(0, 1))
-        if not auto_layouts(self.setting.config):  # there is one table, as far as anybody can tell
+        if not auto_layouts(self.setting.run.config):  # there is one table, as far as anybody can tell
             return MemoryRefusal(phase, missing, told)
         free = f" beside parallel.headroom={share:g}" if share else ""
         return MemoryRefusal(

@@ -9,8 +9,6 @@ from functools import cached_property
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.base.remembered import remembered
-from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.layout_moves import layout_moves
@@ -78,18 +76,6 @@ class Setting:
             notes = (told,) if keys else ()
         return Setting(run, given, inputs, split, notes)
 
-    @property
-    def config(self) -> RunConfig:
-        return self.run.config
-
-    @property
-    def specs(self) -> Mapping[Role, ModelSpec]:
-        return self.run.specs
-
-    @property
-    def world_size(self) -> int:
-        return self.run.world_size
-
     def may_split(self, model: str) -> tuple[bool, ...]:
         """Whether a draft has the model's backwards in two parts, or both answers."""
         return (False, True) if self.split is None else (model in self.split,)
@@ -101,7 +87,7 @@ class Setting:
     def draft(self, table: Table, whole: bool = False) -> Candidate:
         """`whole`: with whole backwards wherever the configuration lets a draft choose, for all that they do not
         change: a split one needs no less memory. Raises InputError where it cannot run."""
-        config = table.of(self.config)
+        config = table.of(self.run.config)
         if whole and self.split is None:
             config = config.with_(fusion={"split_backward": "false"})
         return draft_plan(self.run.with_config(config), inputs=self.inputs)
@@ -121,15 +107,17 @@ class Setting:
         """Whatever trains. Raises InputError where a profile does not have the degrees of the other rows."""
         tasks = self._forwards(table.generation, table.inference)
         if self.inputs.measured is not None:
-            tasks += self._trainings(dict.fromkeys(self.config.trained(), table.generation))
-            return run_costs(self.inputs.measured, self.config.trainer, tasks, self.specs, self.config.fusion.profile)
-        prompt, response = self.config.longest_sample
+            tasks += self._trainings(dict.fromkeys(self.run.config.trained(), table.generation))
+            return run_costs(
+                self.inputs.measured, self.run.config.trainer, tasks, self.run.specs, self.run.config.fusion.profile
+            )
+        prompt, response = self.run.config.longest_sample
         longest = SampleLengths((prompt,), (response,))
-        return self.rooflines.table(self.rooflines.costs(tasks), self.world_size, longest)
+        return self.rooflines.table(self.rooflines.costs(tasks), self.run.world_size, longest)
 
     def limits(self, table: Table, costs: CostTable) -> InstanceLimits:
         """With room for all samples of an instance."""
-        cache = InstanceCache.of(self.config, table.generation.dp)
+        cache = InstanceCache.of(self.run.config, table.generation.dp)
         return instance_limits(self.run, cache, costs, self.inputs.lengths.samples)
 
     def generation_bytes(self, table: Table, limits: InstanceLimits) -> GenerationBytes:
@@ -138,7 +126,9 @@ class Setting:
         copy, *scorers = (cost.memory.weights_bytes() for cost in rooflines.values())
         tp = table.generation.tp
         cache, block = limits.kv_capacity_bytes / tp, limits.block_tokens * limits.kv_bytes_per_token / tp
-        cut = 0.0 if self.config.rollout.kv_blocks_per_instance else cache / CACHE_PARTS + (1 + SPARE_BLOCKS) * block
+        cut = (
+            0.0 if self.run.config.rollout.kv_blocks_per_instance else cache / CACHE_PARTS + (1 + SPARE_BLOCKS) * block
+        )
         return GenerationBytes(copy, cache, limits.sample_kv_bytes / tp, sum(scorers), cut)
 
     @remembered
@@ -147,16 +137,16 @@ class Setting:
     ) -> float:
         """Seconds that weights move in an iteration; `trained`: with the layers of each stage."""
         tasks = (*self._forwards(generation, inference), *self._trainings(dict(trained)))
-        ranks = rank_map(training_layouts(tasks), self.config.fusion.alternates)
+        ranks = rank_map(training_layouts(tasks), self.run.config.fusion.alternates)
         machine = self.inputs.cores.rates(self.inputs.hardware, "moves")
-        moves = layout_moves(tasks, ranks, self.specs, self.config.trainer.element_bytes, machine)
+        moves = layout_moves(tasks, ranks, self.run.specs, self.run.config.trainer.element_bytes, machine)
         return sum(move.seconds for move in moves)
 
     def _forwards(self, generation: ParallelLayout, inference: ParallelLayout) -> list[Task]:
         """Tasks that train nothing, generation first."""
-        every = (0, self.world_size - 1)
-        scoring = [Task(f"{role}_inference", role, inference, every) for role in self.config.scorers()]
+        every = (0, self.run.world_size - 1)
+        scoring = [Task(f"{role}_inference", role, inference, every) for role in self.run.config.scorers()]
         return [Task("generation", POLICY, generation, every), *scoring]
 
     def _trainings(self, layouts: Mapping[Role, ParallelLayout]) -> list[Task]:
-        return [Task(f"{role}_train", role, layout, (0, self.world_size - 1)) for role, layout in layouts.items()]
+        return [Task(f"{role}_train", role, layout, (0, self.run.world_size - 1)) for role, layout in layouts.items()]

@@ -44,6 +44,9 @@ class TrainingRow:
     shape: FusedShape
     batch: BatchArithmetic
 
+    def __str__(self) -> str:
+        return f"{self.actor} {self.critic} {self.cut.text} {self.recompute} {self.sequence_parallel}"
+
     @property
     def layouts(self) -> dict[Role, ParallelLayout]:
         return {role: layout for role, layout in zip(LEARNERS, (self.actor, self.critic)) if layout}
@@ -93,7 +96,7 @@ class Space:
         Raises InputError naming a row that is given and can be with nothing, or for want of any row.
         """
         refused: Counter[str] = Counter()
-        training = sorted(_training_rows(run, devices_per_node, given, drawn, refused), key=_training_text)
+        training = sorted(_training_rows(run, devices_per_node, given, drawn, refused), key=str)
         decoding = _generation_rows(run, devices_per_node, given)
         generation = sorted(decoding, key=lambda row: f"{row.generation} {row.inference}")
         for rows, names in ((training, TRAINED), (generation, ROWS[:2])):
@@ -204,7 +207,3 @@ def _generation_rows(run: Job, devices: int, given: Given) -> Iterator[Generatio
         for scoring in scored:
             if generation.tp % scoring.tp == 0 and all(fits_model(scoring, spec) for spec in scorers):
                 yield GenerationRow(generation, scoring)
-
-
-def _training_text(row: TrainingRow) -> str:
-    return f"{row.actor} {row.critic} {row.cut.text} {row.recompute} {row.sequence_parallel}"

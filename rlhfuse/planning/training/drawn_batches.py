@@ -27,14 +27,12 @@ DRAWS = 5  # batches drawn from lengths and averaged
 class DrawnBatches:
     """Batches of an iteration, each split into mini-batches as the first epoch of a run with this seed begins.
 
-    `even`: micro-batches are of mean tokens, as if samples could be split. `trained`: what training cuts, where these
-    are others than those that are generated.
+    `trained`: what training cuts, where these are others than those that are generated.
     """
 
     batches: tuple[SampleLengths, ...]
     minibatches: int
     seed: int
-    even: bool = False
     trained: tuple[SampleLengths, ...] = ()
 
     @staticmethod
@@ -72,7 +70,8 @@ class DrawnBatches:
         take the slowest: (their sum + (depth - 1) * heaviest) / (their number + depth - 1). Means over the mini-batches
         that are cut into `rung` for each actor pipeline; where none is, full ones. Raises InputError where samples are
         fewer than micro-batches."""
-        return self._proportioned(self._tokens(cut, rung, pipelines, depth))
+        tokens, (everything, samples, outputs) = self._tokens(cut, rung, pipelines, depth), self._sums
+        return MicrobatchTokens(tokens, tokens * samples / everything, tokens * outputs / everything)
 
     def _tokens(self, cut: MicrobatchCut, rung: int, pipelines: int, depth: int) -> float:
         of = [number for number, own in enumerate(self.rung_of_each(cut)) if own == rung]
@@ -80,15 +79,8 @@ class DrawnBatches:
             return cut.tokens
         parts = cut.pipelines * rung
         loads, count = [self._loads(number, parts, pipelines) for number in of], parts // pipelines
-        if self.even:
-            return sum(tokens for load in loads for tokens, _ in load) / (len(of) * parts)
         slowest = (max(tokens + (depth - 1) * heaviest for tokens, heaviest in load) for load in loads)
         return fmean(slowest) / (count + depth - 1)
-
-    def _proportioned(self, tokens: float) -> MicrobatchTokens:
-        """A micro-batch of so many tokens in the proportions of all batches."""
-        everything, samples, outputs = self._sums
-        return MicrobatchTokens(tokens, tokens * samples / everything, tokens * outputs / everything)
 
     @property
     def tokens(self) -> float:

@@ -90,17 +90,11 @@ class Dispatcher:
         self.any_time, self.any_window = np.zeros(n), np.full(len(self.stages.node), n)
         self.unreserved = np.zeros(len(self.stages.node), np.bool_)
         self._scratch = _Scratch(
-            np.empty(n),
-            np.empty(n),
-            np.empty(len(lanes), np.int64),
-            np.empty(len(lanes), np.int64),
+            *np.empty((2, n)),
+            *np.empty((2, len(lanes)), np.int64),
             np.empty(len(self.stages.node), np.int64),
-            np.empty(nodes),
-            np.empty(nodes),
-            np.empty(nodes),
-            np.empty(nodes),
-            np.empty(nodes, np.int64),
-            np.empty(nodes, np.int64),
+            *np.empty((4, nodes)),
+            *np.empty((2, nodes), np.int64),
             np.empty(2 * n + nodes),
             np.empty(2 * n + nodes, np.int64),
         )

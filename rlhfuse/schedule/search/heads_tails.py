@@ -44,20 +44,15 @@ def new_state(sequence: np.ndarray, seed: int) -> State:
     n = len(sequence)
     word = (seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64 or 1
     return State(
-        sequence=sequence.astype(np.int64),
-        position=np.zeros(n, np.int64),
-        head=np.zeros(n),
-        tail=np.zeros(n),
-        level=np.zeros(n),
-        order=np.zeros(n, np.int64),
-        rank=np.zeros(n, np.int64),
-        marked=np.zeros(n, np.bool_),
-        later=np.zeros(n, np.int64),
-        segment=np.zeros(LONGEST + 1, np.int64),
-        new_head=np.zeros(LONGEST + 1),
-        new_tail=np.zeros(LONGEST + 1),
-        new_level=np.zeros(LONGEST + 1),
-        random=np.array([word], np.uint64),
+        sequence.astype(np.int64),
+        np.zeros(n, np.int64),
+        *np.zeros((3, n)),
+        *np.zeros((2, n), np.int64),
+        np.zeros(n, np.bool_),
+        np.zeros(n, np.int64),
+        np.zeros(LONGEST + 1, np.int64),
+        *np.zeros((3, LONGEST + 1)),
+        np.array([word], np.uint64),
     )
 
 

@@ -31,7 +31,7 @@ def may_run(case, table: Table) -> bool:
     if table.critic_train and table.critic_train.chunks != table.actor_train.chunks:
         return False
     try:
-        LayoutRules(table.of(case.setting.config), case.specs, case.world_size).table()
+        LayoutRules(table.of(case.setting.run.config), case.specs, case.world_size).table()
     except InputError:
         return False
     return True
@@ -39,7 +39,7 @@ def may_run(case, table: Table) -> bool:
 
 def every_table(case) -> list[Table]:
     """Budgets of a few samples of full length, and of all that a pipeline has."""
-    layouts, config = every_layout(case.world_size), case.setting.config
+    layouts, config = every_layout(case.world_size), case.setting.run.config
     samples = config.samples_per_iteration // config.algorithm.minibatches
     flat = [layout for layout in layouts if layout.pp == 1]
     critics = layouts if "critic" in case.specs else [None]
@@ -59,11 +59,11 @@ def smallest_budgets(case, tables: list[Table]) -> list[Table]:
     """The tables, but those that another with fewer tokens, else the same, cuts alike all that is drawn."""
     kept, setting = {}, case.setting
     for table in sorted(tables, key=lambda table: -table.cut.value):
-        config, alone = table.of(setting.config), replace(table, cut=CutSetting(TOKENS, 1))
+        config, alone = table.of(setting.run.config), replace(table, cut=CutSetting(TOKENS, 1))
         layouts = {"generation": table.generation, "actor_train": table.actor_train}
         layouts |= {"critic_train": table.critic_train} if table.critic_train else {}
         batch = BatchArithmetic.of(
-            config.rollout, config.algorithm, config.fusion, layouts, sum(setting.config.longest_sample)
+            config.rollout, config.algorithm, config.fusion, layouts, sum(setting.run.config.longest_sample)
         )
         kept[alone.text, setting.inputs.drawn.rung_of_each(batch.cut)] = table
     return list(kept.values())
@@ -92,7 +92,7 @@ def test_the_space_has_every_table_that_could_run(world, kv_heads, layers, criti
 def test_tables_of_the_space_keep_the_rules_of_a_run(seed):
     """But that of vocabularies of several sizes, which drafts are asked for."""
     case = random_case(seed)
-    config, vocab = case.setting.config, {spec.vocab for spec in case.specs.values()}
+    config, vocab = case.setting.run.config, {spec.vocab for spec in case.specs.values()}
     for table in tables_of(space_of_setting(case.setting)):
         try:
             LayoutRules(table.of(config), case.specs, case.world_size).table()

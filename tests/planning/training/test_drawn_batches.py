@@ -11,10 +11,7 @@ from testkit.profiles import examples
 from testkit.sim_helpers import equal, long_tail
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import ModelSpec
 from rlhfuse.planning.planned_lengths import assumed_lengths
-from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.training import drawn_batches
 from rlhfuse.planning.training.drawn_batches import DRAWS, DrawnBatches
 from rlhfuse.planning.training.training_problem import equal_microbatch
@@ -55,17 +52,13 @@ def test_a_microbatch_is_what_the_runs_own_cut_takes(minibatches, pipelines, man
     assert Counter(drawn.rung_of_each(cut)) == {rung: len(tokens) for rung, tokens in wanted.items()}
     assert shares == pytest.approx({rung: len(wanted[rung]) / (3 * minibatches) for rung in sorted(wanted)})
     everything = sum(sum(batch.prompt) + sum(batch.output) for batch in drawn.batches)
-    even, total = replace(drawn, even=True), 0.0
     for rung, tokens in wanted.items():
-        micro, mean = (one.microbatch(cut, rung, pipelines, depth) for one in (drawn, even))
+        micro = drawn.microbatch(cut, rung, pipelines, depth)
         assert micro.tokens == pytest.approx(sum(tokens) / len(tokens))
         assert micro.sequences == pytest.approx(micro.tokens * 3 * 32 / everything)
         assert micro.outputs == pytest.approx(
             micro.tokens * sum(map(sum, (b.output for b in drawn.batches))) / everything
         )
-        assert micro.tokens >= mean.tokens * (1 - 1e-12)
-        total += mean.tokens * pipelines * rung * len(tokens)
-    assert total == pytest.approx(everything)
     for rung in set(cut.rungs) - wanted.keys():
         assert drawn.microbatch(cut, rung, pipelines, depth).tokens == cut.tokens, "none is drawn: full ones"
 
@@ -134,11 +127,6 @@ def test_a_draft_prices_and_predicts_the_same_batches():
         assert pipeline.forward == whole.forward and pipeline.backward == whole.backward
 
 
-def mean_problem(draft):
-    work = replace(draft.work, drawn=replace(draft.inputs.drawn, even=True))
-    return work.problem(draft.training.likeliest, draft.training.split.models)
-
-
 @pytest.mark.parametrize("critic, depth", [("d1t1p4v2", 4), ("d1t2p2", 2), ("d2t1p2", 1)])
 def test_a_pipeline_is_as_deep_as_it_has_nodes(critic, depth):
     """Chunks add none, and stages that are merged on one node are one; d2t1p2 is merged beside an actor of tp 2."""
@@ -149,29 +137,21 @@ def test_a_pipeline_is_as_deep_as_it_has_nodes(critic, depth):
     assert equal_microbatch(draft.inputs.drawn, draft.batch, 4, share) == wanted
 
 
+def mean_tokens(drawn: DrawnBatches, cut: MicrobatchCut, rung: int, *_: int) -> float:
+    """Of a micro-batch, as if samples could be split."""
+    return drawn.tokens / (drawn.minibatches * cut.pipelines * rung)
+
+
 def test_the_real_cut_chooses_other_microbatches_than_the_mean(monkeypatch):
     """Many micro-batches leave the longest sample alone in one, for which each stage of the pipeline waits."""
     on_slow_cores(monkeypatch)
     drafts = {m: drafted(run(fusion__actor_microbatches=m), SPECS, 4, TAIL) for m in (2, 4, 8, 16)}
     real = {m: float(latency_bound(draft.training.problem)) for m, draft in drafts.items()}
-    mean = {m: float(latency_bound(mean_problem(draft))) for m, draft in drafts.items()}
+    monkeypatch.setattr(DrawnBatches, "_tokens", mean_tokens)
+    again = {m: replace(draft.work, drawn=replace(draft.inputs.drawn)) for m, draft in drafts.items()}
+    mean = {m: float(latency_bound(work.problem(m, drafts[m].training.split.models))) for m, work in again.items()}
     chosen, believed = min(real, key=real.__getitem__), min(mean, key=mean.__getitem__)
     assert chosen < believed and real[believed] > 1.01 * real[chosen]
-
-
-def test_waiting_for_heavy_microbatches_is_idle_time():
-    """A rank is as busy as with samples of mean length; what uneven micro-batches add to the makespan is idle."""
-    specs = dict.fromkeys(SPECS, ModelSpec("llama", 8, 4096, 32, 8, 128, 14336, 32000, 4096))
-    keys = dict(data__max_prompt_tokens=16, rollout__max_response_tokens=4000, fusion__actor_microbatches=16)
-    tail = SampleLengths((16,) * 100, (1000,) * 90 + (4000,) * 10)
-    training, tokens = [], []
-    for lengths in (tail, equal(100, 16, 1300)):
-        draft = drafted(run(trainer__hardware="h200", fusion__intra_stage=False, **keys), specs, 4, lengths)
-        training.append(PlanReport.of(make_plan(draft)).efficiency.training)
-        tokens.append(replace(draft.inputs.drawn, even=True).microbatch(by_samples(16, 1, 1), 1, 1, 1).tokens)
-    busy = [use.useful + use.products + use.other for use in training]
-    assert busy[0] / tokens[0] == pytest.approx(busy[1] / tokens[1], rel=0.05)
-    assert training[0].idle / busy[0] > training[1].idle / busy[1] + 0.2
 
 
 def test_groups_that_are_drawn_again_are_generated_and_not_trained_on():

@@ -18,7 +18,7 @@ from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.report.report import PlanReport
 
 GPU = {"name": "NVIDIA H100 80GB HBM3", "devices": 8, "capability": 9, "memory_bytes": 85_520_809_984}
-ASSUMED = hardware.assumed(hardware.data_sheets()["h100"])
+ASSUMED = hardware.data_sheets()["h100"].reached()
 TRUE = replace(  # the machine that the stand-in figures are of
     ASSUMED,
     flops=5.6e14,

@@ -33,7 +33,7 @@ class Samples:
 
     @staticmethod
     def of(draft: Candidate) -> Samples:
-        return Samples(draft.config, draft.specs[POLICY].vocab)
+        return Samples(draft.config, draft.run.specs[POLICY].vocab)
 
     @property
     def longest(self) -> int:
