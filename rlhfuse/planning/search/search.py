@@ -252,18 +252,13 @@ class Ranking:
 
     def _by_split(self, t: int, g: int) -> float:
         """With the least of training that a draft may choose."""
-        self._train_no_faster(t, self._choices(t)[0][0])
+        self._works[t] = max(self._works[t] or 0.0, self._choices(t)[0][0])
         return self._by_moves(t, g)
 
     def _by_order(self, t: int, g: int) -> float:
         """With a bound that knows what comes before what, which takes longer."""
-        self._train_no_faster(t, self._ordered(t))
+        self._works[t] = max(self._works[t] or 0.0, self._ordered(t))
         return self._by_moves(t, g)
-
-    def _train_no_faster(self, t: int, seconds: float) -> None:
-        work = self._works[t]
-        assert work is not None, "its work was priced"
-        self._works[t] = max(seconds, work)
 
     @remembered
     def _choices(self, t: int) -> list[tuple[float, int, Problems]]:

@@ -79,13 +79,10 @@ def contradiction(
 ):
     """Whether precedence and edge finding, in turn until nothing changes, leave some operation no window."""
     slack = makespan * SLACK
-    seen_heads, seen_tails = np.full(len(heads), -1.0), np.full(len(heads), -1.0)
     for _ in range(passes):
         changed = False
         for node in range(len(first) - 1):
             low, high = first[node], first[node + 1]
-            if _seen(by_head[low:high], heads, tails, seen_heads, seen_tails):
-                continue  # edge finding had nothing to say of these windows
             forth = edge_finding(by_head[low:high], heads, tails, duration, makespan, slack)
             back = edge_finding(by_tail[low:high], tails, heads, duration, makespan, slack)
             if forth < 0 or back < 0:
@@ -100,16 +97,6 @@ def contradiction(
             if heads[o] + duration[o] + tails[o] > makespan + slack:
                 return True
     return False
-
-
-@njit(cache=True)
-def _seen(here, heads, tails, seen_heads, seen_tails):
-    """Whether the windows of a node's operations are those that were seen last; now they are."""
-    alike = True
-    for o in here:
-        alike = alike and heads[o] == seen_heads[o] and tails[o] == seen_tails[o]
-        seen_heads[o], seen_tails[o] = heads[o], tails[o]
-    return alike
 
 
 @njit(cache=True)
