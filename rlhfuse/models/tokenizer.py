@@ -25,7 +25,7 @@ from rlhfuse.base.json_values import read_json
 from rlhfuse.config.load import shortened
 from rlhfuse.config.settings import RolloutConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.models.hf_folder import carried_files
+from rlhfuse.models.carried_files import carried_files
 from rlhfuse.tasks.role import POLICY, Role
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
