@@ -166,7 +166,6 @@ class GuessRows:
         self.most, self._price, self._agree = rows, price, agree
         self._speeds = [StepSpeeds() for _ in range(rows.bit_length() + 1)]
         self._observed = 0
-        self._news: str | None = None  # why guesses were turned off, the first time
 
     def rows(self, sequences: int) -> int:
         """Rows of the coming step of so many sequences, of which there is one for each call."""
@@ -194,21 +193,6 @@ class GuessRows:
             off = self._agree(sum(1 << number for number, speeds in enumerate(self._speeds) if not speeds.pays()))
             for number, speeds in enumerate(self._speeds):
                 speeds.turn(bool(off >> number & 1))
-            if off and self._news is None:
-                self._news = self._reason(off.bit_length() - 1)
-
-    def _reason(self, number: int) -> str:
-        sizes = f"{(1 << number >> 1) + 1} to {1 << number}" if number > 1 else str(number + 1)
-        why = "none was right lately"
-        if not self._speeds[number].hopeless:
-            seconds, tokens = self._speeds[number].parts()
-            why = f"they make a step take {seconds:.2f} times as long and give {tokens:.2f} times the tokens"
-        return f"guesses are off in steps of {sizes} samples: {why}; they are tried again now and then"
-
-    def take_news(self) -> str:
-        """Why guesses were turned off, once, for the log; "" before and afterwards."""
-        news, self._news = self._news, "" if self._news else self._news
-        return news or ""
 
 
 def _size_class(sequences: int) -> int:

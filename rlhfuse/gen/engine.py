@@ -335,11 +335,6 @@ class Engine:
         if self.loop.guesser:
             self.loop.guesser.end_iteration(responses)
 
-    def news(self) -> str:
-        """What a log should say, once and by the first tensor rank; "" where there is nothing."""
-        guesser = self.loop.guesser if self.forward.parallel.rank == 0 else None
-        return guesser.measured.take_news() if guesser and guesser.measured else ""
-
     def new_guesser(self) -> Guesser | None:
         """One that has learnt nothing, if the engine guesses, as with CPU kernels alone."""
         rows, forward, measured = self.options.draft_rows, self.forward, None

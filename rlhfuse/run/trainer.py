@@ -182,8 +182,6 @@ class Trainer:
     def _run_samples(self, block: Block, done: IterationResult) -> None:
         done.report, done.filtered = self.sampler.run(done.number, done.threshold, self.threshold.limits)
         self.engine.learn(piece for rollout in done.report.rollouts for piece in rollout.pieces())
-        if news := self.engine.news():
-            print(f"rank {self.rank}: {news}", flush=True)
 
     def _run_advantages(self, block: Block, done: IterationResult) -> None:
         with self.clock.work(block.name, iteration=done.number):

@@ -106,7 +106,7 @@ def test_history_of_earlier_iterations_is_a_cache():
 
 
 def test_guesses_that_are_slower_by_the_engines_clock_are_turned_off():
-    """Steps with guesses take five times as long, which right ones do not make up for; it says so once."""
+    """Steps with guesses take five times as long, which right ones do not make up for."""
     params = SamplingParams(max_tokens=60, ignore_eos=True, seed=6)
     expected, steps = plain(params)
     for slow, least, most in ((5.0, 4, 20), (1.0, 25, steps)):
@@ -132,8 +132,6 @@ def test_guesses_that_are_slower_by_the_engines_clock_are_turned_off():
         guesser.told = guess.told
         assert serve(engine, params)[0] == expected
         assert least <= sum(guessed) <= most, (slow, sum(guessed))
-        assert ("guesses are off in steps of" in engine.news()) == (slow > 1)
-        assert engine.news() == ""
 
 
 def test_an_engine_that_never_guesses_right_is_as_fast_in_steps():
