@@ -332,12 +332,6 @@ class TrainerConfig(Settings):
         "host memory of a machine, in 10^9 bytes, which its ranks share; 0 = on CPU this machine's, else 2000, assumed "
         "of nodes with GPUs",
     )
-    peak_tflops: NonNegative = key(
-        0.0,
-        "what `perf/mfu/*` is a share of: 10^12 FLOP/s of one rank at its best; 0 = the data sheet's bf16 "
-        "rate of a known GPU (A100 80 GB, H100, H800, H200, all SXM), or on CPU the rate of matrix products measured "
-        "at the start. Not known (another GPU, or float32 on one): no such metrics",
-    )
     threads_per_rank: Processes = key(1, "torch threads of one rank on CPU")
     pace: PathText = key(
         "",

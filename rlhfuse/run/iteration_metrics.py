@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,15 +217,11 @@ def turn_metrics(batch: RolloutBatch, report: GenInferReport) -> dict[str, Any]:
     return {TURNS: [report.turns[sample] for sample in batch.sample_ids.tolist()]} if report.turns else {}
 
 
-def lengths_of(
-    batch: RolloutBatch, spared: Collection[int] = (), turns: Mapping[int, list[list]] | None = None
-) -> SampleLengths:
-    """Prompt and response lengths in order of sample id; `spared`: positions of those that training leaves out;
-    `turns`: by sample id, as a GenInferReport has them."""
+def lengths_of(batch: RolloutBatch, turns: Mapping[int, list[list]] | None = None) -> SampleLengths:
+    """Prompt and response lengths in order of sample id; `turns`: by sample id, as a GenInferReport has them."""
     lengths = tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist())
-    left_out = tuple(sample in spared for sample in range(len(batch))) if spared else ()
     several = read_turns([turns[sample] for sample in batch.sample_ids.tolist()]) if turns else ()
-    return SampleLengths(*lengths, spared=left_out, turns=several)
+    return SampleLengths(*lengths, turns=several)
 
 
 def memory_metrics(ranks: Sequence[IterationStats]) -> dict[str, float]:

@@ -110,7 +110,10 @@ class IterationRecorder:
         if isinstance(self._clock, PacedClock):
             paces, cores = [stats.pace for stats in ranks if stats.pace], self._plan.cores
             metrics |= self._clock.pace_metrics(paces, metrics["timing_s/step"], cores)
-        metrics |= mfu_metrics(self._flops(done), metrics, self._inputs.world_size, self._peak_flops)
+        specs, lengths = self._inputs.models.specs, lengths_of(done.batch).trained
+        passes = [pair for result in done.minibatches for pair in result.lengths]
+        flops = IterationFlops.of(specs, self._config.trained(), self._config.scorers(), lengths, passes)
+        metrics |= mfu_metrics(flops, metrics, self._inputs.world_size, self._peak_flops)
         message = self._threshold.observe(number, done.report, done.batch)
         if message:
             print(message, flush=True)
@@ -142,11 +145,6 @@ class IterationRecorder:
         metrics["fusion/makespan_predicted_seconds"] = sum(map(self._plan.makespan_seconds, rungs))
         metrics["fusion/makespan_measured_seconds"] = max(stats.program_seconds for stats in ranks)
         return metrics | memory_metrics(ranks) | dict(done.filtered)
-
-    def _flops(self, done: IterationResult) -> IterationFlops:
-        config, specs = self._config, self._inputs.models.specs
-        passes = [lengths for result in done.minibatches for lengths in result.lengths]
-        return IterationFlops.of(specs, config.trained(), config.scorers(), lengths_of(done.batch).trained, passes)
 
 
 def sample_texts(

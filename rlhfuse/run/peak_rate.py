@@ -1,8 +1,7 @@
 """How many floating-point operations a second this rank could do at its best: what utilisation is measured against.
 
-trainer.peak_tflops     as the user says
-CUDA                    the data sheet, for bfloat16 on the GPUs that costs/hardware.py knows by name
-CPU                     measured: matrix products on all ranks side by side, since they share the cores
+CUDA    the data sheet, for bfloat16 on the GPUs that costs/hardware.py knows by name
+CPU     measured: matrix products on all ranks side by side, since they share the cores
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ SIDE = 512  # of the matrices: large enough for a core's best rate, small enough
 MEASURED_SECONDS = 0.2
 
 
-def peak_flops(peak_tflops: float, dtype: torch.dtype, device: Device) -> float | None:
-    """FLOP/s of one rank, the mean over the ranks where it is measured; a collective. `peak_tflops`: 0 = not given."""
-    if peak_tflops:
-        return peak_tflops * 1e12
+def peak_flops(dtype: torch.dtype, device: Device) -> float | None:
+    """FLOP/s of one rank, the mean over the ranks where it is measured, None where not known; a collective."""
     if not device.is_cuda:
         return _measured_flops(dtype)
     sheet = GPU_NAMES.get(torch.cuda.get_device_name(device.torch_device))
@@ -34,8 +31,8 @@ def peak_line(flops: float | None, device: Device) -> str:
         return "no perf/mfu: in a paced run work waits"
     if flops is None:
         name = torch.cuda.get_device_name(device.torch_device)
-        return f"no perf/mfu: the peak of {name} in this number format is not known; set trainer.peak_tflops"
-    return f"perf/mfu/* are shares of {flops / 1e12:.4g} TFLOP/s per rank; trainer.peak_tflops sets another peak"
+        return f"no perf/mfu: the peak of {name} in this number format is not known"
+    return f"perf/mfu/* are shares of {flops / 1e12:.4g} TFLOP/s per rank"
 
 
 def _measured_flops(dtype: torch.dtype) -> float:

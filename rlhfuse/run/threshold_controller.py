@@ -38,7 +38,6 @@ RECENT_ITERATIONS = 4
 LOOK_SHARE = 0.01  # of the time may go into simulating R_t again
 FIRST_LOOKS = 2  # iterations after which it is simulated in any case: the second is the first without compiling
 WORTH_MOVING = 0.02  # the curve over R_t is flat around its minimum: smaller gains are noise
-WORTH_NAMING = 0.1  # costs that changed by less are not mentioned in the log
 NO_SCORING = (0, 0, 0.0)
 DECODE_POINTS = ((1, 64), (1, 512), (8, 512))  # sequences and tokens of context that hold a line where none was seen
 TOKENS_POINTS = ((64, 1), (512, 1), (512, 8))  # tokens and sequences
@@ -49,23 +48,6 @@ PROBE_TRIPS = 8  # there and back; the first one connects
 def with_hysteresis(best: Threshold, current: int, current_seconds: float) -> int:
     """The R_t in force where the best is predicted to gain less than WORTH_MOVING over it, else the best."""
     return current if current_seconds <= best.fused_seconds * (1 + WORTH_MOVING) else best.threshold
-
-
-def changes(before: CostTable, after: CostTable, limits: InstanceLimits, context_tokens: float) -> str:
-    """The costs that differ by WORTH_NAMING or more, e.g. `decode step +12%`, of work of this run's usual size."""
-    batch, tokens = limits.bs_max, limits.score_tokens
-    work = {
-        "decode step": lambda costs: costs.decode_step_seconds(batch, batch * context_tokens),
-        "prefill": lambda costs: costs.prefill_seconds(limits.max_prompt_tokens, 1),
-        "scoring": lambda costs: costs.score_seconds(tokens, max(1, tokens // limits.longest)),
-        "loading": lambda costs: costs.swap_in,
-        "a barrier": lambda costs: costs.meeting + costs.release,
-        "a reward": lambda costs: costs.reward.seconds if costs.reward else 0.0,
-        "moving a sample": lambda costs: costs.migration_seconds(limits.sample_kv_bytes),
-    }
-    moved = {name: seconds(after) / was - 1 for name, seconds in work.items() if (was := seconds(before)) > 0}
-    parts = [f"{name} {change:+.0%}" for name, change in moved.items() if abs(change) >= WORTH_NAMING]
-    return ", ".join(parts) or f"costs within {WORTH_NAMING:.0%}"
 
 
 def probe_transfer(device: Device) -> list[list[float]]:
@@ -98,12 +80,11 @@ class ThresholdController:
             self._transfers = [[size, plan.costs.migration_seconds(size)] for size, _ in self._transfers]
         self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
         self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
-        self._plan_costs, self._costs_name = plan.costs, plan.costs_name
+        self._plan_costs = plan.costs
         self._fitted: MeasuredCost | None = None  # to what the run has observed
         self._seen = 0  # iterations of this process
         self._looks = TimeBudget(LOOK_SHARE)
         self._warned = ""
-        self._basis = self._basis_now()  # what the R_t in force stands on
         self.limits = self._instance_limits()
 
     def observe(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> str:
@@ -113,45 +94,32 @@ class ThresholdController:
         self._seen += 1
         self._observed.append(report.observations)
         self._lengths.append(lengths_of(batch, turns=report.turns))
-        message, self._fitted, self._costs_name, self.limits, self.threshold = from_rank_0(
-            self._follow(iteration) if dist.get_rank() == 0 else None
-        )
+        followed = self._follow(iteration) if dist.get_rank() == 0 else None
+        message, self._fitted, self.limits, self.threshold = from_rank_0(followed)
         return message
 
-    def _follow(self, iteration: int) -> tuple[str, MeasuredCost | None, str, InstanceLimits, int]:
+    def _follow(self, iteration: int) -> tuple[str, MeasuredCost | None, InstanceLimits, int]:
         """Rank 0's part of `observe`: the line for the log, and what is in force from now on."""
-        former = self._fitted, self._costs_name, self.limits, self.threshold
+        former = self._fitted, self.limits, self.threshold
         try:
             message = self._predict(iteration)
         except Exception as error:  # a prediction serves training, it does not end it
-            self._fitted, self._costs_name, self.limits, self.threshold = former
+            self._fitted, self.limits, self.threshold = former
             text = f"warning: costs and R_t stay as they were ({type(error).__name__}: {' '.join(str(error).split())})"
             message, self._warned = text if text != self._warned else "", text
-        return message, self._fitted, self._costs_name, self.limits, self.threshold
+        return message, self._fitted, self.limits, self.threshold
 
     def _predict(self, iteration: int) -> str:
-        count = len(self._observed)
         self._fitted = self._fit()
-        self._costs_name = f"costs measured over {count} iteration{'s' if count > 1 else ''}"
         self.limits = self._instance_limits()
         if not self._adapts or not (self._seen <= FIRST_LOOKS or self._looks.due()):
             return ""
-        before, (self.threshold, reason) = self.threshold, self._look()
+        before = self.threshold
+        with self._looks.spend():
+            self.threshold, reason = self._choose()
         if before != self.threshold:
             return f"R_t {before} -> {self.threshold}: {reason}"
         return f"R_t stays {before}: {reason}" if iteration == 0 else ""
-
-    def _look(self) -> tuple[int, str]:
-        """R_t from now on, and why: which lengths and costs it stands on, and what the last one stood on."""
-        with self._looks.spend():
-            threshold, why = self._choose()
-        (lengths_before, costs_before, name_before), self._basis = self._basis, self._basis_now()
-        lengths = f"lengths over {len(self._lengths)} iterations: {self._lengths_seen()}"
-        if lengths_before:
-            lengths = f"{lengths}, before: {lengths_before}"
-        costs = changes(costs_before, self._costs, self.limits, self._lengths[-1].median_context)
-        against = "those before" if name_before.startswith("costs measured") else name_before
-        return threshold, f"{why}; {lengths}; {self._costs_name}, against {against}: {costs}"
 
     def _choose(self) -> tuple[int, str]:
         """R_t from now on, by simulation of the recent iterations, and why."""
@@ -165,16 +133,6 @@ class ThresholdController:
         if chosen == self.threshold:
             return chosen, f"the best, {best.threshold}, would gain {gain}"
         return chosen, f"{best.explain()}; {gain} faster than at {self.threshold}"
-
-    def _basis_now(self) -> tuple[str, CostTable, str]:
-        return self._lengths_seen(), self._costs, self._costs_name
-
-    def _lengths_seen(self) -> str:
-        """Output lengths of the recent iterations; '' before the first."""
-        if not self._lengths:
-            return ""
-        marks = SampleLengths.joined(self._lengths).percentiles()
-        return f"p50 {marks['p50']}, p99.9 {marks['p999']}"
 
     @property
     def _costs(self) -> CostTable:
@@ -216,8 +174,6 @@ class ThresholdController:
             self._observed.extend(state["observations"])
             if state["costs"] is not None:
                 self._fitted = MeasuredCost.from_dict(state["costs"], where)
-                self._costs_name = "costs of the checkpoint"
-            self._basis = self._basis_now()
             if self._adapts:
                 self.threshold = int(state["threshold"])
         except (KeyError, TypeError) as error:

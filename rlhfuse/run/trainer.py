@@ -96,7 +96,7 @@ class Trainer:
         self.threshold = ThresholdController(config, plan, device)
         self.peak_flops = None  # of sleep
         if not isinstance(self.clock, PacedClock):
-            self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
+            self.peak_flops = peak_flops(DTYPES[config.trainer.dtype], device)
         self.caller = self._start_caller(folder)
         self.rewarder = self._start_rewarder()
         self.kl = KLController(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)

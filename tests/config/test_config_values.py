@@ -144,7 +144,7 @@ KEYS = {  # by the limits that they have
     "trainer": {
         AT_LEAST_0: "eval_every save_every sample_texts trace_iterations",
         AT_LEAST_1: "keep_checkpoints",
-        REAL_0: "memory_limit_gb host_memory_gb peak_tflops",
+        REAL_0: "memory_limit_gb host_memory_gb",
         SECONDS: "watchdog_seconds hang_seconds grace_seconds pace_stretch",
         PROCESSES: "threads_per_rank",
         ((0, 2**ITERATION_BITS), (-1, 2**ITERATION_BITS + 1)): "iterations",

@@ -1,4 +1,4 @@
-"""What utilisation is measured against: as set, by the GPU's name, measured on a CPU, or not known."""
+"""What utilisation is measured against: by the GPU's name, measured on a CPU, or not known."""
 
 import math
 
@@ -12,10 +12,6 @@ from rlhfuse.run.peak_rate import peak_flops, peak_line
 CPU, CUDA = Device(torch.device("cpu"), "gloo"), Device(torch.device("cuda", 0), "nccl")
 
 
-def test_what_is_set_holds_on_any_device():
-    assert peak_flops(2.5, torch.float32, CPU) == peak_flops(2.5, torch.bfloat16, CUDA) == 2.5e12
-
-
 @pytest.mark.parametrize(
     "name, dtype, sheet",
     [
@@ -27,10 +23,10 @@ def test_what_is_set_holds_on_any_device():
 )
 def test_a_gpu_is_known_by_its_name(monkeypatch, name, dtype, sheet):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
-    found = peak_flops(0.0, dtype, CUDA)
+    found = peak_flops(dtype, CUDA)
     assert found == (data_sheets()[sheet].flops if sheet else None)
     if not sheet:
-        assert name in peak_line(found, CUDA) and "set trainer.peak_tflops" in peak_line(found, CUDA)
+        assert name in peak_line(found, CUDA)
 
 
 def test_every_name_is_of_a_gpu_in_the_table():
@@ -38,5 +34,5 @@ def test_every_name_is_of_a_gpu_in_the_table():
 
 
 def test_a_cpu_is_measured(alone):
-    found = peak_flops(0.0, torch.float32, CPU)
+    found = peak_flops(torch.float32, CPU)
     assert found > 0 and math.isfinite(found) and "TFLOP/s per rank" in peak_line(found, CPU)

@@ -13,8 +13,6 @@ from testkit.sim_helpers import limits, linear_cost, linear_file, long_tail, wit
 from rlhfuse.base.files import write_json
 from rlhfuse.base.time_budget import TimeBudget
 from rlhfuse.config.device_defaults import resolve_device
-from rlhfuse.costs.fits import Line
-from rlhfuse.costs.forms.form import Form
 from rlhfuse.costs.table import RewardCost
 from rlhfuse.fusion.inter.report import OBSERVED, GenInferReport
 from rlhfuse.parallel.device import choose_device
@@ -24,7 +22,6 @@ from rlhfuse.run.threshold_controller import (
     LOOK_SHARE,
     WORTH_MOVING,
     ThresholdController,
-    changes,
     with_hysteresis,
 )
 from rlhfuse.simulator.threshold import sweep_threshold
@@ -57,18 +54,16 @@ def observe(controller, number, lengths=None, turns=None, **observed) -> str:
     return controller.observe(number, report, batch)
 
 
-def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
+def test_it_starts_from_the_profile(alone, tmp_path):
     """R_t, limits and the choice how a sample moves; then its own observations take over."""
     profile = linear_file()
     write_json(tmp_path / "costs.json", profile.to_dict() | {"made_for": facts_of(resolve_device(run()), SPECS)})
     priced = control(run(fusion__profile=str(tmp_path / "costs.json")))
     assert priced.limits.move_cost == profile.table.move_cost(priced.limits)
-    before = f"costs of fusion.profile={tmp_path}/costs.json"
-    assert f"costs measured over 1 iteration, against {before}: decode step -" in observe(priced, 0)
+    assert observe(priced, 0).startswith("R_t ")
     assert (priced._costs.meeting, priced._costs.release) == (3e-3, 2e-3)
     analytic = control(run())
     assert analytic.limits.move_cost != priced.limits.move_cost
-    assert "costs measured over 1 iteration, against analytic costs: " in observe(analytic, 0)
 
 
 def test_instances_are_the_plans_whatever_the_costs(alone):
@@ -156,13 +151,6 @@ def test_small_gains_do_not_move_it():
     assert with_hysteresis(found, 7, best * (1 + WORTH_MOVING)) == 7
     assert with_hysteresis(found, 7, best * (1 + 2 * WORTH_MOVING)) == found.threshold
     assert with_hysteresis(found, 0, found.serial_seconds) == found.threshold != 0
-
-
-def test_the_log_names_costs_that_changed():
-    before = linear_cost()
-    assert changes(before, before, limits(), 100.0) == "costs within 10%"
-    after = replace(before, decode=Form.of_line(Line(20e-3, (2e-3, 2e-6))), swap_in=0.25)
-    assert changes(before, after, limits(), 100.0) == "decode step +100%, loading -50%"
 
 
 def test_iterations_without_a_decode_step_keep_the_line_of_those_before(alone):

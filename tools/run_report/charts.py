@@ -166,7 +166,7 @@ CURVES = (
         "use of the hardware (MFU)",
         "% of peak FLOP/s",
         {metric: label for metric, label in UTILISATION.items() if metric != "perf/mfu/step"},
-        "this machine's peak is not known: trainer.peak_tflops",
+        "this machine's peak is not known",
         100,
     ),
     Curve(
