@@ -118,7 +118,7 @@ def test_programs_are_lowered_verified_and_printed(schedule, tmp_path):
     assert shown.returncode == 0, shown.stderr
     assert "\nmodel critic layout d1t1p2\nrank 0: " in shown.stdout
     assert "verified: 12 transfers, 6 collectives, one queue per " in shown.stdout
-    text = shown.stdout[shown.stdout.index("programs ") : shown.stdout.index("\nverified")]
+    text = shown.stdout[shown.stdout.index("model actor ") : shown.stdout.index("\nverified")]
     ranks = rank_map(dict.fromkeys(("actor", "critic"), ParallelLayout(1, 1, 2)))
     assert text == lower(schedule, ranks).text()
 

@@ -82,8 +82,7 @@ class MinibatchResult:
 class TrainingStep:
     """Trains `models` on this rank by the program of each mini-batch's number of micro-batches (M1).
 
-    Raises ScheduleError unless `programs` were lowered from `schedules` for `ranks`, InputError for a model or stage
-    not here.
+    Raises InputError for a model or stage that is not here.
     """
 
     def __init__(
@@ -103,8 +102,6 @@ class TrainingStep:
         needed = [share.model for share in ranks.shape.shares]
         if missing := [name for name in needed if name not in models]:
             raise InputError(f"the program trains {', '.join(needed)}, but {', '.join(missing)} is not built; build it")
-        for rung in cut.rungs:
-            programs[rung].refuse_unless_for(schedules[rung], ranks)
         self._rank, self._cut, self._clock = rank, cut, clock or Clock(rank)
         self._problem = schedules[cut.rungs[0]].problem
         self._models = models

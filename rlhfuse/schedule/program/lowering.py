@@ -20,7 +20,7 @@ from rlhfuse.schedule.ir.evaluate import TOLERANCE, end_times
 from rlhfuse.schedule.ir.graph import build_graph, kinds_of
 from rlhfuse.schedule.ir.ranks import FusedRanks, ModelShare
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.program.program import Instruction, Program, Programs, fingerprint_of
+from rlhfuse.schedule.program.program import Instruction, Program, Programs
 
 REDUCE = ("early", "joint")
 Stage = tuple[int, str, int]  # replica, pipeline, real stage
@@ -56,7 +56,6 @@ def lower(
                 weights.gradients_done(end, pipeline.model, [(replica, pipeline.name, stage) for stage in stages])
     weights.advance(math.inf)
     return Programs(
-        fingerprint=fingerprint_of(schedule, ranks),
         layouts={model: str(layout) for model, layout in ranks.shape.layouts.items()},
         by_rank={rank: Program(rank, tuple(instructions)) for rank, instructions in lists.items()},
     )

@@ -8,15 +8,13 @@ An instruction is an action with its peer: `actor:0SF3>1` sends to rank 1, `acto
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rlhfuse.base.errors import InputError, ScheduleError
+from rlhfuse.base.errors import InputError
 from rlhfuse.schedule.ir.action import RECEIVES, SENDS, Action
-from rlhfuse.schedule.ir.ranks import FusedRanks
-from rlhfuse.schedule.ir.schedule import Schedule, grid
+from rlhfuse.schedule.ir.schedule import grid
 
 _INSTRUCTION = re.compile(r"([^<>]+)(?:([<>])(\d+))?")
 
@@ -68,12 +66,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Programs(Mapping[int, Program]):
-    """The programs of all ranks, and what they are for; a mapping from global rank to Program.
+    """The programs of all ranks, a mapping from global rank to Program; `layouts` has the layout of each model."""
 
-    `fingerprint` is that of the schedule and the layouts, `layouts` has the layout text of every model.
-    """
-
-    fingerprint: str
     layouts: Mapping[str, str]
     by_rank: Mapping[int, Program]
 
@@ -88,38 +82,10 @@ class Programs(Mapping[int, Program]):
 
     def text(self) -> str:
         """All of it, a line for each model and each rank."""
-        lines = [f"programs {self.fingerprint}"]
-        lines += [f"model {model} layout {layout}" for model, layout in self.layouts.items()]
+        lines = [f"model {model} layout {layout}" for model, layout in self.layouts.items()]
         return "\n".join(lines + [program.text() for program in self.by_rank.values()])
 
     def grid(self, rank: int | None = None, position: int = 0) -> str:
         """One line per rank; the instruction at `position` of `rank` is pointed out."""
         rows = {number: program.instructions for number, program in sorted(self.by_rank.items())}
         return grid(rows, None if rank is None else (rank, position), "rank")
-
-    def refuse_unless_for(self, schedule: Schedule, ranks: FusedRanks) -> None:
-        """Raise ScheduleError, saying what differs, unless these programs were made of `schedule` for `ranks`."""
-        wanted = {model: str(layout) for model, layout in ranks.shape.layouts.items()}
-        if dict(self.layouts) != wanted:
-            mine = " with ".join(f"{model} {layout}" for model, layout in self.layouts.items())
-            raise ScheduleError(f"the programs are for {mine}, this run has {ranks.shape}; lower the schedule again")
-        fingerprint = fingerprint_of(schedule, ranks)
-        if self.fingerprint != fingerprint:
-            raise ScheduleError(
-                f"the programs are of another schedule (fingerprint {self.fingerprint[:12]}, this schedule has "
-                f"{fingerprint[:12]}); lower the schedule again"
-            )
-        if set(self.by_rank) != set(range(ranks.size)):
-            raise ScheduleError(
-                f"programs are for ranks {sorted(self.by_rank)}, the layout has ranks 0-{ranks.size - 1}", self.grid()
-            )
-
-
-def fingerprint_of(schedule: Schedule, ranks: FusedRanks) -> str:
-    """sha256 (64 hexadecimal digits) over layouts, placements, micro-batches and orders; times do not enter it."""
-    lines = [str(ranks.shape)]
-    for pipeline in schedule.problem.pipelines:
-        nodes = " ".join(map(str, pipeline.placement))
-        lines.append(f"{pipeline.name} {pipeline.model} {pipeline.microbatches} on {nodes}")
-    lines.append(schedule.text())
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -53,10 +53,11 @@ def verify(
     """Check `programs` against their schedule and run them symbolically in all models.
 
     `tied` names the models with tied embeddings. Raises ScheduleError naming rank, position and instruction, with the
-    grid, unless they are for this schedule and these ranks, every rank has its expected instructions, and the model of
-    one queue per communicator holds, or with `one_queue` that of one queue per rank.
+    grid, unless every rank has the instructions that this schedule expects of it, and the model of one queue per
+    communicator holds, or with `one_queue` that of one queue per rank.
     """
-    programs.refuse_unless_for(schedule, ranks)
+    if {*programs} != {*range(ranks.size)}:
+        raise ScheduleError(f"programs are for ranks {[*programs]}, the layout has ranks 0-{ranks.size - 1}")
     with _collector_paused():
         steps = _check_ranks(programs, schedule, ranks, tied)
         clash = _first_clash(steps.issues)

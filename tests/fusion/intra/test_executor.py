@@ -155,15 +155,8 @@ def test_a_rank_names_every_instruction_and_what_it_waits_for_and_the_report_add
 
 # refusals ---------------------------------------------------------------------------------------------------------
 
-SERIAL, TURNED = Plan(kind="serial").programs, Plan("d2t1p2", "d1t1p4").programs
 OURS = Plan().programs
 REFUSED = {
-    "programs of another schedule": (SERIAL, ["of another schedule", OURS.fingerprint[:12]]),
-    "programs for another layout": (TURNED, ["the programs are for actor d2t1p2 with critic d1t1p4", "actor d1t1p4"]),
-    "programs that miss a rank": (
-        replace(OURS, by_rank={rank: OURS[rank] for rank in (0, 1, 3)}),
-        ["programs are for ranks [0, 1, 3], the layout has ranks 0-3"],
-    ),
     "programs of other ranks": (
         replace(OURS, by_rank={rank: replace(OURS[(rank + 1) % 4], rank=rank) for rank in range(4)}),
         ["but this rank holds"],
