@@ -38,7 +38,7 @@ class MicrobatchCut:
 
         M1 is a multiple of `multiple`, as pipelines of other models want it, and where samples allow it no less than
         `least`, so that stages have something to do. On the last rung there is room for samples that are all of the
-        longest: filled longest first, no bin then has more than `tokens` (tests/decisions/test_balance.py).
+        longest: filled longest first, no bin then has more than `tokens` (tests/tasks/test_balance.py).
         Raises InputError where there is no such rung.
         """
         whole = tokens // longest  # samples of a bin in the worst case

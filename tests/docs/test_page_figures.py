@@ -12,6 +12,8 @@ from page_pictures import picture
 
 from rlhfuse.base.errors import InputError
 
+PAGE = "docs/results/{}.md"
+
 
 def figure(value, unit="x", goal="", **ends):
     aim = {"goal": goal, "reached": value >= float(goal.split()[1])} if goal else {}
@@ -117,7 +119,7 @@ def test_a_retired_benchmark_has_one_line_and_no_page():
     results = {**RESULTS, "old": {**RESULT, **SAID, "retired": True}}
     table, made = retired_table(results), pages(results)
     assert "| Times as fast | 1.26 (1.10-1.30) | at least 1.20 | yes | `old.json` | abc |" in table
-    assert table.count("\n") == 3 and "docs/results/speed.md" in made and "docs/results/old.md" not in made
+    assert table.count("\n") == 3 and PAGE.format("speed") in made and PAGE.format("old") not in made
 
 
 def test_a_picture_is_drawn_anew_when_its_values_change():

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rlhfuse.base.power_of_two import power_of_two
-from rlhfuse.models.layers.decode_layer import Pair
+
+Pair = tuple[Tensor, Tensor]
 
 COLUMNS = 1024  # of SwiGLU that a program takes
 

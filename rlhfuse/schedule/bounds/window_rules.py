@@ -187,7 +187,7 @@ def resolve_disjunctions(clashes, heads, tails, duration, makespan, slack):
 
 @njit(cache=True)
 def _gather(ends, rest, release, forward, step, heads, tails, duration):
-    """Of every micro-batch when its release ends at the earliest, and what follows the start of the forward."""
+    """When the release of every micro-batch ends at the earliest, and what follows the start of the forward."""
     for m in range(len(ends)):
         r, f = release + m * step, forward + m * step
         ends[m], rest[m] = heads[r] + duration[r], duration[f] + tails[f]

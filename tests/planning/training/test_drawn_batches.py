@@ -138,7 +138,7 @@ def test_a_pipeline_is_as_deep_as_it_has_nodes(critic, depth):
 
 
 def mean_tokens(drawn: DrawnBatches, cut: MicrobatchCut, rung: int, *_: int) -> float:
-    """Of a micro-batch, as if samples could be split."""
+    """Tokens of a micro-batch, as if samples could be split."""
     return drawn.tokens / (drawn.minibatches * cut.pipelines * rung)
 
 
