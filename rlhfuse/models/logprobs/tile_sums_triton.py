@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhfuse.models.logprobs.tile_sums import Known
+Known = tuple[Tensor, Tensor, Tensor, Tensor | None]  # as in tile_sums.py
 
 BLOCK = 2048  # columns at a time
 # As long as micro-batches are, or parts of what is: no kernel is compiled for an address.
