@@ -27,6 +27,7 @@ from rlhfuse.base.cuda_environment import set_cuda_environment
 set_cuda_environment(os.environ)  # before any of the following imports torch
 
 from cost_profiles.points import check_world, with_tensor
+from first_error import prints_error
 from job_place import check_place
 
 from rlhfuse.base.errors import InputError, run_program
@@ -36,7 +37,6 @@ from rlhfuse.config.auto_layouts import MICROBATCH_TOKENS, completed, refuse_aut
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.profile_files import TensorProfiles
-from rlhfuse.parallel.first_error import prints_error
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.settle import settle_but_layouts
 

@@ -94,7 +94,8 @@ def validate(raw: Any, where: str) -> RunConfig:
 
 def _fill_defaults(config: RunConfig) -> RunConfig:
     """`config` with the defaults that depend on other keys."""
-    groups: dict[str, dict] = {role: {"path": _path_of(config, role)} for role in config.roles()}
+    paths = {role: [getattr(config, source).path for source in (role, *role.starts_from)] for role in config.roles()}
+    groups: dict[str, dict] = {role: {"path": next(filter(None, given), "")} for role, given in paths.items()}
     groups["actor"]["tokenizer"] = config.actor.tokenizer or config.actor.path
     inference = config.parallel.inference or config.parallel.generation
     own = {task: getattr(config.parallel, task) or inference for task in SCORERS}
@@ -110,11 +111,6 @@ def _decay_iterations(config: RunConfig, role: Role) -> int:
     if optim.lr_decay_iterations or (optim.lr_scheduler_type == "constant" and not optim.lr_warmup_ratio):
         return optim.lr_decay_iterations
     return max(1, config.trainer.iterations - config.held_iterations(role))
-
-
-def _path_of(config: RunConfig, role: Role) -> str:
-    paths = [getattr(config, source).path for source in (role, *role.starts_from)]
-    return next(filter(None, paths), "")
 
 
 def _read(file: Path) -> DictConfig:
@@ -196,7 +192,8 @@ def _refusal(fault: Mapping[str, Any], where: str) -> tuple[str, bool]:
         return f"{key}={str(value)!r} must be one of {', '.join(get_args(field.annotation))}", True
     inside = fault["loc"][len(key.split(".")) :]  # of a list
     kind = get_origin(field.annotation) or field.annotation
-    expected = LISTS[_element(field)][bool(inside)] if kind is tuple else KINDS[kind]
+    element = get_args(get_args(field.annotation)[0])[0] if kind is tuple else kind  # elements are annotated
+    expected = LISTS[element][bool(inside)] if kind is tuple else KINDS[kind]
     expected = f"auto or {expected}" if any(isinstance(item, OrAuto) for item in field.metadata) else expected
     key += "".join(f"[{i}]" for i in inside)
     return f"{where}: {key}={value!r:.{LONGEST + 2}} must be {expected}", "${" in str(value)
@@ -205,11 +202,6 @@ def _refusal(fault: Mapping[str, Any], where: str) -> tuple[str, bool]:
 def shortened(text: object) -> str:
     """One line that fits into a message."""
     return " ".join(str(text)[:LONGEST].split())
-
-
-def _element(field: FieldInfo) -> type:
-    """The type of a list's elements, which are annotated."""
-    return get_args(get_args(field.annotation)[0])[0]
 
 
 def _field_at(location: Sequence[str | int]) -> tuple[str, FieldInfo | None]:

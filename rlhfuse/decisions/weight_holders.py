@@ -61,9 +61,6 @@ class WeightHolders:
         counts = np.bincount(which, minlength=lists * nodes).reshape(lists, nodes)
         return self.starts[:-1, None] + np.concatenate([np.zeros((lists, 1), np.int64), counts.cumsum(axis=1)], axis=1)
 
-    def list_of(self, index: int) -> list[int]:
-        return self.ranks[self.starts[index] : self.starts[index + 1]].tolist()
-
 
 def _held(weight: Weight, tp: int, first_list: int) -> HeldWeight:
     if not weight.cut:

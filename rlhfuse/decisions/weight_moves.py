@@ -97,7 +97,8 @@ def _pieces(name: str, held: Parts, needed: Parts, wants: WeightHolders) -> list
         if needers is None:
             continue
         if holders is None:
-            raise ValueError(f"no rank has {name}[{start}:{stop}], which ranks {wants.list_of(needers)} need")
+            ranks = wants.ranks[wants.starts[needers] : wants.starts[needers + 1]].tolist()
+            raise ValueError(f"no rank has {name}[{start}:{stop}], which ranks {ranks} need")
         pieces.append((start, stop, holders, needers))
     return pieces
 

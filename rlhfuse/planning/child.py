@@ -12,7 +12,6 @@ from typing import Any
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.planning.job import Job
-from rlhfuse.planning.plan import Plan
 from rlhfuse.planning.planner import plan_job
 from rlhfuse.planning.settle import check_job
 
@@ -33,7 +32,7 @@ def main() -> None:
 
 def text_and_costs(job: Job) -> tuple[str, Any]:
     """The text of the plan, and what it leaves out."""
-    plan: Plan = plan_job(job)
+    plan = plan_job(job)
     return plan.to_text(), plan.costs
 
 

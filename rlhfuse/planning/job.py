@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rlhfuse.config.rules import idle_settings
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
@@ -70,11 +69,6 @@ class Job:
     def norms_by_pipeline(self) -> frozenset[Role]:
         """Models that train with an optimizer that takes norms of gradients by pipeline."""
         return frozenset(role for role in self.config.trained() if getattr(self.config, role).optim.name != "adam")
-
-    @property
-    def without_effect(self) -> str:
-        """A line that names what was set and has no effect on this device, or ''."""
-        return idle_settings(self.given.with_(trainer={"device": self.config.trainer.device}))
 
     def with_config(self, config: RunConfig) -> Job:
         """The same with other values, such as a table of layouts."""

@@ -116,11 +116,6 @@ class Plan:
         rows = self.document["schedule"]["by_microbatches"]
         return next(row["makespan_seconds"] for row in rows if row["microbatches"] == microbatches)
 
-    @property
-    def schedule_source(self) -> str:
-        """Where the schedules are from."""
-        return self.document["schedule"]["source"]
-
     @cached_property
     def ranks(self) -> FusedRanks:
         return rank_map(training_layouts(self.tasks), self.config.fusion.alternates)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhfuse.base.kernel_cache import compile_apart
+from rlhfuse.config.rules import idle_settings
 from rlhfuse.costs.machine import ranks_on_machine
 from rlhfuse.planning.candidate import Candidate, draft_plan
 from rlhfuse.planning.draft_kernels import compile_for_drafts
@@ -67,11 +68,12 @@ def make_plan(draft: Candidate, kept: Path | None = None) -> Plan:
     schedules, source = schedule_family(*family, kept, passing=draft.memory.passing)
     draft.memory.check(draft.memory.held_by(*schedules.values()), min_memory(training.problem), source)
     report = _report(draft, schedules, source)
+    on_device = draft.run.given.with_(trainer={"device": config.trainer.device})
     plan = Plan(
         config=draft.config,
         document=report.to_dict(),
         summary=report.render(),
-        notes=tuple(filter(None, (draft.run.without_effect, *draft.run.lines))),
+        notes=tuple(filter(None, (idle_settings(on_device), *draft.run.lines))),
         schedules=schedules,
         tied=draft.run.tied,
         reduction=draft.inputs.hardware.device.reduction,

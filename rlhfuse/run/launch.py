@@ -223,5 +223,5 @@ def write_start(run_dir: Path, plan: Plan) -> None:
     """Write config.yaml, schedule.json and plan.json. Raises InputError naming the file that cannot be written."""
     write_text(run_dir / "config.yaml", dump_config(plan.config))
     others = [schedule for schedule in plan.schedules.values() if schedule is not plan.likeliest]
-    save_schedule(run_dir / "schedule.json", plan.likeliest, {"source": plan.schedule_source}, others)
+    save_schedule(run_dir / "schedule.json", plan.likeliest, {"source": plan.document["schedule"]["source"]}, others)
     write_json(run_dir / "plan.json", plan.document)

@@ -81,11 +81,6 @@ class RankModels:
         for model in self.trained.values() if free else ():
             model.optimizer.states.free()
 
-    def load_optimizers(self) -> None:
-        """Bring back what left: the optimizers' steps wait for it."""
-        for model in self.trained.values():
-            model.optimizer.states.come_back()
-
     def held_bytes(self, with_host: bool) -> int:
         """What models and optimizers hold on the device now, and with `with_host` in host memory."""
         held = sum(weight.nbytes for weight in self.generation.module.parameters())

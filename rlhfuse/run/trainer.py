@@ -287,7 +287,8 @@ class Trainer:
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         self.memory.switch("training")
         self.device.empty_cache()
-        self.models.load_optimizers()
+        for model in self.models.trained.values():
+            model.optimizer.states.come_back()  # which the optimizers' steps wait for
         lr = {str(role): self.learning_rate(role, iteration) for role in self.models.trained}
         results: list[MinibatchResult] = []
         trains = next(block for block in self.program if block.kind == "train")

@@ -4,10 +4,10 @@ import os
 import re
 
 import train_ppo
+from first_error import prints_error
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.monitor.watchdog import Watchdog
-from rlhfuse.parallel.first_error import prints_error
 
 WIDTH = 200  # bytes of the file
 BEGINS = r"(?:evaluation after )?iteration (-?\d+): "

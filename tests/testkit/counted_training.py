@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 
 import train_ppo
+from first_error import prints_error
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.monitor.watchdog import Watchdog
-from rlhfuse.parallel.first_error import prints_error
 from testkit.machines import INTERFACE
 
 

@@ -92,9 +92,9 @@ def start(
 
     def work() -> None:
         import train_ppo
+        from first_error import prints_error
 
         from rlhfuse.base.errors import run_program
-        from rlhfuse.parallel.first_error import prints_error
 
         before()
         sys.argv = ["train_ppo.py", *arguments]

@@ -10,8 +10,9 @@ pytestmark = pytest.mark.usefixtures("programs")
 
 
 def work(rank: int, store, folder, meeting: str) -> None:
+    from first_error import prints_error
+
     from rlhfuse.base import errors
-    from rlhfuse.parallel.first_error import prints_error
 
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": str(rank)}
     os.environ.update(place, TORCHELASTIC_ERROR_FILE=str(folder / f"error{rank}"))
