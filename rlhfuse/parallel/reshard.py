@@ -26,8 +26,6 @@ from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.decisions.weight_moves import Transfer, in_buckets, plan_moves
 from rlhfuse.parallel.device import Device
 
-BUCKET_BYTES = 64 << 20
-
 
 class _GlooTransport(GlooCopyService):
     """Megatron's gloo transport over the default group, without the CUDA stream and the second receive buffer."""
@@ -75,7 +73,7 @@ class Route(NamedTuple):
 class Resharder:
     """Moves a model's weights between two built modules. Every rank of both layouts must call `reshard`."""
 
-    def __init__(self, device: Device, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, device: Device, bucket_bytes: int) -> None:
         self._service = _NcclTransport() if device.is_cuda else _GlooTransport()
         self._ranks_per_node = ranks_per_node() or dist.get_world_size()
         self._bucket_bytes = bucket_bytes

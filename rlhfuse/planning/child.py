@@ -31,7 +31,6 @@ def main() -> None:
 
 
 def text_and_costs(job: Job) -> tuple[str, Any]:
-    """The text of the plan, and what it leaves out."""
     plan = plan_job(job)
     return plan.to_text(), plan.costs
 

@@ -26,11 +26,9 @@ class PlanningProcess:
         other.close()
 
     def check(self, job: Job) -> None:
-        """As `settle.check_job`."""
         self._ask("check", job)
 
     def plan(self, job: Job) -> Plan:
-        """As `planner.plan_job`."""
         text, costs = self._ask("plan", job)
         return replace(Plan.parse(text), costs=costs)
 

@@ -82,5 +82,6 @@ def tile_gradient(logits_RW: Tensor, targets_R: Tensor, temperature: float, know
     size: Any = dict(ENTROPY=by_entropy_R is not None, BLOCK=BLOCK, num_warps=8)
     if rows:
         grid = rows, triton.cdiv(width, BLOCK)
-        _gradient[grid](logits_RW, targets_R, *given, out_RW, width, temperature, **size)
+        given = targets_R, *given, out_RW
+        _gradient[grid](logits_RW, *given, width, temperature, **size)  # pyright: ignore[reportCallIssue]
     return out_RW

@@ -47,7 +47,8 @@ class CpuOps(TorchOps):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Any) -> tuple[Tensor, Any]:
         out, log_sums = torch.empty_like(q), q.new_empty(q.shape[:2])
         share_threads()
-        cpu.attend(q.numpy(), k.numpy(), v.numpy(), *batch, out.numpy(), log_sums.numpy())
+        known = q.numpy(), k.numpy(), v.numpy(), *batch
+        cpu.attend(*known, out.numpy(), log_sums.numpy())  # pyright: ignore[reportCallIssue]
         return out.view(len(out), -1), log_sums
 
     def attend_backward(

@@ -89,7 +89,7 @@ class Dispatcher:
         self.caps = np.array([loosen(graph.problem.node_cap(node)) if capped else math.inf for node in range(nodes)])
         self.any_time, self.any_window = np.zeros(n), np.full(len(self.stages.node), n)
         self.unreserved = np.zeros(len(self.stages.node), np.bool_)
-        self._scratch = _Scratch(
+        scratch = (
             *np.empty((2, n)),
             *np.empty((2, len(lanes)), np.int64),
             np.empty(len(self.stages.node), np.int64),
@@ -98,6 +98,7 @@ class Dispatcher:
             np.empty(2 * n + nodes),
             np.empty(2 * n + nodes, np.int64),
         )
+        self._scratch = _Scratch(*scratch)
         self._drain = new_drain(graph)
 
     @property

@@ -43,7 +43,7 @@ def new_state(sequence: np.ndarray, seed: int) -> State:
     """A state that owns a copy of `sequence`; call `refresh` before the first move."""
     n = len(sequence)
     word = (seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64 or 1
-    return State(
+    arrays = (
         sequence.astype(np.int64),
         np.zeros(n, np.int64),
         *np.zeros((3, n)),
@@ -54,6 +54,7 @@ def new_state(sequence: np.ndarray, seed: int) -> State:
         *np.zeros((3, LONGEST + 1)),
         np.array([word], np.uint64),
     )
+    return State(*arrays)
 
 
 @njit(cache=True)
