@@ -2,6 +2,7 @@
 
 import json
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 from generate_docs import RESULTS as FOLDER
@@ -117,7 +118,8 @@ def test_a_retired_benchmark_has_one_line_and_no_page():
     results = {**RESULTS, "old": {**RESULT, **SAID, "retired": True}}
     table, made = retired_table(results), pages(results)
     assert "| Times as fast | 1.26 (1.10-1.30) | at least 1.20 | yes | `old.json` | abc |" in table
-    assert table.count("\n") == 3 and "docs/results/speed.md" in made and "docs/results/old.md" not in made
+    assert table.count("\n") == 3
+    assert [Path(name).stem for name in made if name.startswith("docs/results/")] == ["speed"]
 
 
 def test_a_picture_is_drawn_anew_when_its_values_change():
