@@ -6,7 +6,6 @@ from testkit.search_cases import GPUS, known
 
 from rlhfuse.planning.search.search import Ranking
 
-
 GIVEN = dict(world_size=4, parallel__generation="d2t2p1", parallel__sequence_parallel=False)
 
 
