@@ -200,7 +200,8 @@ def one_step(rank: int, maker, ranks: FusedRanks, models: Mapping[str, Built], r
         name, kept = ranks.pipeline_of(model, rank), losses.setdefault(model, {})
         pipeline, _, _ = built.grid.position(rank)
         batches = packed_for(built, rows[model][pipeline])
-        parts[name] = PipelineParts(model, built.stages, built.optimizer, torch.float32)
+        dtype = next(next(iter(built.optimizer.modules.values())).parameters()).dtype
+        parts[name] = PipelineParts(model, built.stages, built.optimizer, dtype)
         work[name] = PipelineWork(tuple(map(len, batches)), batches.__getitem__, loss_of(batches, kept), 0.0)
     ProgramExecutor(program, parts, channels, lambda _: None).run(work)
     return losses
