@@ -113,13 +113,13 @@ def profiled() -> Setting:
     """The setting of a run that names a profile."""
     keys = dict(fusion__actor_microbatches=1, trainer__recompute="none", parallel__sequence_parallel=False)
     made = setting(4, **keys, **GPUS)
-    return replace(made, run=made.run.with_config(made.config.with_(fusion={"profile": "profile.json"})))
+    return replace(made, run=made.run.with_config(made.run.config.with_(fusion={"profile": "profile.json"})))
 
 
 def measured(made: Setting, *degrees: int, largest: float = 1e6) -> Ranking:
     """Its search where every call was measured to take as many seconds as its tensor degree, counts up to `largest`."""
-    given = made.config.with_(parallel=dict.fromkeys((*ROWS, *TRAINED), "d4t1p1"))
-    profiles = tuple(of_degree(given, made.specs, degree, largest) for degree in degrees)
+    given = made.run.config.with_(parallel=dict.fromkeys((*ROWS, *TRAINED), "d4t1p1"))
+    profiles = tuple(of_degree(given, made.run.specs, degree, largest) for degree in degrees)
     return Ranking(replace(made, inputs=replace(made.inputs, measured=TensorProfiles(profiles))))
 
 
@@ -142,6 +142,6 @@ def test_what_is_larger_than_anything_measured_is_named(profiled):
     told = doubts_of(ranking, found)[1].partition("; beyond what was measured the best table has ")[2].split(", ")
     assert told[0] == f"{longest} tokens of a context (measured: 10)"  # an instance has fewer sequences
     kinds = [one.partition(" ")[2].partition(" (")[0] for one in told[1:]]
-    scored = [f"tokens of a pack for {role}" for role in made.config.scorers()]
-    trained = [f"tokens of a micro-batch of {role}" for role in made.config.trained()]
+    scored = [f"tokens of a pack for {role}" for role in made.run.config.scorers()]
+    trained = [f"tokens of a micro-batch of {role}" for role in made.run.config.trained()]
     assert kinds == ["tokens of a prefill", *scored, *trained]
