@@ -25,7 +25,6 @@ from rlhfuse.base.json_values import read_json
 from rlhfuse.config.load import shortened
 from rlhfuse.config.settings import RolloutConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.models.carried_files import carried_files
 from rlhfuse.tasks.role import POLICY, Role
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -47,6 +46,8 @@ def read_tokenizer(path: Path) -> Any:
     """The folder's tokenizer; code that lies in the folder is never run. Raises InputError for one that is no other."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
+
+    from rlhfuse.models.hf_folder import carried_files  # torch, for which a run without a tokenizer need not wait
 
     if not has_tokenizer(path):
         raise InputError(f"{path} has no tokenizer files; set actor.tokenizer to a folder that has them")

@@ -10,8 +10,8 @@ from pathlib import Path
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import is_listed
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.models.carried_files import carried_files
 from rlhfuse.models.hf import checkpoint_index
+from rlhfuse.models.hf_folder import carried_files
 from rlhfuse.run.checkpoint.shard_files import file_digest
 from rlhfuse.tasks.role import Role
 
