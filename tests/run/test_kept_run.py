@@ -14,13 +14,13 @@ ITERATIONS, SEQUENCES = 2, 3
 
 @contextmanager
 def generation_that(keeps: bool, graphs: bool):
-    """What a rank's engine took in a run whose plan says that it `keeps` its memory, as it would on GPUs.
+    """What a rank's engine took in a run whose rank reads a plan that `keeps` its memory, as it would on GPUs.
 
     With `graphs` it decodes as GPUs do, and what a GPU would record runs again as Python.
     """
     from rlhfuse.gen.engine import Engine, EngineOptions
     from rlhfuse.gen.gpu.forward import DeviceForward
-    from rlhfuse.planning.memory.memory_budget import MemoryBudget
+    from rlhfuse.planning.plan import Plan
     from rlhfuse.run import trainer
 
     caches, weights, recorder, seen = [], [], Repeater(), {}
@@ -43,7 +43,7 @@ def generation_that(keeps: bool, graphs: bool):
         return replace(options(*args), kernels="torch")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MemoryBudget, "keeps_generation", lambda self, activations: keeps)
+        patch.setattr(Plan, "keeps_generation", keeps)
         patch.setattr(Engine, "_new_cache", take_cache)
         patch.setattr(Engine, "_bind", bind_weights)
         if graphs:
@@ -61,7 +61,6 @@ def both(runs, name: str, settings: str, graphs: bool = False):
         watch = partial(generation_that, keeps, graphs)
         ranks.append(runs.start(run.name, settings, QUEUED, "trainer.eval_every=1", HELD_OUT, watch=watch))
     assert_same_bits(*folders)
-    assert [plan_of(run)["memory"]["keeps_generation"] for run in folders] == [False, True]
     rows = [metrics_of(run) for run in folders]
     assert all(len(seen) == ITERATIONS and all(row["val/samples"] == 5 for row in seen) for seen in rows)
     loads = 2 * ITERATIONS  # for each iteration and each evaluation

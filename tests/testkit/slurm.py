@@ -71,19 +71,24 @@ class Slurm:
         """The number of the job."""
         return self.told("sbatch", "--parsable", *words, **more)
 
+    def tasks(self, number: str) -> list[dict[str, str]]:
+        """JobState, ExitCode, Restarts, ... of each task of an array, or of the one of another job."""
+        lines = self.told("scontrol", "--oneliner", "show", "job", number).splitlines()
+        return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
+
     def job(self, number: str) -> dict[str, str]:
-        """What SLURM says of a job: JobState, ExitCode, Restarts, ..."""
-        told = self.told("scontrol", "--oneliner", "show", "job", number)
-        return dict(word.split("=", 1) for word in told.split() if "=" in word)
+        """JobState, ExitCode, Restarts, ... of a job."""
+        return self.tasks(number)[-1]
 
     def ended(self, number: str) -> dict[str, str]:
-        """What SLURM says of a job, or of the first task of an array, once it is over."""
+        """The state of a job, or of a task of an array that failed if one did, once all tasks are over."""
+        running = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
         def over() -> bool:
-            return self.job(number)["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+            return all(task["JobState"] not in running for task in self.tasks(number))
 
-        eventually(over, lambda: f"{self.job(number)}\n{self.logs()}")
-        return self.job(number)
+        eventually(over, lambda: f"{self.tasks(number)}\n{self.logs()}")
+        return max(self.tasks(number), key=lambda task: task["ExitCode"] != "0:0")
 
     def logs(self) -> str:
         """The last of what the daemons have written."""
