@@ -15,13 +15,12 @@ from numba import njit
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
-from rlhfuse.decisions.layouts import Task
 from rlhfuse.decisions.shards import Cells
 from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.decisions.weight_moves import WeightMoves, plan_moves
 from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells
 from rlhfuse.tasks.role import Role
-from rlhfuse.tasks.task import DESTINATIONS, TASKS
+from rlhfuse.tasks.task import DESTINATIONS, TASKS, ModelTask
 
 STAYS, WITHIN, ACROSS = range(3)
 SENT, RECEIVED = range(2)
@@ -84,7 +83,7 @@ class LayoutMove:
 
 
 def layout_moves(
-    tasks: tuple[Task, ...],
+    tasks: tuple[ModelTask, ...],
     ranks: FusedRanks,
     specs: Mapping[Role, ModelSpec],
     element_bytes: int,

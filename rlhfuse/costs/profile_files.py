@@ -17,8 +17,8 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profiled import ProfiledCost, made_for
 from rlhfuse.costs.table import CostFile, CostTable
-from rlhfuse.decisions.layouts import Task
 from rlhfuse.tasks.role import ROLES, Role
+from rlhfuse.tasks.task import ModelTask
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TensorProfiles(CostFile):
             raise InputError(f"tensor degree {tp} was not measured")
         return self.profiles[self.degrees.index(tp)].table
 
-    def of(self, tasks: Sequence[Task], where: str = "profile") -> ProfiledCost:
+    def of(self, tasks: Sequence[ModelTask], where: str = "profile") -> ProfiledCost:
         """What a run with these layouts would have measured: each task's grids from the profile of its degree.
 
         Raises InputError naming `where` and a degree that was not measured.
@@ -61,7 +61,7 @@ class TensorProfiles(CostFile):
             training={role: grids[role] for role, grids in trained.items() if role in grids},
         )
 
-    def _at(self, task: Task, where: str) -> ProfiledCost:
+    def _at(self, task: ModelTask, where: str) -> ProfiledCost:
         degree, known = task.layout.tp, self.degrees
         if degree not in known:
             have = ", ".join(map(str, known))
@@ -86,7 +86,7 @@ def load_costs(path: str | Path) -> CostFile:
 
 
 def run_costs(
-    file: CostFile, trainer: TrainerConfig, tasks: Sequence[Task], specs: Mapping[Role, ModelSpec], where: str
+    file: CostFile, trainer: TrainerConfig, tasks: Sequence[ModelTask], specs: Mapping[Role, ModelSpec], where: str
 ) -> CostTable:
     """The table of what was loaded from `where`, for the layouts of a run's `tasks`; '': the costs of trainer.pace,
     which are of other models.

@@ -20,8 +20,8 @@ from rlhfuse.costs.forms.form import Form
 from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.table import CostFile, CostTable, RewardCost
-from rlhfuse.decisions.layouts import Task
 from rlhfuse.tasks.role import ROLES, Role
+from rlhfuse.tasks.task import ModelTask
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def shape_text(spec: ModelSpec) -> str:
     )
 
 
-def made_for(trainer: TrainerConfig, tasks: Sequence[Task], specs: Mapping[Role, ModelSpec]) -> dict[str, Any]:
+def made_for(trainer: TrainerConfig, tasks: Sequence[ModelTask], specs: Mapping[Role, ModelSpec]) -> dict[str, Any]:
     """The facts of a run that a profile of it depends on, as JSON values."""
     roles = {task.role for task in tasks}
     return {

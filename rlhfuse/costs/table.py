@@ -18,8 +18,8 @@ from rlhfuse.costs.fits import check_seconds
 from rlhfuse.costs.forms.form import MODEL, DecodeRow, Form, GridPart, decode_seconds, packed_seconds, transfer_seconds
 from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds, TrainingTimes
 from rlhfuse.costs.speculation import Speculation, StepCosts
-from rlhfuse.decisions.layouts import Task
 from rlhfuse.tasks.instance_limits import InstanceLimits, SampleMoveCost
+from rlhfuse.tasks.task import ModelTask
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class CostFile(Versioned):
         """The table by which training with this tensor degree is priced. Raises InputError where none is."""
         return self.table
 
-    def of(self, tasks: Sequence[Task], where: str = "profile") -> CostFile:
+    def of(self, tasks: Sequence[ModelTask], where: str = "profile") -> CostFile:
         """The file of a run with these layouts. Raises InputError naming `where`."""
         return self
 

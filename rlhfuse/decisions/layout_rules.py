@@ -17,10 +17,10 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.decisions.layouts import Task, given_tasks, training_layouts
+from rlhfuse.decisions.layouts import given_tasks, training_layouts
 from rlhfuse.schedule.ir.ranks import fused_shape
 from rlhfuse.tasks.role import Role
-from rlhfuse.tasks.task import SCORERS
+from rlhfuse.tasks.task import SCORERS, ModelTask
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LayoutRules:
     specs: Mapping[Role, ModelSpec]
     world_size: int
 
-    def table(self) -> tuple[Task, ...]:
+    def table(self) -> tuple[ModelTask, ...]:
         """The task table, held against every rule with models and batch.
 
         Raises InputError with the equation that fails.
@@ -42,13 +42,13 @@ class LayoutRules:
         self._check_cache()
         return tasks
 
-    def batch(self, tasks: tuple[Task, ...]) -> BatchArithmetic:
+    def batch(self, tasks: tuple[ModelTask, ...]) -> BatchArithmetic:
         """The batch with this task table. Raises InputError as `BatchArithmetic.of`."""
         layouts, config = {task.name: task.layout for task in tasks}, self.config
         longest = sum(config.longest_sample)
         return BatchArithmetic.of(config.rollout, config.algorithm, config.fusion, layouts, longest)
 
-    def given_rows(self) -> tuple[Task, ...]:
+    def given_rows(self) -> tuple[ModelTask, ...]:
         """The rows that are not auto, held against world, models and each other. Raises InputError that names a row."""
         tasks = tuple(map(self._on_all_ranks, given_tasks(self.config.parallel, self.config.roles(), self.world_size)))
         for task in tasks:
@@ -63,11 +63,11 @@ class LayoutRules:
         self._check_minibatches()
         return tasks
 
-    def _on_all_ranks(self, task: Task) -> Task:
+    def _on_all_ranks(self, task: ModelTask) -> ModelTask:
         """Raises InputError for a row that does not fill the world, or cannot run yet."""
         layout, world_size = task.layout, self.world_size
         where = f"parallel.{task.name}={getattr(self.config.parallel, task.name)}"
-        if layout.ranks and layout.ranks != task.ranks:
+        if layout.ranks and layout.ranks != (task.mesh[0], task.mesh[-1]):
             raise InputError(
                 f"{where}: {task.name} on ranks {layout.ranks[0]}-{layout.ranks[1]} of {world_size} is not yet "
                 f"runnable; drop @{layout.ranks[0]}-{layout.ranks[1]} to run it on all ranks"
@@ -80,7 +80,7 @@ class LayoutRules:
             )
         return replace(task, layout=replace(layout, ranks=None))
 
-    def _check_model(self, task: Task) -> None:
+    def _check_model(self, task: ModelTask) -> None:
         where, layout = f"parallel.{task.name}", task.layout
         if not task.training and layout.pp != 1:
             raise InputError(f"{where}={layout}: pp({layout.pp}) != 1; generation and inference have no pipeline")
@@ -135,7 +135,7 @@ class LayoutRules:
                 f"{samples} % {minibatches} = {samples % minibatches}, must be 0"
             )
 
-    def _check_batch(self, tasks: tuple[Task, ...]) -> None:
+    def _check_batch(self, tasks: tuple[ModelTask, ...]) -> None:
         config = self.config
         samples, minibatches = config.samples_per_iteration, config.algorithm.minibatches
         if (m1 := config.fusion.actor_microbatches) == AUTO:
@@ -176,7 +176,7 @@ def _check_divides(name: str, layout: ParallelLayout, generation: ParallelLayout
         )
 
 
-def _check_vocab_shares(task: Task, spec: ModelSpec, vocab: int) -> None:
+def _check_vocab_shares(task: ModelTask, spec: ModelSpec, vocab: int) -> None:
     """Log-probabilities need a row of the vocabulary on every tensor rank."""
     tp, rows = task.layout.tp, spec.padded_vocab // task.layout.tp
     if (tp - 1) * rows >= vocab:

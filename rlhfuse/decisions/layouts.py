@@ -1,53 +1,28 @@
-"""The task table: which of up to six tasks runs in which layout, and the layouts that a task may have."""
+"""The layouts that tasks are given, and those that a task may have."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated
-
-from pydantic import PlainSerializer, PlainValidator
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.parallel_layout import LayoutText, ParallelLayout
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import layout_rows
 from rlhfuse.config.settings import ParallelConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
-from rlhfuse.tasks.role import Role, role_named
-from rlhfuse.tasks.task import TASKS, TRAINED
-
-RoleName = Annotated[Role, PlainValidator(role_named), PlainSerializer(str)]  # in JSON
+from rlhfuse.tasks.role import Role
+from rlhfuse.tasks.task import TASKS, TRAINED, ModelTask
 
 
-@dataclass(frozen=True)
-class Task:
-    """One row: the task, the model's role, the layout, and its first and last rank."""
-
-    name: str
-    role: RoleName
-    layout: LayoutText
-    ranks: tuple[int, int]
-
-    @property
-    def training(self) -> bool:
-        return self.name in TRAINED
-
-    def __str__(self) -> str:
-        return f"{self.name:20s} {self.role:10s} {str(self.layout):10s} ranks {self.ranks[0]}-{self.ranks[1]}"
-
-
-def given_tasks(parallel: ParallelConfig, roles: Collection[Role], world_size: int) -> tuple[Task, ...]:
+def given_tasks(parallel: ParallelConfig, roles: Collection[Role], world_size: int) -> tuple[ModelTask, ...]:
     """The rows of models of these `roles` that are not auto, unchecked."""
-    every = (0, world_size - 1)
     texts = {name: getattr(parallel, name) for name, task in TASKS.items() if task.role in roles}
-    return tuple(
-        Task(name, TASKS[name].role, ParallelLayout.parse(text), every) for name, text in texts.items() if text != AUTO
-    )
+    given = {name: ParallelLayout.parse(text) for name, text in texts.items() if text != AUTO}
+    return tuple(ModelTask.of(name, layout, world_size) for name, layout in given.items())
 
 
-def training_layouts(tasks: tuple[Task, ...]) -> dict[str, ParallelLayout]:
+def training_layouts(tasks: tuple[ModelTask, ...]) -> dict[str, ParallelLayout]:
     """Layout of each model that trains, the policy first: what a fused group is made of."""
     return {task.role: task.layout for task in tasks if task.training}
 

@@ -14,6 +14,7 @@ from rlhfuse.base.errors import InputError, JointError
 from rlhfuse.parallel.device import Device
 
 T = TypeVar("T")
+Answer = TypeVar("Answer")
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -35,6 +36,24 @@ def from_rank_0(value: T | None) -> T:
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def ask_rank_0(value: T, answer: Callable[[list[T]], Answer]) -> Answer:
+    """Rank 0's `answer` to the value of each rank, in rank order, on all ranks, pickled. A collective.
+
+    Raises JointError on all ranks where `answer` raises an InputError.
+    """
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    found, problem = None, ""
+    try:
+        found = answer(values) if values else None
+    except InputError as error:
+        problem = str(error)
+    found, problem = from_rank_0((found, problem))
+    if problem:
+        raise JointError(problem)
+    return found
 
 
 def send_bytes(payload: bytes, to: int) -> None:

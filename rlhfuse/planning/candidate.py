@@ -22,7 +22,7 @@ from rlhfuse.costs.paced import PacedCost, load_paced_cost
 from rlhfuse.costs.profile_files import load_costs, run_costs
 from rlhfuse.costs.table import CostFile, CostTable
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.decisions.layouts import Task, training_layouts
+from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.planning.memory.memory_budget import MemoryBudget, check_host_memory, memory_budget
@@ -42,6 +42,7 @@ from rlhfuse.simulator.simulation import priced_limits
 from rlhfuse.simulator.threshold import Threshold, load_threshold
 from rlhfuse.tasks.instance_limits import InstanceLimits
 from rlhfuse.tasks.role import POLICY
+from rlhfuse.tasks.task import ModelTask
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Candidate:
 
     run: Job
     inputs: CandidateInputs
-    tasks: tuple[Task, ...]
+    tasks: tuple[ModelTask, ...]
     batch: BatchArithmetic
     ranks: FusedRanks
     analytic: Mapping[str, AnalyticCost]

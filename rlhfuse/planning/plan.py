@@ -16,7 +16,7 @@ from rlhfuse.config.load import validate
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.paced import PacedCost
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.decisions.layouts import Task, training_layouts
+from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -27,6 +27,7 @@ from rlhfuse.simulator.iteration_seconds import IterationSeconds
 from rlhfuse.tasks.instance_limits import InstanceLimits
 from rlhfuse.tasks.iteration import Iteration
 from rlhfuse.tasks.role import Role, role_named
+from rlhfuse.tasks.task import ModelTask
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,15 @@ class Plan:
         return self.document["ranks"]["count"]
 
     @cached_property
-    def tasks(self) -> tuple[Task, ...]:
-        return from_json(tuple[Task, ...], self.document["tasks"], "plan")
+    def tasks(self) -> tuple[ModelTask, ...]:
+        return self.iteration.models
 
     @cached_property
     def iteration(self) -> Iteration:
-        """The calls of an iteration, verified. Raises InputError for a table that could hang, or does not run yet."""
-        runs = Iteration.of({task.name: task.layout for task in self.tasks}, bool(self.config.reward.function))
-        table = from_json(Iteration, self.document["iteration"], "plan")
-        return table.verify(self.world_size).refuse_unless(runs)
+        """The tasks of an iteration, verified. Raises InputError for a table that could hang, or does not run yet."""
+        table = from_json(Iteration, self.document["iteration"], "plan").verify(self.world_size)
+        models = [ModelTask.of(task.name, task.layout, self.world_size) for task in table.models]
+        return table.refuse_unless(Iteration.of(models, bool(self.config.reward.function)))
 
     @cached_property
     def batch(self) -> BatchArithmetic:

@@ -113,8 +113,7 @@ def _report(draft: Candidate, schedules: Mapping[int, Schedule], source: str) ->
     )
     return PlanReport(
         ranks=PlannedRanks(draft.run.world_size, inputs.hardware.name, draft.run.config.trainer.dtype, draft.paced),
-        tasks=draft.tasks,
-        iteration=Iteration.of({task.name: task.layout for task in draft.tasks}, bool(draft.config.reward.function)),
+        iteration=Iteration.of(draft.tasks, bool(draft.config.reward.function)),
         batch=batch,
         memory=memory,
         weight_moves=moves,

@@ -13,11 +13,10 @@ from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.machine import SharedCores
 from rlhfuse.costs.measured import Work
 from rlhfuse.costs.table import CostTable
-from rlhfuse.decisions.layouts import TRAINED, Task
 from rlhfuse.planning.job import Job
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.tasks.role import Role
-from rlhfuse.tasks.task import SCORERS
+from rlhfuse.tasks.task import SCORERS, TRAINED, ModelTask
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,11 @@ class Rooflines:
             sequence_parallel=parallel.sequence_parallel is True,
         )
 
-    def costs(self, tasks: Sequence[Task]) -> dict[str, AnalyticCost]:
+    def costs(self, tasks: Sequence[ModelTask]) -> dict[str, AnalyticCost]:
         """By the task's name."""
         return {task.name: self.cost(task) for task in tasks}
 
-    def cost(self, task: Task) -> AnalyticCost:
+    def cost(self, task: ModelTask) -> AnalyticCost:
         work: Work = "training" if task.training else "generation" if task.name == "generation" else "inference"
         return AnalyticCost(
             self.specs[task.role],

@@ -1,6 +1,6 @@
 """Turns an iteration that has run into metrics, spans and samples, and shows it to the threshold controller.
 
-Its time is a part of the run like any other: `timing_s/books`, the log of the iteration before included.
+Its time, and that of the log of the iteration before, is `timing_s/books`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.monitor.pace import PacedClock
 from rlhfuse.monitor.samples import SampleText, TurnText
-from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch, given
 from rlhfuse.run.iteration_metrics import (
     IterationStats,
@@ -37,7 +36,6 @@ from rlhfuse.run.iteration_metrics import (
     turn_metrics,
 )
 from rlhfuse.run.preflight import RunInputs
-from rlhfuse.run.sampling.tool_caller import ToolStats
 from rlhfuse.run.threshold_controller import ThresholdController, step_observations
 
 
@@ -61,24 +59,21 @@ class IterationResult:
     batch: RolloutBatch = field(init=False)
     algorithm: AlgorithmConfig = field(init=False)  # as in force
     minibatches: list[MinibatchResult] = field(init=False)
-    peak_bytes: Mapping[str, int] = field(init=False)  # by phase
-    tools: ToolStats | None = None  # this rank's calls; None for a run without tools
-    record: IterationRecord = field(init=False)
+    stats: IterationStats = field(init=False)
 
 
 class IterationRecorder:
-    """Records the iterations of one rank; all ranks finish an iteration together."""
+    """Records iterations on rank 0; the other ranks keep time alone."""
 
     def __init__(
         self,
         inputs: RunInputs,
-        rank: int,
         threshold: ThresholdController,
         peak_flops: float | None,
         clock: Clock,
     ) -> None:
         self._inputs, self._config, self._plan = inputs, inputs.config, inputs.plan
-        self._rank, self._threshold, self._peak_flops = rank, threshold, peak_flops
+        self._threshold, self._peak_flops = threshold, peak_flops
         self._clock = clock
         self._log: Piece | None = None  # what follows an iteration's metrics
         self._logging = 0.0  # seconds of that, behind the last iteration
@@ -95,13 +90,9 @@ class IterationRecorder:
         if self._log:
             self._log.waited += seconds
 
-    def finish(self, done: IterationResult) -> IterationRecord:
-        """Exchange what the ranks measured; rank 0 records it, the others' records are empty. A collective."""
-        own, number = IterationStats.of(done.minibatches, self._clock, done.peak_bytes, done.tools), done.number
-        ranks = all_gather_objects(own)
-        if self._rank:
-            self._threshold.observe(number, done.report, done.batch)
-            return IterationRecord({}, [], [])
+    def record(self, done: IterationResult, ranks: Sequence[IterationStats]) -> IterationRecord:
+        """The record of an iteration, of which `ranks` are the measurements of each rank. Rank 0 alone."""
+        number = done.number
         metrics = {"iteration": number, **rollout_metrics(done.batch, done.algorithm)}
         metrics |= spared_metrics(done.batch, done.algorithm, done.minibatches)
         metrics |= turn_metrics(done.batch, done.report) | self._metrics(done, ranks)

@@ -9,9 +9,9 @@ import gc
 import math
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,26 @@ from rlhfuse.parallel.whole_weights import WholeWeights
 from rlhfuse.run.checkpoint.checkpoint import Checkpoint, RunState, folder_of, is_own, metrics_kept
 from rlhfuse.run.checkpoint.writer import CheckpointWriter, mark_finished, rewind
 from rlhfuse.run.evaluation import BestScore, Evaluation
-from rlhfuse.run.iteration_recorder import IterationRecord
+from rlhfuse.run.iteration_metrics import IterationStats
+from rlhfuse.run.iteration_recorder import IterationRecord, IterationResult
 from rlhfuse.run.peak_rate import peak_line
 from rlhfuse.run.preflight import own_tokenizer
 from rlhfuse.run.run_directory import RunDirectory
 from rlhfuse.run.run_log import RunLog
+from rlhfuse.run.threshold_controller import InForce
 from rlhfuse.run.trainer import Trainer
+
+
+@dataclass
+class Ended:
+    """An iteration behind its training, on this rank."""
+
+    done: int  # iterations, this one included
+    result: IterationResult | None = None  # None: an earlier start ran it
+    record: IterationRecord = IterationRecord({}, [], [])  # rank 0's
+    saved: bool = False  # there is a checkpoint of it
+    stop: bool = False  # the run ends here
+    position: dict[str, Any] = field(default_factory=dict)  # of rank 0's logs, for the checkpoint
 
 
 class RunLoop:
@@ -60,6 +74,9 @@ class RunLoop:
         self.best: BestScore | None = None  # whose checkpoint is kept
         self._mean_seconds = 0.0  # of an iteration since this start; 0 before the first is done
         self.log: RunLog | None = None  # rank 0's
+        self.executors = {"meet": self._run_books, "host": self._run_checkpoint, "generate": self._run_evaluation}
+        blocks = trainer.plan.iteration.program(trainer.rank)
+        self.program = [block for block in blocks if block not in trainer.program]
 
     def fit(self) -> None:
         """Run the iterations that are not done yet, then export. Raises JointError where a file cannot be written.
@@ -93,19 +110,19 @@ class RunLoop:
         stopped, total = False, self.config.trainer.iterations
         if row is not None:
             record, here = IterationRecord(dict(row), [], []), is_own(self.inputs.resume, self.run_dir)
-            stopped = self._conclude(first, record, saved=here)
+            stopped = self._conclude(Ended(first, record=record, saved=here))
         self._finish_first("what has begun is finished and saved first")
         done, guard, work = first, self.watchdog.guard, self.trainer.clock.begin()
         while done < total and not stopped:
             took = f", those before took {self._mean_seconds:.0f} s each" if self._mean_seconds else ""
             guard.finishing = f"iteration {done} of {total} is finished and saved first{took}"
             try:
-                record = self.trainer.iterate(done)
+                result = self.trainer.iterate(done)
             except FloatingPointError as error:
                 raise type(error)(f"iteration {done}: {error}") from error
             done += 1
             self._mean_seconds = work.seconds / (done - first)
-            stopped = self._conclude(done, record)
+            stopped = self._conclude(Ended(done, result))
         self._finish_first("the checkpoint is written first" if stopped else "the export is written first")
         broken = None if stopped else self._export()
         self.checkpoints.finish()
@@ -132,53 +149,74 @@ class RunLoop:
         self.watchdog.guard.finishing = what
         any_rank(False)
 
-    def _is_to_stop(self, done: int) -> bool:
-        """Whether an end was asked for, or the next iteration would outlast trainer.stop_after; a collective."""
+    def _asked_to_stop(self, done: int) -> bool:
+        """Whether this rank was asked to end, or the next iteration would outlast trainer.stop_after."""
         guard = self.watchdog.guard
         if done < self.config.trainer.iterations and guard.seconds_left() < self._mean_seconds:
             guard.notice = True
-        return any_rank(guard.stop_asked or guard.notice)
+        return guard.stop_asked or guard.notice
 
-    def _conclude(self, done: int, record: IterationRecord, saved: bool = False) -> bool:
-        """Write an iteration down, save and evaluate where it is their turn; whether the run is to stop. A collective.
+    def _conclude(self, ended: Ended) -> bool:
+        """Walk the blocks behind training; whether the run is to stop. A collective.
 
-        Line and checkpoint come before the evaluation, which may fail, and learn of it afterwards. `saved`: there is a
-        checkpoint already.
+        Line and checkpoint come before the evaluation, which may fail, and learn of it afterwards.
         """
-        log, evaluates = self.log, self.config.evaluates_after(done)
-        stop = self._is_to_stop(done)
-        due, position = not saved and (self.config.saves_after(done) or (stop and self._can_save())), {}
-        with self.checkpoints.joint_failure():
-            if log:
-                self.directory.check()
-                before = log.position() if due and evaluates else {}
-                log.write(record)
-                made = made_for(self.config.trainer, self.inputs.plan.tasks, self.inputs.models.specs)
-                self.trainer.threshold.save_costs(self.run_dir / "costs.json", made)
-                position = log.position() if due else {}
-                if evaluates and due:
-                    position |= {"metrics_bytes": before["metrics_bytes"], "row": plain_metrics(record.metrics)}
-        if due:
-            self.save(done, position)
-        if not evaluates or stop:
-            return stop
+        for block in self.program:
+            self.executors[block.kind](ended)
+        return ended.stop
+
+    def _run_books(self, ended: Ended) -> None:
+        own = ended.result and ended.result.stats, self._asked_to_stop(ended.done)
+        ended.stop, in_force = self.checkpoints.meet(own, partial(self._write_books, ended))
+        self.trainer.threshold.follow(in_force)
+
+    def _write_books(self, ended: Ended, ranks: Sequence[tuple[IterationStats | None, bool]]) -> tuple[bool, InForce]:
+        """Rank 0's part: record the iteration, write its line and decide, for all ranks, what follows."""
+        ended.stop, threshold = any(asked for _, asked in ranks), self.trainer.threshold
+        if ended.result:
+            ended.record = self.trainer.recorder.record(ended.result, [stats for stats, _ in ranks if stats])
+        assert self.log, "rank 0 writes one"
+        due, evaluates = self._is_due(ended), self.config.evaluates_after(ended.done)
+        self.directory.check()
+        before = self.log.position() if due and evaluates else {}
+        self.log.write(ended.record)
+        made = made_for(self.config.trainer, self.inputs.plan.tasks, self.inputs.models.specs)
+        threshold.save_costs(self.run_dir / "costs.json", made)
+        ended.position = self.log.position() if due else {}
+        if evaluates and due:
+            row = plain_metrics(ended.record.metrics)
+            ended.position |= {"metrics_bytes": before["metrics_bytes"], "row": row}
+        return ended.stop, threshold.in_force
+
+    def _is_due(self, ended: Ended) -> bool:
+        """Whether it is the turn of a checkpoint."""
+        return not ended.saved and (self.config.saves_after(ended.done) or (ended.stop and self._can_save()))
+
+    def _run_checkpoint(self, ended: Ended) -> None:
+        if self._is_due(ended):
+            self.save(ended.done, ended.position)
+            ended.saved = True
+
+    def _run_evaluation(self, ended: Ended) -> None:
+        log, done = self.log, ended.done
+        if ended.stop or not self.config.evaluates_after(done):
+            return
         try:
             evaluation = self.trainer.evaluate(done - 1)
         except (FloatingPointError, RewardError) as error:
             without = "trainer.eval_every=0" + (" trainer.keep_best=false" if self.config.trainer.keep_best else "")
             where = f"the evaluation after iteration {done - 1}"
             raise type(error)(f"{where}: {error}; {without} goes on without it") from error
-        best, saved = self._is_best(done, evaluation), saved or due
-        stop = self._is_to_stop(done)
+        best = self._is_best(done, evaluation)
+        ended.stop = any_rank(self._asked_to_stop(done))
         with self.checkpoints.joint_failure():
             if log:
-                log.complete(record, evaluation)
-                position = log.position()
-                if saved:
-                    self.checkpoints.complete(done, self._position(done, position))
-        if not saved and (best or (stop and self._can_save())):
-            self.save(done, position)
-        return stop
+                log.complete(ended.record, evaluation)
+                ended.position = log.position()
+                if ended.saved:
+                    self.checkpoints.complete(done, self._position(done, ended.position))
+        if not ended.saved and (best or (ended.stop and self._can_save())):
+            self.save(done, ended.position)
 
     def _start_log(self, first: int, has_row: bool) -> RunLog:
         """Log a run that goes on with iteration `first`; what it is going to write again is removed.

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -66,8 +66,16 @@ def step_observations(rows: Sequence[Sequence[float]]) -> list[StepObservation]:
     return [StepObservation(int(b), int(c), int(p), s, *map(int, guesses)) for b, c, p, s, *guesses in rows]
 
 
+class InForce(NamedTuple):
+    """The values that all ranks follow."""
+
+    threshold: int  # R_t
+    limits: InstanceLimits
+    fitted: MeasuredCost | None  # to the observations of the run
+
+
 class ThresholdController:
-    """Holds the R_t in force and what it was chosen from. All ranks hold the same values."""
+    """Holds the R_t in force, and on rank 0 the observations that it follows from."""
 
     def __init__(self, config: RunConfig, plan: Plan, device: Device) -> None:
         """The plan's costs price everything until the first iteration has been measured."""
@@ -81,33 +89,35 @@ class ThresholdController:
         self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
         self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
         self._plan_costs = plan.costs
-        self._fitted: MeasuredCost | None = None  # to what the run has observed
+        self._fitted: MeasuredCost | None = None
         self._seen = 0  # iterations of this process
         self._looks = TimeBudget(LOOK_SHARE)
         self._warned = ""
         self.limits = self._instance_limits()
 
+    @property
+    def in_force(self) -> InForce:
+        return InForce(self.threshold, self.limits, self._fitted)
+
+    def follow(self, decided: InForce) -> None:
+        """Put in force what rank 0 decided."""
+        self.threshold, self.limits, self._fitted = decided
+
     def observe(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> str:
-        """Take an iteration in; a collective. Returns a line for the log when R_t is set or moves, a warning, or ''."""
+        """Take an iteration in, on rank 0. Returns a line for the log when R_t is set or moves, a warning, or ''."""
         if self._seen == 1:
             self._observed.pop()  # the process's first iteration compiled kernels: it counts while there is no other
         self._seen += 1
         self._observed.append(report.observations)
         self._lengths.append(lengths_of(batch, turns=report.turns))
-        followed = self._follow(iteration) if dist.get_rank() == 0 else None
-        message, self._fitted, self.limits, self.threshold = from_rank_0(followed)
-        return message
-
-    def _follow(self, iteration: int) -> tuple[str, MeasuredCost | None, InstanceLimits, int]:
-        """Rank 0's part of `observe`: the line for the log, and what is in force from now on."""
-        former = self._fitted, self.limits, self.threshold
+        former = self.in_force
         try:
-            message = self._predict(iteration)
+            return self._predict(iteration)
         except Exception as error:  # a prediction serves training, it does not end it
-            self._fitted, self.limits, self.threshold = former
+            self.follow(former)
             text = f"warning: costs and R_t stay as they were ({type(error).__name__}: {' '.join(str(error).split())})"
             message, self._warned = text if text != self._warned else "", text
-        return message, self._fitted, self.limits, self.threshold
+            return message
 
     def _predict(self, iteration: int) -> str:
         self._fitted = self._fit()

@@ -1,8 +1,8 @@
-"""PPO with both fusions: one iteration after another, every rank through the blocks of its own calls.
+"""PPO with both fusions: one iteration after another, every rank through the blocks of its own tasks.
 
 move: actor and critic into their generation and inference layouts -> generate, score (inter-stage fusion, paper
 section 4) -> host: rewards and advantages over the whole batch -> train: mini-batches through the fused pipeline
-(section 5) -> meet: lengths give the next R_t, and metrics
+(section 5). What follows, books, checkpoint and evaluation, is the loop's (run_loop.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import add_token_rewards, combine_rewards, sample_kl
 from rlhfuse.run.evaluation import Evaluation, Evaluator
-from rlhfuse.run.iteration_recorder import IterationRecord, IterationRecorder, IterationResult
+from rlhfuse.run.iteration_metrics import IterationStats
+from rlhfuse.run.iteration_recorder import IterationRecorder, IterationResult
 from rlhfuse.run.peak_rate import peak_flops
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.rank_models import DTYPES, build_models, engine_options, requests_of, sampling_params
@@ -44,9 +45,9 @@ from rlhfuse.run.sampling.group_sampler import GroupSampler
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 from rlhfuse.run.threshold_controller import ThresholdController
 from rlhfuse.tasks.balance import split_minibatches
-from rlhfuse.tasks.iteration import Block, Kind
+from rlhfuse.tasks.iteration import Block
 from rlhfuse.tasks.role import POLICY, Role
-from rlhfuse.tasks.task import DESTINATIONS
+from rlhfuse.tasks.task import DESTINATIONS, Kind, ModelTask
 
 
 class Trainer:
@@ -101,7 +102,7 @@ class Trainer:
         self.rewarder = self._start_rewarder()
         self.kl = KLController(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
         self.scores = RunningMoments()
-        self.recorder = IterationRecorder(inputs, rank, self.threshold, self.peak_flops, self.clock)
+        self.recorder = IterationRecorder(inputs, self.threshold, self.peak_flops, self.clock)
         self.inter_stage = InterStage(
             place=self.models.place,
             engine=self.engine,
@@ -120,15 +121,16 @@ class Trainer:
             inputs, self.inter_stage, self.rewarder, self.caller, self._requests, self._prepare_round
         )
         self.evaluator = Evaluator(inputs, self.inter_stage, self.models, self.rewarder, self.caller)
-        self.program = [block for block in plan.iteration.program(rank) if not block.calls[0].on_turn]
-        self.moves = {call.role: call.name for call in plan.iteration.calls if call.kind == "move"}
+        moves = (task for task in plan.iteration.tasks if isinstance(task, ModelTask) and task.kind == "move")
+        self.moves = {task.role: task.name for task in moves}
         self.executors: Mapping[Kind, Callable[[Block, IterationResult], None]] = {
             "move": self._run_moves,
             "generate": self._run_samples,
             "host": self._run_advantages,
             "train": self._run_training,
-            "meet": self._run_books,
         }
+        blocks = plan.iteration.program(rank)
+        self.program = [block for block in blocks if block.kind in self.executors and not block.on_turn]
 
     def _build_engine(self) -> Engine:
         place = self.models.place
@@ -167,13 +169,17 @@ class Trainer:
         """Calls of reward function and tools that have not ended, in processes of this rank."""
         return sum(one.under_way() for one in (self.rewarder, self.caller) if one)
 
-    def iterate(self, iteration: int) -> IterationRecord:
-        """One PPO iteration: the blocks of this rank's calls, in order; a collective."""
+    def iterate(self, iteration: int) -> IterationResult:
+        """One PPO iteration up to its books: the blocks of this rank's tasks, in order; a collective."""
         done = IterationResult(iteration, self.recorder.begin(), self.threshold.threshold)
         for block in self.program:
             self.progress(f"iteration {iteration}: {block}")
             self.executors[block.kind](block, done)
-        return done.record
+        self._steer(iteration, done.batch)
+        tools = self.caller.take_stats() if self.caller else None
+        peaks = {"base": self.memory.base_bytes, **self.memory.take()}
+        done.stats = IterationStats.of(done.minibatches, self.clock, peaks, tools)
+        return done
 
     def _run_moves(self, block: Block, done: IterationResult) -> None:
         with self.clock.work(block.name, iteration=done.number):
@@ -197,12 +203,6 @@ class Trainer:
     def _run_training(self, block: Block, done: IterationResult) -> None:
         with self.clock.work(block.name, span=False):  # its actions have their own spans
             done.minibatches = self._train(done.number, done.batch, done.algorithm)
-
-    def _run_books(self, block: Block, done: IterationResult) -> None:
-        self._steer(done.number, done.batch)
-        done.peak_bytes = {"base": self.memory.base_bytes, **self.memory.take()}
-        done.tools = self.caller.take_stats() if self.caller else None
-        done.record = self.recorder.finish(done)
 
     def evaluate(self, iteration: int) -> Evaluation:
         """Held-out prompts, by the actor as it is after `iteration`; -1: before the first. A collective."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator
@@ -21,6 +22,12 @@ class Mesh(tuple[int, ...]):
         if not mesh or list(mesh) != sorted({*mesh}):
             raise InputError(f"mesh of ranks {tuple(mesh)!s:.80}: give at least one rank, ascending, each once")
         return mesh
+
+    @staticmethod
+    @cache
+    def of_all(world_size: int) -> Mesh:
+        """All ranks of a job."""
+        return Mesh(range(world_size))
 
     @staticmethod
     def parse(text: str) -> Mesh:

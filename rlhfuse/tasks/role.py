@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import PlainSerializer, PlainValidator
 
 
 class Role(str):
@@ -61,3 +63,6 @@ LEARNERS = tuple(role for role in ROLES if role.trains)
 def role_named(name: str) -> Role:
     """The role of this name in `ROLES`."""
     return ROLES[ROLES.index(name)]
+
+
+RoleName = Annotated[Role, PlainValidator(role_named), PlainSerializer(str)]  # in JSON

@@ -11,11 +11,11 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.layout_moves import ACROSS, STAYS, WITHIN, MoveLoad, layout_moves, model_load
-from rlhfuse.decisions.layouts import Task, training_layouts
+from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.decisions.weight_moves import plan_moves
 from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells, rank_map
-from rlhfuse.tasks.task import TASKS
+from rlhfuse.tasks.task import ModelTask
 
 MACHINE = hardware_by_name("a100")
 SPECS = (
@@ -97,7 +97,7 @@ def test_what_the_seconds_are_made_of():
 def test_moves_of_a_run():
     """Two nodes of eight: the actor's only pipeline spans both, so each node must get the other's half of it once."""
     layouts = {"actor_train": "d1t2p8", "critic_train": "d4t2p2", "generation": "d8t2p1", "critic_inference": "d8t2p1"}
-    tasks = tuple(Task(name, TASKS[name].role, ParallelLayout.parse(text), (0, 15)) for name, text in layouts.items())
+    tasks = tuple(ModelTask.of(name, ParallelLayout.parse(text), 16) for name, text in layouts.items())
     ranks = rank_map(training_layouts(tasks))
     spec = ModelSpec("qwen2", 9, 16, 8, 8, 4, 24, 100, 64, qkv_bias=True)
     actor, critic = layout_moves(tasks, ranks, {"actor": spec, "critic": spec}, 4, MACHINE)

@@ -68,10 +68,9 @@ def test_notices_in_every_phase_cost_nothing(programs, pools, tmp_path):
         (1.0, 0.0, 0, False),  # of the first nothing is known
     ],
 )
-def test_no_iteration_begins_that_would_outlast_the_time(monkeypatch, left, mean, done, stops):
-    monkeypatch.setattr(run_loop, "any_rank", bool)
+def test_no_iteration_begins_that_would_outlast_the_time(left, mean, done, stops):
     guard = SimpleNamespace(stop_asked=False, notice=False, seconds_left=lambda: left)
     loop = run_loop.RunLoop.__new__(run_loop.RunLoop)
     loop.watchdog, loop._mean_seconds = SimpleNamespace(guard=guard), mean
     loop.config = SimpleNamespace(trainer=SimpleNamespace(iterations=9))
-    assert loop._is_to_stop(done) == guard.notice == stops
+    assert loop._asked_to_stop(done) == guard.notice == stops

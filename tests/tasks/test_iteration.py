@@ -1,4 +1,4 @@
-"""Tables of calls: what verify accepts runs to its end, what it refuses is named, and the table that runs parses."""
+"""Tables of tasks: what verify accepts runs to its end, what it refuses is named, and the table that runs parses."""
 
 import random
 
@@ -8,8 +8,9 @@ from testkit.iteration_runs import IterationRun
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, to_json
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.tasks.iteration import Call, Iteration, Take
+from rlhfuse.tasks.iteration import Iteration
 from rlhfuse.tasks.mesh import Mesh
+from rlhfuse.tasks.task import ModelTask, Take, Task
 
 RANDOM_TABLES, INTERLEAVINGS, WORLD = 3000, 20, 4
 UNITS, KINDS = ("sample", "group", "minibatch", "batch"), ("generate", "score", "train", "move", "host", "meet")
@@ -18,14 +19,14 @@ PPO = {**LAYOUTS, "reward_inference": "d4t1p1", "critic_inference": "d2t2p1", "c
 
 
 def table(*rows: str) -> Iteration:
-    """Rows of block, name, kind, ranks[/ranks of a worker], and givers[:unit][@lag]; every call gives one field."""
-    calls = []
+    """Rows of block, name, kind, ranks[/ranks of a worker], and givers[:unit][@lag]; every task gives one field."""
+    tasks = []
     for block, name, kind, place, *takes in map(str.split, rows):
         (mesh, _, worker), parts = place.partition("/"), [take.partition("@") for take in takes]
         givers = [(*giver.partition(":"), int(lag or 0)) for giver, _, lag in parts]
         inputs = tuple(Take("out", giver, unit or "batch", lag) for giver, _, unit, lag in givers)  # type: ignore
-        calls.append(Call(name, kind, block, Mesh.parse(mesh), "", None, int(worker or 0), inputs, ("out",)))
-    return Iteration(tuple(calls))
+        tasks.append(Task(name, kind, block, Mesh.parse(mesh), int(worker or 0), inputs, ("out",)))
+    return Iteration(tuple(tasks))
 
 
 def ppo(generates="0-3", scores=("0-3/1",) * 3, trains=("0-3", "0-3"), blocks=("train", "train"), lags=(0, 0)):
@@ -69,15 +70,15 @@ GOOD = {
     "GRPO in the tail": table(*TAIL),
     "six scorers, three trained models": table(*MANY),
 }
-BAD = [  # a call, a word of the reason, whether ranks wait for ever, and the table
+BAD = [  # a task, a word of the reason, whether ranks wait for ever, and the table
     ("a", "comes later", True, ["one a host 0-3 b", "two b host 0-3"]),
     ("b", "share all or none", True, ["one a train 0-2", "one b train 1-3"]),
     ("c", "cut across", False, ["one a generate 0", "one b score 1-6/2 a:sample", "one c score 1-6/3 a:sample"]),
     ("b", "cannot wait", True, ["one a generate 0-3", "one b score 0-3 a:sample"]),
     ("b", "not for a batch", False, ["one a generate 0-3", "one b score 0-3/1 a"]),
     ("b", "nothing before its end", False, ["one a train 0-3", "one b score 0-3/1 a:sample"]),
-    ("b", "is no call", False, ["one a generate 0-3", "two b score 0-3/1 c"]),
-    ("a", "another call", False, ["one a generate 0-3", "two a host 0-3"]),
+    ("b", "is no task", False, ["one a generate 0-3", "two b score 0-3/1 c"]),
+    ("a", "another task", False, ["one a generate 0-3", "two a host 0-3"]),
     ("c", "entered twice", False, ["one a host 0", "two b host 1", "one c host 0"]),
     ("a", "ranks 0-3", False, ["one a generate 2-4"]),
     ("a", "do not divide", False, ["one a score 0-2/2"]),
@@ -92,7 +93,7 @@ def ends(iteration: Iteration, draw: random.Random) -> bool:
 
 
 def random_table(draw: random.Random) -> Iteration:
-    names, calls, block = [f"call{i}" for i in range(draw.randint(2, 5))], [], 0
+    names, tasks, block = [f"task{i}" for i in range(draw.randint(2, 5))], [], 0
     for number, name in enumerate(names):
         kind = draw.choice(KINDS) if number else "generate"
         mesh = draw.choice(("0-3",) * 6 + ("0-1", "2-3", "0-1", "2-3", "1-2", "3") + ("2-4",) * (draw.random() < 0.2))
@@ -107,8 +108,8 @@ def random_table(draw: random.Random) -> Iteration:
             )
             takes.append(Take("out", giver, unit, lag if draw.random() < 0.99 else -1))
         place, gives, turn = Mesh.parse(mesh), ("out",) * (draw.random() < 0.95), draw.random() < 0.03
-        calls.append(Call(name, kind, f"block{block}", place, "", None, worker, tuple(takes), gives, turn))
-    return Iteration(tuple(calls))
+        tasks.append(Task(name, kind, f"block{block}", place, worker, tuple(takes), gives, turn))
+    return Iteration(tuple(tasks))
 
 
 def test_random_tables_run_to_their_end_or_are_refused_by_the_name_of_a_call():
@@ -118,7 +119,7 @@ def test_random_tables_run_to_their_end_or_are_refused_by_the_name_of_a_call():
         try:
             iteration.verify(WORLD)
         except InputError as error:
-            assert any(f"call {call.name}: " in str(error) for call in iteration.calls), error
+            assert any(f"task {task.name}: " in str(error) for task in iteration.tasks), error
             continue
         accepted += 1
         assert ends(iteration, draw), "\n".join(iteration.lines())
@@ -131,32 +132,33 @@ def test_placements_of_the_papers_run_to_their_end(name):
     assert from_json(Iteration, to_json(GOOD[name]), "a table") == GOOD[name]
 
 
-@pytest.mark.parametrize("call, reason, hangs, rows", BAD)
-def test_a_refused_table_names_its_call(call, reason, hangs, rows):
-    with pytest.raises(InputError, match=f"call {call}: .*{reason}"):
+@pytest.mark.parametrize("task, reason, hangs, rows", BAD)
+def test_a_refused_table_names_its_call(task, reason, hangs, rows):
+    with pytest.raises(InputError, match=f"task {task}: .*{reason}"):
         table(*rows).verify(7 if "1-6" in rows[-1] else WORLD)
-    if hangs:  # each rank takes calls of a block in an order of its own
+    if hangs:  # each rank takes tasks of a block in an order of its own
         assert not all(ends(table(*rows), random.Random(seed)) for seed in range(8))
 
 
 @pytest.mark.parametrize("layouts, calls_function", [(PPO, True), (PPO, False), (LAYOUTS, True)])
 def test_the_iteration_that_runs(layouts, calls_function):
     parsed = {name: ParallelLayout.parse(text) for name, text in layouts.items()}
-    iteration = Iteration.of(parsed, calls_function).verify(WORLD)
+    models = [ModelTask.of(name, layout, WORLD) for name, layout in parsed.items()]
+    iteration = Iteration.of(models, calls_function).verify(WORLD)
     assert ends(iteration, random.Random(2)) and iteration.refuse_unless(iteration) is iteration
     assert from_json(Iteration, to_json(iteration), "plan") == iteration
-    assert {call.name: call.layout for call in iteration.calls if call.name in parsed} == parsed
-    every = [block.name for block in iteration.program(3) if not block.calls[0].on_turn]
+    assert {task.name: task.layout for task in iteration.models} == parsed
+    every = [block.name for block in iteration.program(3) if not block.on_turn]
     assert every == ["reshard", "gen_infer", "adv", "train", "books"]
     assert iteration.lines()[0].split()[:4] == ["reshard", "actor_move", "move", layouts["generation"]]
 
 
 def test_other_tables_are_not_executable_yet():
     today = ppo()
-    with pytest.raises(InputError, match="call generation: not executable yet"):
+    with pytest.raises(InputError, match="task generation: not executable yet"):
         GOOD["disaggregated"].verify(WORLD).refuse_unless(today)
-    with pytest.raises(InputError, match="call books: not executable yet"):
-        Iteration(today.calls[:-1]).refuse_unless(today)
+    with pytest.raises(InputError, match="task books: not executable yet"):
+        Iteration(today.tasks[:-1]).refuse_unless(today)
 
 
 def test_a_mesh_is_written_as_ranges():

@@ -2,38 +2,38 @@
 
 from itertools import product
 
-UNITS = 4  # that every call gives: samples, two of which are a group
+UNITS = 4  # that every task gives: samples, two of which are a group
 WHOLE = (1 << UNITS) - 1
 
 
 class IterationRun:
     """A few iterations of one table without a barrier between them.
 
-    A step is what some ranks enter together: calls of one block and phase on the same ranks, or what a worker serves.
+    A step is what some ranks enter together: tasks of one block and phase on the same ranks, or what a worker serves.
     Within a block no order is given between two steps of a phase: every rank takes one of its own.
     """
 
     def __init__(self, iteration, world_size, random):
         self.random, self.lists = random, [[] for _ in range(world_size)]  # of each rank: its steps
-        self.ranks, self.serves, self.calls = [], [], []  # by step
-        self.whole, self.parts = {}, {}  # by call and iteration: calls that it waits for, as a whole or by unit
-        number = {call.name: i for i, call in enumerate(iteration.calls)}
-        last = 1 + max((take.lag for call in iteration.calls for take in call.takes), default=0)
+        self.ranks, self.serves, self.tasks = [], [], []  # by step
+        self.whole, self.parts = {}, {}  # by task and iteration: tasks that it waits for, as a whole or by unit
+        number = {task.name: i for i, task in enumerate(iteration.tasks)}
+        last = 1 + max((take.lag for task in iteration.tasks for take in task.takes), default=0)
         for at, block, phase in product(range(last + 1), iteration.blocks, range(3)):
-            calls = [call for call in block.calls if call.phase == phase and not (call.on_turn and at == 1)]
+            tasks = [task for task in block.tasks if task.phase == phase and not (task.on_turn and at == 1)]
             steps = {}
-            for call in calls:
-                key, beside = at * len(number) + number[call.name], {one.name for one in block.calls}
-                takes = [(take, (at - take.lag) * len(number) + number[take.giver]) for take in call.takes]
+            for task in tasks:
+                key, beside = at * len(number) + number[task.name], {one.name for one in block.tasks}
+                takes = [(take, (at - take.lag) * len(number) + number[take.giver]) for take in task.takes]
                 takes = [(take, giver, phase == 1 and not take.lag and take.giver in beside) for take, giver in takes]
                 self.whole[key] = [giver for take, giver, streamed in takes if giver >= 0 and not streamed]
                 self.parts[key] = [(giver, take.unit == "group") for take, giver, streamed in takes if streamed]
-                width = max(one.worker for one in calls if one.mesh == call.mesh) or len(call.mesh)
-                for i in range(0, len(call.mesh), width):
-                    steps.setdefault(call.mesh[i : i + width], []).append(key)
+                width = max(one.worker for one in tasks if one.mesh == task.mesh) or len(task.mesh)
+                for i in range(0, len(task.mesh), width):
+                    steps.setdefault(task.mesh[i : i + width], []).append(key)
             numbered = list(zip(range(len(self.ranks), len(self.ranks) + len(steps)), steps))
             self.ranks += steps
-            self.calls += steps.values()
+            self.tasks += steps.values()
             self.serves += [phase == 1] * len(steps)
             for rank, own in enumerate(self.lists):
                 own += random.sample(mine := [step for step, ranks in numbered if rank in ranks], len(mine))
@@ -55,34 +55,34 @@ class IterationRun:
     def _go_on(self, rank):
         """Let a rank do one piece of work, if it can."""
         step = self.lists[rank][self.place[rank]]
-        ranks, calls, given = self.ranks[step], self.calls[step], self.given
+        ranks, tasks, given = self.ranks[step], self.tasks[step], self.given
         if not self.entered[step]:
-            ready = self.serves[step] or all(given[one] == WHOLE for call in calls for one in self.whole[call])
+            ready = self.serves[step] or all(given[one] == WHOLE for task in tasks for one in self.whole[task])
             if self.there[step] < len(ranks) or not ready:
                 return False
             self.entered[step] = True
         if self.serves[step]:
-            for call in calls:
-                if given[call] != WHOLE and (units := self._free(call)):
-                    given[call] |= units if self.random.random() < 0.5 else units & -units
+            for task in tasks:
+                if given[task] != WHOLE and (units := self._free(task)):
+                    given[task] |= units if self.random.random() < 0.5 else units & -units
                     return True
-            if any(given[call] != WHOLE for call in calls):
+            if any(given[task] != WHOLE for task in tasks):
                 return False
         else:  # its own share, whatever the others do
             share = sum(1 << unit for unit in range(UNITS) if ranks[unit % len(ranks)] == rank)
-            for call in calls:
-                given[call] |= share
+            for task in tasks:
+                given[task] |= share
         self.place[rank] += 1
         if self.place[rank] < len(self.lists[rank]):
             self.there[self.lists[rank][self.place[rank]]] += 1
         return True
 
-    def _free(self, call):
+    def _free(self, task):
         """The units that a worker can begin."""
-        units = WHOLE & ~self.given[call]
-        for giver in self.whole[call]:
+        units = WHOLE & ~self.given[task]
+        for giver in self.whole[task]:
             units *= self.given[giver] == WHOLE
-        for giver, by_group in self.parts[call]:
+        for giver, by_group in self.parts[task]:
             there = self.given[giver]
             units &= 3 * (there & there >> 1 & 0b0101) if by_group else there
         return units

@@ -70,7 +70,7 @@ def test_layouts_that_are_auto_are_searched_and_told(run_yaml, tmp_path):
     words = ("--json", "fusion.intra_stage=false", "parallel=auto", "--world-size", "4")
     done = plan(run_yaml, *words, "fusion.actor_microbatches=auto")
     found = json.loads(done.stdout)
-    layouts = {task["name"]: task["layout"] for task in found["tasks"]}
+    layouts = {task["name"]: task.get("layout") for task in found["iteration"]["tasks"]}
     chosen = next(line for line in done.stderr.splitlines() if line.startswith("layouts of the search: "))
     assert f"generation={layouts['generation']} " in chosen and f"actor_train={layouts['actor_train']} " in chosen
     assert f"microbatch_tokens={found['batch']['cut']['tokens']:.0f}" in chosen
@@ -191,7 +191,7 @@ def test_the_best_is_written_as_a_run(run_yaml, tmp_path):
     whatever = ["parallel.headroom=0.2", "parallel.reward_inference=d1t4p1"]  # whatever layouts the file has
     assert config == load_config(run_yaml, [*whatever, *best["overrides"]])
     found = json.loads(plan(file, "--json", "--world-size", "4").stdout)
-    layouts = {task["name"]: task["layout"] for task in found["tasks"]}
+    layouts = {task["name"]: task.get("layout") for task in found["iteration"]["tasks"]}
     assert layouts["generation"] == str(table.generation) and layouts["actor_train"].startswith(str(table.actor_train))
     assert table.cut.name == "microbatch_tokens" and table.cut.value >= found["batch"]["cut"]["tokens"]
 

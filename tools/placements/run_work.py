@@ -10,12 +10,12 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.config.values import AUTO, Recompute
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.decisions.layouts import Task, possible_layouts
+from rlhfuse.decisions.layouts import possible_layouts
 from rlhfuse.planning.candidate import CandidateInputs
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.rooflines import Rooflines
 from rlhfuse.tasks.role import Role
-from rlhfuse.tasks.task import TASKS
+from rlhfuse.tasks.task import TASKS, ModelTask
 
 ENDLESS_GB = 1e6  # of a rank
 
@@ -67,7 +67,7 @@ class RunWork:
         """The roofline of a task in a layout; the last two are of training."""
         rooflines = Rooflines.of(self.run, hardware, self.inputs.cores)
         rooflines = replace(rooflines, recompute=recompute, sequence_parallel=sequence_parallel)
-        return rooflines.cost(Task(task, TASKS[task].role, layout, (0, layout.size - 1)))
+        return rooflines.cost(ModelTask.of(task, layout, layout.size))
 
     def layouts(self, task: str, ranks: int, devices_per_node: int) -> Iterator[ParallelLayout]:
         """Layouts of a task on so many ranks: whole tensor groups in a node, pipelines for training alone, and a sample

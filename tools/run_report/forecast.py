@@ -74,7 +74,7 @@ class Forecaster:
         self._schedules = {schedule.problem.pipelines[0].microbatches: schedule for schedule in family}
         self._costs = load_costs(run.folder / "costs.json").table
         self._plan = PlanReport.from_dict(read_json(run.folder / "plan.json"), str(run.folder / "plan.json"))
-        self._ranks = rank_map(training_layouts(self._plan.tasks), self._plan.schedule.alternates)
+        self._ranks = rank_map(training_layouts(self._plan.iteration.models), self._plan.schedule.alternates)
         self._bs_max = run.setting("fusion", "bs_max")
         self._index = {row["iteration"]: index for index, row in enumerate(self._rows)}
         self._traced = {number: spans for number, spans in run.traced_iterations().items() if number in self._index}
@@ -138,7 +138,7 @@ class Forecaster:
 
     def _gen_infer_spans(self, timeline: GenInferTimeline, begin: float) -> list[Span]:
         """On the first rank of each instance."""
-        generation = next(task for task in self._plan.tasks if task.name == "generation").layout
+        generation = next(task for task in self._plan.iteration.models if task.name == "generation").layout
         first = generation.ranks[0] if generation.ranks else 0
         spans = []
         for span in timeline.spans:

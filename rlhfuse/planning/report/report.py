@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from rlhfuse.base.json_values import Versioned
 from rlhfuse.costs.layout_moves import LayoutMove, move_lines
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
-from rlhfuse.decisions.layouts import Task
 from rlhfuse.planning.graph_capture import GraphCapture
 from rlhfuse.planning.memory.memory_plan import MemoryPlan
 from rlhfuse.planning.plan import Plan
@@ -132,7 +131,6 @@ class PlanReport(Versioned):
     version = 7
 
     ranks: PlannedRanks
-    tasks: tuple[Task, ...]
     iteration: Iteration
     batch: BatchArithmetic
     memory: MemoryPlan
@@ -161,8 +159,7 @@ class PlanReport(Versioned):
         stages = tuple(map(str, self.schedule.stages))
         blocks = (
             (self.title, ()),
-            ("tasks", tuple(map(str, self.tasks))),
-            ("calls of an iteration, by block", self.iteration.lines()),
+            ("tasks of an iteration, by block", self.iteration.lines()),
             ("batch", (*self.batch.lines(), most_tokens)),
             ("memory per rank, at most: when all samples are as long as they can become", self.memory.lines()),
             ("weight moves per iteration, all ranks together", move_lines(self.weight_moves)),

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.costs.layout_moves import LayoutMove
-from rlhfuse.decisions.layouts import Task
 from rlhfuse.decisions.shards import Cells
 from rlhfuse.planning.candidate import Candidate
 from rlhfuse.schedule.ir.ranks import neighbour_pairs, plain_cells
 from rlhfuse.simulator.simulation import Simulation
+from rlhfuse.tasks.task import ModelTask
 
 Sent = Iterator[tuple[int, int, float]]  # sender, receiver, bytes
 
@@ -67,7 +67,7 @@ def ring(ranks: Sequence[int], whole_bytes: float) -> Sent:
         yield rank, ranks[(place + 1) % len(ranks)], whole_bytes * (len(ranks) - 1) / len(ranks)
 
 
-def _training(draft: Candidate, task: Task, cells: Cells) -> Iterator[tuple[str, Sent]]:
+def _training(draft: Candidate, task: ModelTask, cells: Cells) -> Iterator[tuple[str, Sent]]:
     """Optimizer steps and pipelines of one model; `cells`: of its pipelines."""
     cost, config, steps = draft.analytic[task.name], draft.run.config, draft.batch.optimizer_steps
     groups, memory, layout = draft.ranks.dp_groups(task.role), cost.memory, task.layout
@@ -93,7 +93,7 @@ def _training(draft: Candidate, task: Task, cells: Cells) -> Iterator[tuple[str,
     yield "hidden states and their gradients", ((*pair, size) for pair in neighbour_pairs(cells, layout))
 
 
-def _tensor_sums(draft: Candidate, task: Task, cells: Cells) -> Sent:
+def _tensor_sums(draft: Candidate, task: ModelTask, cells: Cells) -> Sent:
     """Two sums a layer of a forward, and as many of a backward and of layers that run again."""
     cost, layout, places = draft.analytic[task.name], task.layout, [0] * task.layout.pp
     tokens = _trained_tokens(draft) if task.training else draft.inputs.drawn.tokens

@@ -14,7 +14,7 @@ from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.layout_moves import layout_moves
 from rlhfuse.costs.profile_files import run_costs
 from rlhfuse.costs.table import CostTable
-from rlhfuse.decisions.layouts import Task, training_layouts
+from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.planning.candidate import Candidate, CandidateInputs, draft_plan, instance_limits
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.instance_cache import CACHE_PARTS, SPARE_BLOCKS, InstanceCache
@@ -25,7 +25,8 @@ from rlhfuse.planning.training.split_choice import given_split
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.tasks.instance_limits import InstanceLimits
-from rlhfuse.tasks.role import POLICY, Role
+from rlhfuse.tasks.role import Role
+from rlhfuse.tasks.task import ModelTask
 
 
 @dataclass(frozen=True)
@@ -142,11 +143,11 @@ class Setting:
         moves = layout_moves(tasks, ranks, self.run.specs, self.run.config.trainer.element_bytes, machine)
         return sum(move.seconds for move in moves)
 
-    def _forwards(self, generation: ParallelLayout, inference: ParallelLayout) -> list[Task]:
+    def _forwards(self, generation: ParallelLayout, inference: ParallelLayout) -> list[ModelTask]:
         """Tasks that train nothing, generation first."""
-        every = (0, self.run.world_size - 1)
-        scoring = [Task(f"{role}_inference", role, inference, every) for role in self.run.config.scorers()]
-        return [Task("generation", POLICY, generation, every), *scoring]
+        ranks = self.run.world_size
+        scoring = [ModelTask.of(f"{role}_inference", inference, ranks) for role in self.run.config.scorers()]
+        return [ModelTask.of("generation", generation, ranks), *scoring]
 
-    def _trainings(self, layouts: Mapping[Role, ParallelLayout]) -> list[Task]:
-        return [Task(f"{role}_train", role, layout, (0, self.run.world_size - 1)) for role, layout in layouts.items()]
+    def _trainings(self, layouts: Mapping[Role, ParallelLayout]) -> list[ModelTask]:
+        return [ModelTask.of(f"{role}_train", layout, self.run.world_size) for role, layout in layouts.items()]

@@ -15,7 +15,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.table import CostTable
-from rlhfuse.decisions.layouts import Task
+from rlhfuse.tasks.task import ModelTask
 
 EXACT_SECONDS = 1e-9  # seconds are compared in whole numbers of these: ties are ties on every rank
 
@@ -37,7 +37,7 @@ class StageBalance:
 
 
 def stage_balances(
-    tasks: tuple[Task, ...], analytic: Mapping[str, AnalyticCost], costs: CostTable, micro: MicrobatchTokens
+    tasks: tuple[ModelTask, ...], analytic: Mapping[str, AnalyticCost], costs: CostTable, micro: MicrobatchTokens
 ) -> tuple[StageBalance, ...]:
     """Balances of each model that trains in a pipeline; micro-batches as in `with_cuts`."""
     balances = []
@@ -52,17 +52,17 @@ def stage_balances(
 
 def with_cuts(
     stage_layers: str,
-    tasks: tuple[Task, ...],
+    tasks: tuple[ModelTask, ...],
     analytic: Mapping[str, AnalyticCost],
     costs: CostTable,
     micro: MicrobatchTokens,
-) -> tuple[Task, ...]:
+) -> tuple[ModelTask, ...]:
     """`tasks` with the layers of each stage, the same on every rank.
 
     `stage_layers`: as parallel has it. `micro`: of the longest samples, which need no known lengths.
     """
 
-    def layout(task: Task) -> ParallelLayout:
+    def layout(task: ModelTask) -> ParallelLayout:
         if not task.training:
             return _tidy(task.layout)
         cost = analytic[task.name]

@@ -17,8 +17,8 @@ from typing import Any
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.layouts import Task
 from rlhfuse.tasks.role import Role
+from rlhfuse.tasks.task import ModelTask
 
 FREE_GROUPS = ("fusion", "trainer", "parallel", "eval")  # layouts are compared as layouts, with their defaults filled
 FREE_KEYS = (
@@ -70,7 +70,7 @@ class RunCompatibility:
     def of(
         config: RunConfig,
         specs: Mapping[Role, ModelSpec],
-        tasks: tuple[Task, ...],
+        tasks: tuple[ModelTask, ...],
         world_size: int,
         vocabulary: Mapping[str, int],
         contents: Mapping[str, str],

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhfuse.base.clock import Clock, Piece
 from rlhfuse.base.errors import InputError, JointError, writing
 from rlhfuse.base.files import sync, write_text
-from rlhfuse.parallel.collectives import all_gather_objects, raise_on_all_ranks
+from rlhfuse.parallel.collectives import all_gather_objects, ask_rank_0, raise_on_all_ranks
 from rlhfuse.parallel.fragments import Fragment
 from rlhfuse.run.checkpoint.checkpoint import MANIFEST, Manifest, RunState, checkpoints_in, folder_of
 from rlhfuse.run.checkpoint.compatibility import RunCompatibility
@@ -31,9 +31,12 @@ from rlhfuse.run.checkpoint.shard_files import FileFacts, file_name, write_rank_
 POLL_SECONDS = 0.02
 GROWTH_SECONDS = 0.2
 
+T = TypeVar("T")
+Answer = TypeVar("Answer")
+
 
 class CheckpointWriter:
-    """One rank's part in saving; `start`, `joint_failure` and `finish` are collectives of all ranks."""
+    """One rank's part in saving; `start`, `joint_failure`, `meet` and `finish` are collectives of all ranks."""
 
     def __init__(
         self,
@@ -106,11 +109,28 @@ class CheckpointWriter:
 
         It names the file and the last good checkpoint. The one under way is dropped.
         """
+        with self._dropping(), raise_on_all_ranks():
+            yield
+            if self._problem:
+                raise InputError(self._problem)
+
+    def meet(self, value: T, answer: Callable[[list[T]], Answer]) -> Answer:
+        """Rank 0's `answer`, which writes, to the value of each rank (`ask_rank_0`); fails as `joint_failure` does."""
+
+        def checked(pairs: list[tuple[T, str]]) -> Answer:
+            found = answer([value for value, _ in pairs])
+            if problem := next(filter(None, (problem for _, problem in pairs)), ""):
+                raise InputError(problem)
+            return found
+
+        with self._dropping():
+            return ask_rank_0((value, self._problem), checked)
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """A JointError of the block names the last good checkpoint; the one under way is dropped. A collective."""
         try:
-            with raise_on_all_ranks():
-                yield
-                if self._problem:
-                    raise InputError(self._problem)
+            yield
         except JointError as error:
             self._abandoned.set()
             if self._thread is not None:

@@ -25,7 +25,7 @@ def training(made, specs=WIDE) -> dict[str, tuple[int, ...]]:
 
 def test_the_stage_with_the_output_layer_has_fewer_layers():
     plan = planned(run(**H100), WIDE, full(run(**H100)))
-    cut = {task.role: task.layout.cut for task in PlanReport.of(plan).tasks if task.training}
+    cut = {task.role: task.layout.cut for task in plan.tasks if task.training}
     assert cut["actor"][-1] == 1 and sum(cut["actor"]) == 8  # the vocabulary is 4.6 layers' worth
     assert cut["critic"] is None or cut["critic"][0] < 4  # its embedding makes the first rank the fullest
     received = Plan.parse(plan.to_text())

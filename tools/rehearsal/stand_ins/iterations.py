@@ -10,15 +10,12 @@ from rehearsal.stand_ins.others import Batch, OtherRanks
 from rehearsal.stand_ins.paused import DrawnPauses
 from rehearsal.stand_ins.samples import Samples
 
-from rlhfuse.base.clock import Clock
 from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.ppo.rollout import RolloutBatch
-from rlhfuse.run.iteration_metrics import IterationStats
-from rlhfuse.run.iteration_recorder import IterationRecord, IterationResult
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 from rlhfuse.run.trainer import Trainer
@@ -43,8 +40,6 @@ class RehearsedTrainer(Trainer):
         self.others = OtherRanks(samples, self.models.place.placement, self.rank, self.engine)
         if not self.threshold.threshold and self.config.fusion.inter_stage:
             self.threshold.threshold = self.config.samples_per_iteration // TAIL_SHARE
-        recorder: Any = self.recorder
-        recorder.finish = _read_results
 
     def _start_rewarder(self) -> FunctionRewarder | None:
         return None
@@ -75,9 +70,3 @@ class RehearsedTrainer(Trainer):
         full = self.samples.training_batch(MINIBATCHES, self.plan.batch)
         algorithm = algorithm.model_copy(update={"minibatches": MINIBATCHES, "epochs": 1})
         return super()._train(self.config.held_iterations(POLICY) + iteration, full, algorithm)
-
-
-def _read_results(done: IterationResult) -> IterationRecord:
-    """In the place of IterationRecorder.finish: what it reads, of which metrics of all ranks would be made."""
-    IterationStats.of(done.minibatches, Clock(), done.peak_bytes)
-    return IterationRecord({}, [], [])
