@@ -45,7 +45,8 @@ def ask_rank_0(value: T, answer: Callable[[list[T]], Answer]) -> Answer:
     """
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, values, dst=0)
-    found, problem = None, ""
+    found: Any = None
+    problem = ""
     try:
         found = answer(values) if values else None
     except InputError as error:

@@ -1,14 +1,15 @@
-"""The parts of the run's models that one rank holds, in their layouts, and the groups that connect them.
+"""The parts of the run's models that one rank holds, one for each task, and the groups that connect them.
 
-trains     stages and optimizer
-generates  a whole copy per generation instance, read by the engine
-scores     a copy per inference replica, offloaded in host memory
+train      stages and optimizer
+generate   a whole copy per generation instance, read by the engine
+score      a copy per inference replica, offloaded in host memory
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.schedule.ir.ranks import FusedRanks, neighbour_pairs
 from rlhfuse.tasks.placement import Placement
 from rlhfuse.tasks.role import POLICY, Role
+from rlhfuse.tasks.task import Kind, ModelTask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -61,18 +63,34 @@ class ModelFolders:
 
 @dataclass(frozen=True)
 class RankModels:
-    """This rank's models. The generation copy's parameters are what the engine computes with.
+    """This rank's models. The engine computes with the parameters of the generation copy.
 
-    At first only what trains has device memory: that of the copies is taken when they are first filled.
+    At first only models that train have device memory. Copies take theirs when they are first filled.
     """
 
-    trained: dict[str, TrainedModel]  # by role, the policy first
-    generation: WeightMemory
-    frozen: dict[Role, FrozenModel]  # what scores, in this order
+    tasks: Sequence[ModelTask]
+    parts: Mapping[str, Any]  # by task: TrainedModel, WeightMemory or FrozenModel, by the task's kind
     place: RankPlace
-    holders: dict[str, WeightHolders]  # by task, of those that weights move between
+    holders: Mapping[str, WeightHolders]  # by task, of those that weights move between
     channels: Channels
     groups: GroupMaker  # owns every process group of the above
+
+    def _of(self, kind: Kind) -> dict[Any, Any]:
+        return {task.role: self.parts[task.name] for task in self.tasks if task.kind == kind}
+
+    @cached_property
+    def trained(self) -> dict[str, TrainedModel]:
+        """By role, the policy first."""
+        return self._of("train")
+
+    @cached_property
+    def frozen(self) -> dict[Role, FrozenModel]:
+        """Models that score, in this order."""
+        return self._of("score")
+
+    @cached_property
+    def generation(self) -> WeightMemory:
+        return self._of("generate")[POLICY]
 
     def offload_optimizers(self, free: bool) -> None:
         """Main weights and moments leave for the host; with `free` they are there and their device memory is free."""
@@ -91,13 +109,16 @@ class RankModels:
 
 def build_models(
     config: RunConfig,
+    tasks: Sequence[ModelTask],
     folders: ModelFolders,
     ranks: FusedRanks,
     rank: int,
     device: Device,
     progress: Callable[[str], None] = lambda _: None,
 ) -> RankModels:
-    """Build the run's models on `rank` and load their weights, which move by resharding from then on; a collective.
+    """Build the models of `tasks` on `rank` and load their weights, which move by resharding from then on.
+
+    A collective.
 
     All are built and filled in host memory. The device gets the parts that train, one model after the other. `progress`
     is told of every model and of every tensor that is read: from a slow disk they may take long.
@@ -113,13 +134,14 @@ def build_models(
         kind: dict[str, Any] = {"scalar_head": role.scalar_head, "dtype": dtype, "device": device, "on_host": True}
         return build_model(specs[role], grid, groups, rank, **{**kind, **part})
 
-    def note_holders(task: str, role: Role, grid: ModelGrid) -> None:
-        whole = specs[role], grid.layout, grid.cells, dtype.itemsize, role.scalar_head
-        holders[task] = WeightHolders.of_layout(*whole)
+    def note_holders(task: ModelTask, grid: ModelGrid) -> None:
+        whole = specs[task.role], grid.layout, grid.cells, dtype.itemsize, task.role.scalar_head
+        holders[task.name] = WeightHolders.of_layout(*whole)
 
-    def trained(role: Role) -> TrainedModel:
+    def trained(task: ModelTask) -> TrainedModel:
+        role = task.role
         grid = trained_grid(ranks, role)
-        note_holders(f"{role}_train", role, grid)
+        note_holders(task, grid)
         groups = maker.for_model(role, grid, rank)
         head = role.scalar_head
         chunks = {}
@@ -134,29 +156,33 @@ def build_models(
             stages[stage] = TrainingStage(part)
         return TrainedModel(role, folders.in_use(role), grid, stages, optimizer, groups.tp, dtype)
 
-    def whole(task: str, role: Role) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
-        grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))
+    def whole(task: ModelTask) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
+        grid = plain_grid(task.layout)
         groups = maker.for_model("frozen", grid, rank)  # one after the other, so in one order on all ranks
-        if role.trains:
-            note_holders(task, role, grid)
-        return build(role, grid, groups).requires_grad_(False), groups.tp, grid
+        if task.role.trains:
+            note_holders(task, grid)
+        return build(task.role, grid, groups).requires_grad_(False), groups.tp, grid
 
-    def frozen(role: Role) -> FrozenModel:
-        model, tp_group, grid = whole(f"{role}_inference", role)
+    def frozen(task: ModelTask) -> FrozenModel:
+        role = task.role
+        model, tp_group, grid = whole(task)
         offloaded = OffloadedWeights(model, device)
-        if role not in models:  # what also trains is moved here before it scores
+        if not role.trains:  # the weights of others move here before they score
             offloaded.expose()
             load_part(model, paths.get(role), specs[role], grid, rank, role.scalar_head, progress=progress)
         offloaded.release()
         stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
         return FrozenModel(stage, offloaded, tp_group)
 
-    models: dict[str, TrainedModel] = {role: trained(role) for role in config.trained()}
-    copy, instance_group, generation_grid = whole("generation", POLICY)
+    models = {task.name: trained(task) for task in tasks if task.training}
+    generates = next(task for task in tasks if task.kind == "generate")
+    copy, instance_group, generation_grid = whole(generates)
     generation = WeightMemory(copy, device)
     generation.release()
-    scorers = {role: frozen(role) for role in config.scorers()}
-    inference_grid = plain_grid(inference_layout(config))
+    scorers = {task.name: frozen(task) for task in tasks if task.kind == "score"}
+    layouts = [task.layout for task in tasks if task.kind == "score"]
+    # One layout of all that score; samples are dealt by parallel.inference where no model does.
+    inference_grid = plain_grid(layouts[0] if layouts else ParallelLayout.parse(config.parallel.inference))
     worker_group = maker.own("tp", [cell for (cell,) in inference_grid.cells], rank)
     instances, workers = (tuple(stages[0] for stages in grid.cells) for grid in (generation_grid, inference_grid))
     place = RankPlace(rank, Placement(instances, workers), instance_group, worker_group)
@@ -164,14 +190,15 @@ def build_models(
     channels = Channels(rank, maker.channels("pipeline", pairs, device), device.torch_device)
     uses = [use for model in models.values() for use in model.optimizer.group_uses()]
     learners = [(model.role, model.tp_group) for model in models.values()]
-    frozen_groups = [(role, model.tp_group) for role, model in scorers.items()]
+    frozen_groups = [(task.role, scorers[task.name].tp_group) for task in tasks if task.name in scorers]
     for role, group in [*learners, *frozen_groups, (POLICY, instance_group)]:
         uses += tensor_parallel_uses(group, specs[role].hidden, specs[role].context, dtype)
     progress(Waiting("building models: connecting process groups"))
     connect(uses, device.torch_device)
     longest = max(model.spec.hidden * model.spec.context for model in models.values()) * dtype.itemsize
     channels.connect(min(longest, MOST_BYTES[device.torch_device.type]))
-    return RankModels(models, generation, scorers, place, holders, channels, maker)
+    parts = {**models, generates.name: generation, **scorers}
+    return RankModels(tasks, parts, place, holders, channels, maker)
 
 
 def engine_options(config: RunConfig, instances: int, keep_memory: bool = False) -> EngineOptions:
@@ -216,13 +243,6 @@ def requests_of(
         for place, prompt in enumerate(prompts, first)
         for copy in range(copies)
     ]
-
-
-def inference_layout(config: RunConfig) -> ParallelLayout:
-    """The one layout of all that score; it also deals the samples where no model does."""
-    scorers = config.scorers()
-    task = f"{scorers[0]}_inference" if scorers else "inference"
-    return ParallelLayout.parse(getattr(config.parallel, task))
 
 
 def load_part(

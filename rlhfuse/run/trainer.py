@@ -67,7 +67,7 @@ class Trainer:
         self.config, self.inputs, self.plan = config, inputs, plan
         self.rank, self.device, self.progress = rank, device, progress
         self.memory = PhaseMeter(device, config.trainer.return_memory)
-        self.models = build_models(config, inputs.models, plan.ranks, rank, device, progress)
+        self.models = build_models(config, plan.tasks, inputs.models, plan.ranks, rank, device, progress)
         progress("building the engine: kernels that are not cached are compiled")
         self.clock = Clock(rank)
         if plan.pace:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from rlhfuse.base.parallel_layout import LayoutText, ParallelLayout
 from rlhfuse.tasks.mesh import Mesh, MeshText
-from rlhfuse.tasks.role import POLICY, Role, RoleName, role_named
+from rlhfuse.tasks.role import LEARNERS, POLICY, ROLES, Role, RoleName
 
 Kind = Literal["generate", "score", "train", "move", "host", "meet"]
 Unit = Literal["sample", "group", "minibatch", "batch"]
@@ -123,8 +123,8 @@ class TaskKind(NamedTuple):
 
 TASKS: Mapping[str, TaskKind] = {  # by name, in the order of an iteration; a run has those of its roles
     "generation": TaskKind(POLICY, "generate"),
-    **{f"{name}_inference": TaskKind(role_named(name), "score") for name in ("reference", "reward", "critic")},
-    **{f"{name}_train": TaskKind(role_named(name), "train") for name in ("actor", "critic")},
+    **{f"{role}_inference": TaskKind(role, "score") for role in ROLES[1:]},
+    **{f"{role}_train": TaskKind(role, "train") for role in LEARNERS},
 }
 _BLOCKS = {"generate": "gen_infer", "score": "gen_infer", "train": "train"}
 SCORERS = tuple(name for name, task in TASKS.items() if task.kind == "score")

@@ -12,6 +12,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import OptimizerConfig, ParallelConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.machine import rank_groups
+from rlhfuse.decisions.layouts import given_tasks
 from rlhfuse.models import hf
 from rlhfuse.monitor.heartbeat import Heartbeat, Limits, PeerTable, ProcessName
 from rlhfuse.parallel.device import Device
@@ -27,7 +28,8 @@ def built(config: RunConfig, paths: dict, specs: dict, ranks, rank: int, *more):
     dist.init_process_group("fake", rank=rank, world_size=ranks.size, store=FakeStore())
     try:
         folders = rank_models.ModelFolders(paths, specs)
-        yield rank_models.build_models(config, folders, ranks, rank, Device(torch.device("cpu"), "fake"), *more)
+        tasks = given_tasks(config.parallel, config.roles(), ranks.size)
+        yield rank_models.build_models(config, tasks, folders, ranks, rank, Device(torch.device("cpu"), "fake"), *more)
     finally:
         dist.destroy_process_group()
 

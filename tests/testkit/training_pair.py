@@ -13,6 +13,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.settings import OptimizerConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.decisions.layouts import given_tasks
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
@@ -181,7 +182,9 @@ def build_roles(rank: int, folders: Mapping[str, Path], plan: Plan, generation: 
     layouts = {"actor_train": plan.actor, "critic_train": plan.critic} | dict.fromkeys(tasks, generation)
     config = RunConfig().with_(**{**settings, "parallel": {**layouts, **settings.get("parallel", {})}})
     specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
-    return build_models(config, ModelFolders(dict(folders), specs), plan.ranks, rank, choose_device("cpu", 0, 1))
+    tasks = given_tasks(config.parallel, config.roles(), plan.ranks.size)
+    found = ModelFolders(dict(folders), specs)
+    return build_models(config, tasks, found, plan.ranks, rank, choose_device("cpu", 0, 1))
 
 
 def build_pair(

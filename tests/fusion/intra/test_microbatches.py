@@ -14,6 +14,7 @@ from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.config.settings import ParallelConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.decisions.layouts import given_tasks
 from rlhfuse.fusion.intra.microbatches import Microbatch, Microbatches
 from rlhfuse.fusion.intra.training_step import TrainingStep
 from rlhfuse.models import stage
@@ -43,7 +44,8 @@ def test_a_micro_batch_is_cut_when_the_program_comes_to_it(tmp_path, monkeypatch
         config = RunConfig(parallel=ParallelConfig(**dict.fromkeys(tasks, "d1t1p1")))
         config = config.with_(trainer={"dtype": "float32"}, actor={"optim": {"lr": 1e-3}})
         folders = ModelFolders({}, dict.fromkeys(("actor", "critic", "reference", "reward"), spec))
-        models = build_models(config, folders, ranks, 0, Device(CPU, "fake"))
+        tasks = given_tasks(config.parallel, config.roles(), 1)
+        models = build_models(config, tasks, folders, ranks, 0, Device(CPU, "fake"))
         for model in models.trained.values():
             for weight in model.optimizer.module.parameters():
                 torch.nn.init.normal_(weight, 0.0, 0.02)

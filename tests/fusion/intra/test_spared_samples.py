@@ -17,6 +17,7 @@ from testkit.training_pair import add_tensors, make_batch, unit_problem
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.decisions.layouts import given_tasks
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.program.lowering import lower
@@ -87,9 +88,9 @@ def train(rank: int, case: Case, how: str) -> dict:
     config = case.config(skips=how != KNOWS_NOTHING)
     layouts = {"actor": ParallelLayout.parse(case.layout)}
     ranks, spec = rank_map(layouts), ModelSpec.from_config(case.folder)
-    roles = build_models(
-        config, ModelFolders({"actor": case.folder}, {"actor": spec}), ranks, rank, choose_device("cpu", 0, 1)
-    )
+    folders = ModelFolders({"actor": case.folder}, {"actor": spec})
+    tasks = given_tasks(config.parallel, config.roles(), ranks.size)
+    roles = build_models(config, tasks, folders, ranks, rank, choose_device("cpu", 0, 1))
     cut = RunsAll(case.cut) if how == RUNS_ALL else case.cut
     schedules = {rung: greedy(unit_problem(layouts, rung)) for rung in cut.rungs}
     programs = {rung: lower(schedule, ranks) for rung, schedule in schedules.items()}
