@@ -37,7 +37,7 @@ def test_the_stage_with_the_output_layer_has_fewer_layers():
     assert actor.mean_seconds == pytest.approx(sum(stages) / 4, rel=1e-2)
     text = PlanReport.of(plan).render()
     assert f"slowest stage {actor.slowest_seconds / actor.mean_seconds - 1:.1%} above the mean" in text
-    assert f"d1t1p4:{','.join(map(str, cut['actor']))} ranks 0-3" in text
+    assert f"d1t1p4:{','.join(map(str, cut['actor']))}  ranks 0-3" in text
 
 
 def test_a_cpu_run_has_the_even_cut_unless_another_is_faster():
