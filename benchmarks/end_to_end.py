@@ -20,9 +20,9 @@ from harness import Figure, Measurement, counting, options, peer_python, take_tu
 from learning import story_config, story_model, story_settings
 from processes import ROOT, run, torchrun, train
 
-from rlhfuse.base.errors import run_program
 from rlhfuse.config.load import load_config
 from rlhfuse.monitor.phase_times import whole_seconds
+from rlhfuse.tools.program import run_program
 
 OWN, TRL = "rlhfuse", "trl"
 RATIO_GOAL = 2.2

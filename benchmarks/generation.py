@@ -25,8 +25,8 @@ from harness import TRACE, Figure, Measurement, counting, named, options, peer_p
 from processes import Worker, environment
 from random_models import write_llama
 
-from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.tools.program import run_program
 
 OWN = "rlhfuse"
 SDPA_STATIC = {"attn_implementation": "sdpa", "cache_implementation": "static"}

@@ -20,7 +20,6 @@ from harness import TRACE, Figure, Measurement, named, options, take_turns, trac
 from processes import ALLOCATOR, Ranks
 from run_report.timeline import GenInferTimeline, simulate_gen_infer
 
-from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import StepObservation
@@ -29,6 +28,7 @@ from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import sweep_threshold
 from rlhfuse.tasks.instance_limits import InstanceLimits
 from rlhfuse.tasks.migration import MigrationPlan
+from rlhfuse.tools.program import run_program
 
 INSTANCES = 2
 ROLES = ("actor", "reference", "critic", "reward")

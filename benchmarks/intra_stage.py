@@ -24,7 +24,7 @@ from harness import DATA, Figure, Measurement, Part, named, options, take_turns
 from intra_stage_rank import FORWARD, INPUT, LAYOUT, MEGATRON, MODELS, RANKS, WEIGHT, WHOLE, Sizes, rank_layout
 from processes import ALLOCATOR, Ranks
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
@@ -36,6 +36,7 @@ from rlhfuse.schedule.rules.builders import serial_1f1b
 from rlhfuse.schedule.search.search import SearchSettings, search
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.tasks.microbatch_cut import MicrobatchCut
+from rlhfuse.tools.program import run_program
 from rlhfuse.tools.run_report.program_times import makespan, program_times
 
 MICROSECONDS = 1e6

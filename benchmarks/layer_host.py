@@ -17,7 +17,8 @@ from typing import Any
 from harness import ROOT, Figure, Measurement, counting, options, take_turns
 from processes import environment
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
+from rlhfuse.tools.program import run_program
 
 SIDE = ROOT / "benchmarks" / "layer_host_side.py"
 GOALS = {"forward": 8.0, "backward": 5.0, "scoring": 8.0}  # times less

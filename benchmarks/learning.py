@@ -19,7 +19,8 @@ from pathlib import Path
 from harness import DATA, Figure, Measurement, named, options
 from processes import ROOT, train
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
+from rlhfuse.tools.program import run_program
 
 SUMS: dict[str, tuple[str, ...]] = {  # the example of each, and what is added to it
     "sums": ("sums_grpo",),

@@ -27,7 +27,6 @@ from paced_rank import Prices, Stages
 from processes import ALLOCATOR, Ranks
 from run_report.timeline import simulate_gen_infer
 
-from rlhfuse.base.errors import run_program
 from rlhfuse.costs.machine import Host
 from rlhfuse.monitor.pace import MOST_CPU, MOST_LATE, PaceStats
 from rlhfuse.schedule.ir.action import Action
@@ -37,6 +36,7 @@ from rlhfuse.schedule.program.program import Program
 from rlhfuse.schedule.rules.builders import serial_1f1b
 from rlhfuse.schedule.search.search import SearchSettings, search
 from rlhfuse.simulator.threshold import sweep_threshold
+from rlhfuse.tools.program import run_program
 from rlhfuse.tools.run_report.program_times import makespan, program_times
 
 MODELS = ("actor", "critic")

@@ -16,8 +16,9 @@ from page_figures import load_results
 from paper.computed import SECTIONS
 from paper.page import contents_of, page
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_text
+from rlhfuse.tools.program import run_program
 
 NEEDED = ("paper_settings", "real_plans", "real_tables", "schedule_table")
 

@@ -30,7 +30,7 @@ from processes import ALLOCATOR, Ranks, run, torchrun
 from random_models import write_llama
 from scipy.stats import spearmanr
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import read_json
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.config.spec import ModelSpec
@@ -43,6 +43,7 @@ from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.settle import settle_but_layouts
 from rlhfuse.planning.training.drawn_batches import DRAWS
 from rlhfuse.simulator.lengths import load_lengths
+from rlhfuse.tools.program import run_program
 
 TOKENIZER = ROOT / "examples" / "tiny" / "actor"
 PROMPT = "Once upon a time there was a little dog ."  # every sample's

@@ -26,9 +26,9 @@ from harness import Figure, Measurement, named, options, take_turns
 from paper.settings import SHAPES
 from processes import ROOT, environment
 
-from rlhfuse.base.errors import run_program
 from rlhfuse.base.kernel_cache import compile_apart
 from rlhfuse.simulator.simulation import kernel_group
+from rlhfuse.tools.program import run_program
 
 SEARCH = Path(__file__).with_name("planner_speed_search.py")
 PROMPT, RESPONSE, MEDIAN, SPREAD = 256, 1024, 200, 0.8  # tokens; SPREAD: of the logarithm

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import sys
 
-from rlhfuse.base.errors import run_program
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.settle import settle_but_layouts
+from rlhfuse.tools.program import run_program
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from harness import Figure, Measurement, counting, options
 from paper.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
 from processes import mpirun, run
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import TOLERANCE, tidy
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, Pipeline
@@ -36,6 +36,7 @@ from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
 from rlhfuse.schedule.search.mpi import load_mpi
 from rlhfuse.schedule.search.search import SearchObserver, SearchReport, SearchSettings, search
+from rlhfuse.tools.program import run_program
 
 SOON_SECONDS = 2.0
 GOALS = {  # settings of Table 3

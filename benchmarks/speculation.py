@@ -24,7 +24,7 @@ from learning import story_config, story_model, story_settings
 from processes import ROOT, train
 from wide_models import widen
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.speculation import DRAFT_ITERATIONS
@@ -34,6 +34,7 @@ from rlhfuse.models.cpu.tiles import share_threads
 from rlhfuse.models.hf import load_weights
 from rlhfuse.run.preflight import read_prompts, run_tokenizer
 from rlhfuse.tools.checkpoint_conversion import convert, open_checkpoint
+from rlhfuse.tools.program import run_program
 
 TRACES = {"arxiv": "arxiv_llama2tok.csv", "azure": "azure2023_conv.csv", "sharegpt": "sharegpt8k_llama2tok.csv"}
 LONGEST, HISTORY_TOKENS, TAIL = 400, 200, 0.2

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
-from rlhfuse.base.errors import InputError, run_program
+from program import run_program
+
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_bytes, write_json
 from rlhfuse.base.json_values import to_json
 from rlhfuse.base.parallel_layout import ParallelLayout

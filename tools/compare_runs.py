@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from program import run_program
 from run_comparison import IGNORED, Comparison, compare_runs
 from text_table import aligned
-
-from rlhfuse.base.errors import run_program
 
 
 def main() -> int:

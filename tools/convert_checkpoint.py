@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rlhfuse.base.errors import InputError, run_program
+from program import run_program
+
+from rlhfuse.base.errors import InputError
 from rlhfuse.tasks.role import LEARNERS
 
 

@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_checks import kit
+from program import run_program
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 
 if TYPE_CHECKING:
     from gpu_checks.isolation import Check, Result, Surroundings, Worker

@@ -35,10 +35,11 @@ from placements.placements import Placement, placements
 from placements.placements_text import as_dict, as_text
 from placements.run_problem import RunProblem
 from placements.run_work import RunWork
+from program import run_program
 from rich.console import Console
 
 from rlhfuse.base.cuda_environment import has_gpu
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_bytes, write_json, write_text
 from rlhfuse.config.load import dump_config, load_config, model_folder, read_specs
 from rlhfuse.config.settings import RunConfig

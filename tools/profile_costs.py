@@ -27,10 +27,10 @@ from rlhfuse.base.cuda_environment import set_cuda_environment
 set_cuda_environment(os.environ)  # before any of the following imports torch
 
 from cost_profiles.points import check_world, with_tensor
-from first_error import prints_error
 from job_place import check_place
+from program import prints_error, run_program
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import MICROBATCH_TOKENS, completed, refuse_auto, searched_keys

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from program import run_program
 from rehearsal.shim import refuse_unless_possible
 from rehearsal.stages import PHASES, WHOLE, distinct_ranks, planned_bytes, rehearsal_draft, rehearse
 
-from rlhfuse.base.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError, run_program
+from rlhfuse.base.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError
 from rlhfuse.config.load import load_config
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.planner import make_plan

@@ -13,10 +13,11 @@ import os
 from functools import partial
 from pathlib import Path
 
+from program import run_program
 from run_report.report import render_report
 from run_report.run_files import RunFiles
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 
 
 def main() -> int:

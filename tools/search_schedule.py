@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from mpi_ranks import MpiRanks
+from program import run_program
 from search_output import EarlierRuns, LiveLine, ResultFile, describe
 from stop_signals import StopSignals
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import read_json
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.evaluate import tidy

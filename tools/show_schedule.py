@@ -12,9 +12,10 @@ import argparse
 import re
 from pathlib import Path
 
+from program import run_program
 from search_output import percent_above
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_bytes, write_text
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound

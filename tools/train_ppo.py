@@ -27,10 +27,10 @@ from rlhfuse.base.launcher import begin_rank
 begin_rank()
 set_cuda_environment(os.environ)  # before any of the following imports torch
 
-from first_error import prints_error
 from job_place import check_interfaces, check_place, leave_other_jobs
+from program import prints_error, run_program
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.launcher import SAFE_PATH, torchrun_is_parent
 from rlhfuse.config.load import load_config
 from rlhfuse.decisions.layouts import planned_world_size

@@ -26,9 +26,10 @@ from stories import generator
 from sums import LESS, MORE, PEOPLE, QUESTIONS, THINGS
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_text
 from rlhfuse.data.gsm8k import exact_match
+from rlhfuse.tools.program import run_program
 
 CONTEXT = 160
 MAX_RESPONSE_TOKENS = 96

@@ -27,9 +27,10 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as quiet
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import check_output_folder, output_folder, write_text
 from rlhfuse.data.gsm8k import exact_match
+from rlhfuse.tools.program import run_program
 
 VOCAB = 448
 CONTEXT = 128

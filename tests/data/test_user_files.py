@@ -95,6 +95,7 @@ from contextlib import closing
 from rlhfuse.base import errors
 from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
+from rlhfuse.tools.program import run_program
 def main():
     with closing(RewardWorkers((["held.py:reward"], "trl"), 1, 1e4)) as workers:
         workers.submit([RewardCall((1,), {}, "p", ("text",), ((),))]); workers.finish()
@@ -104,7 +105,7 @@ def main():
     if failed: raise failed("why it failed")
 if __name__ == "__main__":
     errors.EXIT_SECONDS = 0.5
-    errors.run_program(main, tear_down=False)
+    run_program(main, tear_down=False)
 """
 
 

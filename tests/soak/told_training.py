@@ -4,9 +4,8 @@ import os
 import re
 
 import train_ppo
-from first_error import prints_error
+from program import prints_error, run_program
 
-from rlhfuse.base.errors import run_program
 from rlhfuse.monitor.watchdog import Watchdog
 
 WIDTH = 200  # bytes of the file

@@ -8,9 +8,8 @@ import re
 from pathlib import Path
 
 import train_ppo
-from first_error import prints_error
+from program import prints_error, run_program
 
-from rlhfuse.base.errors import run_program
 from rlhfuse.monitor.watchdog import Watchdog
 from testkit.machines import INTERFACE
 

@@ -9,7 +9,8 @@ from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
+from rlhfuse.tools.program import run_program
 from testkit.paths import ROOT, TESTS
 
 # what every test has by its fixtures: a change there reaches all of them, and nobody is followed through it

@@ -20,9 +20,8 @@ from typing import Any
 
 import psutil
 import train_ppo
-from first_error import prints_error
+from program import prints_error, run_program
 
-from rlhfuse.base.errors import run_program
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.run.checkpoint import writer as checkpoint_writer
 from rlhfuse.run.checkpoint.writer import CheckpointWriter

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from collections import Counter
 
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
+from rlhfuse.tools.program import run_program
 from testkit.paths import ROOT
 
 PAGE = ROOT / "CONTRIBUTING.md"

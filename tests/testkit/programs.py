@@ -19,8 +19,8 @@ from unittest import mock
 
 import psutil
 import torch
+from program import run_program
 
-from rlhfuse.base.errors import run_program
 from testkit.paths import ROOT, TESTS
 from testkit.workers import forkserver, host_store
 

@@ -11,7 +11,8 @@ from rlhfuse.base.errors import InputError
 TOLD = """
 import sys
 from mpi_ranks import MpiRanks
-from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.errors import InputError
+from program import run_program
 
 ranks = MpiRanks.here()
 

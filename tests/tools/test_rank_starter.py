@@ -32,7 +32,8 @@ if what == "waits":
     Path(folder, f"{rank} is ready").touch()
     time.sleep(500)
 if rank == 1 and what == "told":
-    from rlhfuse.base.errors import InputError, run_program
+    from rlhfuse.base.errors import InputError
+from program import run_program
     def full():
         raise InputError("the disk is full; free space")
     run_program(full, prints=lambda what, seconds: True)

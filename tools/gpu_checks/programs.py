@@ -92,9 +92,7 @@ def start(
 
     def work() -> None:
         import train_ppo
-        from first_error import prints_error
-
-        from rlhfuse.base.errors import run_program
+        from program import prints_error, run_program
 
         before()
         sys.argv = ["train_ppo.py", *arguments]

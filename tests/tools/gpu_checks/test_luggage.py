@@ -45,7 +45,7 @@ def test_wheels_unpack_offline_into_a_folder_of_their_own(programs, tmp_path, mo
 def test_the_luggage_holds_what_the_program_imports_beside_what_images_have():
     known = "torch numpy numba llvmlite transformers tokenizers safetensors pyarrow matplotlib jinja2 yaml rich triton"
     known = {*known.split(), "huggingface_hub", "tensorboard", "pydantic_core", "rlhfuse", "train_ppo"}
-    known |= {"gpu_checks", "cost_profiles", "first_error", "run_comparison", "text_table"}  # of tools
+    known |= {"gpu_checks", "cost_profiles", "program", "run_comparison", "text_table"}  # of tools
     optional = {"mpi4py", "flash_attn", "flashinfer", "vaderSentiment", "wandb"}
     carried = {"megatron", "omegaconf", "pydantic", "scipy"}
     files = [*ROOT.glob("rlhfuse/**/*.py"), *ROOT.glob("tools/gpu_check*/*.py"), ROOT / "tools/gpu_check.py"]

@@ -10,24 +10,24 @@ pytestmark = pytest.mark.usefixtures("programs")
 
 
 def work(rank: int, store, folder, meeting: str) -> None:
-    from first_error import prints_error
+    import program
 
-    from rlhfuse.base import errors
+    from rlhfuse.base.errors import InputError, RewardError
 
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": str(rank)}
     os.environ.update(place, TORCHELASTIC_ERROR_FILE=str(folder / f"error{rank}"))
-    errors.RANK_0_FIRST_SECONDS = 0.2
+    program.RANK_0_FIRST_SECONDS = 0.2
 
     def main() -> None:
         if str(rank) in meeting:
-            raise errors.InputError("this rank\n has no GPU")
+            raise InputError("this rank\n has no GPU")
         if meeting == "failure":
-            raise errors.RewardError(f"sample {rank} has no score")
+            raise RewardError(f"sample {rank} has no score")
 
     def prints(what: str, seconds: float) -> bool:  # who meets it with rank 0 waits for that, however late it is
-        return prints_error(what, 540.0 if seconds and "0" in meeting else seconds)
+        return program.prints_error(what, 540.0 if seconds and "0" in meeting else seconds)
 
-    errors.run_program(main, tear_down=False, prints=prints)
+    program.run_program(main, tear_down=False, prints=prints)
 
 
 def errors_of(folder, world: int, meeting: str) -> tuple[list[int | None], list[str]]:

@@ -5,14 +5,16 @@ import os
 import subprocess
 import sys
 
+import program
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from program import run_program
 from testkit.profiles import examples
 from testkit.programs import TIMEOUT_SECONDS
 
 from rlhfuse.base import errors
-from rlhfuse.base.errors import InputError, RewardError, Stopped, run_program
+from rlhfuse.base.errors import InputError, RewardError, Stopped
 
 
 def ended(error, capsys, **options):
@@ -63,12 +65,12 @@ def test_a_rank_that_fails_leaves_its_error_for_torchrun(monkeypatch, capsys, tm
 
 def test_ranks_say_once_that_the_run_has_stopped_or_was_given_bad_input(monkeypatch, capsys):
     waited = []
-    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    monkeypatch.setattr(program.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
     of_ranks = {"prints": lambda what, seconds: False}
     for error in (Stopped("stopped"), KeyboardInterrupt()):
         assert ended(error, capsys, **of_ranks) == (130, "")
-    assert ended(InputError("x"), capsys, **of_ranks) == (2, "") and waited == [errors.RANK_0_FIRST_SECONDS]
+    assert ended(InputError("x"), capsys, **of_ranks) == (2, "") and waited == [program.RANK_0_FIRST_SECONDS]
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "0", errors.LAST_WORD: "launcher"}, {"RANK": "x"}])
@@ -84,15 +86,16 @@ def test_a_program_that_is_no_rank_says_its_error_whatever_the_environment(monke
 @given(st.integers(0, 300_000), st.text("ab \n", max_size=50))
 def test_a_message_of_any_length_keeps_its_beginning_and_its_fix(characters, other):
     whole = f"a key={other}{'x' * characters} is none; set another"
-    line = errors._one_line(InputError(whole))
-    assert len(line) <= errors.MOST_CHARACTERS + 40 and "\n" not in line
+    line = program._one_line(InputError(whole))
+    assert len(line) <= program.MOST_CHARACTERS + 40 and "\n" not in line
     assert line.startswith("a key=") and line.endswith("x is none; set another" if characters else "set another")
-    assert line == " ".join(whole.split()) or f"({len(' '.join(whole.split())) - errors.MOST_CHARACTERS}" in line
+    assert line == " ".join(whole.split()) or f"({len(' '.join(whole.split())) - program.MOST_CHARACTERS}" in line
 
 
 WRITES = """
 import os, sys
-from rlhfuse.base.errors import InputError, run_program, say_at_once
+from rlhfuse.base.errors import InputError, say_at_once
+from rlhfuse.tools.program import run_program
 
 def main():
     print("first", flush=True)
@@ -124,7 +127,7 @@ def test_a_program_goes_on_when_the_reader_of_its_output_has_left(programs, tmp_
 def test_a_program_may_leave_without_being_torn_down(programs):
     source = """
 import atexit, threading, time
-from rlhfuse.base.errors import run_program
+from rlhfuse.tools.program import run_program
 
 class Kept:
     def __del__(self):
