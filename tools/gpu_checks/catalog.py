@@ -88,7 +88,6 @@ def _programs() -> Iterator[Check]:
 
 
 def _hazards() -> Iterator[Check]:
-    yield replace(_check("hangs", "hang:check_hangs", 150), eager=True)
     yield _run("not_finite", "programs:check_not_finite", 25)
     yield _check("refused_step", "training:check_refused_step", 3, small=True)
     yield _check("decode_1b", "speed:check_decode", 25, size="1b")

@@ -103,7 +103,6 @@ def test_what_is_wrong_is_found(bench, monkeypatch, name):
 
 def test_what_is_not_here_is_skipped_by_name(bench):
     assert all("CUDA" in rehearse(bench, name)["skipped"] for name in ("flashinfer", "decode_8b_flashinfer"))
-    assert "skipped" in rehearse(bench, "hangs")
 
 
 @pytest.mark.parametrize("name", TIMED)
