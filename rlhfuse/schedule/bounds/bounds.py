@@ -37,7 +37,7 @@ def latency_bound(problem: FusionProblem, precision: float = 0.0) -> Number:
 @lru_cache(maxsize=512)  # tables of layouts that differ beside training have one problem
 def _latency_bound(problem: FusionProblem, precision: float) -> Number:
     windows, tick = _windows(problem), _tick(problem)
-    low = _round_up(max(windows.least_makespan(), configurations_bound(problem)), tick)
+    low = _round_up(configurations_bound(problem, windows.least_makespan), tick)
     if not windows.excludes(low, disjunctions=True):
         return tidy(low)
     unit = tick or low * _PRECISION
@@ -51,10 +51,9 @@ def _latency_bound(problem: FusionProblem, precision: float) -> Number:
     return tidy(low + unit if tick else low)
 
 
-@lru_cache(maxsize=64)
 def quick_bound(problem: FusionProblem) -> Number:
     """A bound at or below `latency_bound`, by precedence and the work of each node alone. Raises InputError alike."""
-    return tidy(_round_up(_windows(problem).least_makespan(), _tick(problem)))
+    return tidy(_round_up(_windows(problem).least_makespan, _tick(problem)))
 
 
 @lru_cache(maxsize=256)  # a search asks for the same ones all the time
@@ -95,6 +94,7 @@ def _peaks(windows: Windows) -> tuple[np.ndarray, np.ndarray]:
     return np.unique(single[single > 0]), np.unique(np.concatenate([single, *pairs]))
 
 
+@lru_cache(maxsize=64)  # a quick bound is often followed by the proved one
 def _windows(problem: FusionProblem) -> Windows:
     windows = Windows.of(problem)
     if problem.memory_cap is None:
