@@ -145,18 +145,11 @@ def _fits_now(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
 @njit(cache=True, _nrt=False)
 def _drain_oldest(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
     """Give back what the oldest micro-batch of pipeline `p` holds, if there is room for the forwards that are left."""
-    microbatch, fits = drain.oldest[p], True
-    low, reached = stages.first[p], stages.first[p + 1] - 1
-    while reached >= low and done[stages.forward[reached]] <= microbatch:
-        node = stages.node[reached]
-        drain.need[node] += stages.activation[reached]
-        fits = fits and drain.need[node] <= drain.free[node]
-        reached -= 1
-    for stage in range(reached + 1, stages.first[p + 1]):
-        drain.need[stages.node[stage]] = 0.0
-    if fits:
-        for stage in range(low, reached + 1):
-            drain.free[stages.node[stage]] += stages.activation[stage]
+    fits = _fits_now(stages, done, p, drain)
+    for stage in range(stages.first[p], stages.first[p + 1]):
+        if not fits or done[stages.forward[stage]] <= drain.oldest[p]:
+            break
+        drain.free[stages.node[stage]] += stages.activation[stage]
     return fits
 
 
