@@ -15,7 +15,6 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import FusionConfig, RunConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.forms.training import MicrobatchTokens
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.machine import SharedCores
 from rlhfuse.costs.paced import PacedCost, load_paced_cost
@@ -143,6 +142,7 @@ class Candidate:
     memory: MemoryBudget
     generation: GenerationDraft
     training: TrainingDraft
+    work: TrainingWork
 
     @cached_property
     def config(self) -> RunConfig:
@@ -174,17 +174,6 @@ class Candidate:
         """Seconds of a mini-batch's optimizer steps: all models that train, one after the other."""
         trained = [(task.role, self.analytic[task.name]) for task in self.tasks if task.training]
         return sum(self.costs.steps.get(role, cost.optimizer_step_seconds()) for role, cost in trained)
-
-    @property
-    def longest_microbatch(self) -> MicrobatchTokens:
-        return longest_microbatch(self.run.config.longest_sample, self.batch)
-
-    @property
-    def work(self) -> TrainingWork:
-        alternates = self.run.config.fusion.alternates
-        return TrainingWork(
-            self.analytic, self.costs, self.batch, self.inputs.drawn, self.longest_microbatch, alternates
-        )
 
     def stated(self, rung: int, split: frozenset[str]) -> FusionProblem:
         """The problem of a mini-batch by M1 and the models whose backwards are split."""
@@ -229,7 +218,7 @@ def draft_plan(run: Job, lengths: SampleLengths | None = None, inputs: Candidate
     memory.check(peaks, least, given[1] if given else "")
     generation = GenerationDraft(cache, limits, _threshold_file(config.fusion.threshold_file, batch))
     training = TrainingDraft(shares, problems, split, given)
-    return Candidate(run, inputs, tasks, batch, ranks, analytic, costs, memory, generation, training)
+    return Candidate(run, inputs, tasks, batch, ranks, analytic, costs, memory, generation, training, work)
 
 
 def _stated(

@@ -163,7 +163,7 @@ def _summary(draft: Candidate, schedules: Mapping[int, Schedule], source: str) -
         serial_idle=idle,
         peak_activation_bytes=max(float(timeline.peak_memory) for timeline in timelines.values()),
         alternates=config.fusion.alternates,
-        stages=stage_balances(draft.tasks, draft.analytic, draft.costs, draft.longest_microbatch),
+        stages=stage_balances(draft.tasks, draft.analytic, draft.costs, draft.work.longest),
         others=other_promises(config.fusion, config.trainer.seed, training.problem, split, shape),
         by_microbatches=every,
     )

@@ -213,11 +213,7 @@ def _of_curve(threshold: Threshold, why: str) -> GenerationPrice:
 
 
 def _at(
-    draft: Candidate,
-    limits: InstanceLimits,
-    samples: int,
-    why: str,
-    threshold: Threshold | None = None,
+    draft: Candidate, limits: InstanceLimits, samples: int, why: str, threshold: Threshold | None = None
 ) -> GenerationPrice:
     thresholds = (0, samples)
     made = Simulation(draft.inputs.drawn.batches, draft.batch.instances, draft.costs, limits).seconds(thresholds)

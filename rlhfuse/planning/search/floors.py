@@ -152,11 +152,7 @@ class TrainingFloors:
 
     def _cost(self, row: TrainingRow, role: Role) -> AnalyticCost:
         """Its stages have the same number of layers."""
-        table = row.actor, row.critic, row.recompute, row.sequence_parallel
-        if (role, table) not in self._known:
-            for task, cost in self.setting.training_costs(row).items():
-                self._known[task.removesuffix("_train"), table] = cost
-        return self._known[role, table]
+        return self.setting.training_cost(role, row.layouts[role], row.recompute, row.sequence_parallel)
 
     def _cut(self, row: TrainingRow, layout: ParallelLayout, role: Role) -> AnalyticCost:
         """Its stages have the layers that the run's have."""
@@ -164,11 +160,8 @@ class TrainingFloors:
         stages = layout.tp, layout.pp, layout.chunks, layout.cut
         key = "cut", role, stages, row.recompute, row.sequence_parallel, longest
         if key not in self._known:
-            how, seconds = (
-                self.setting.run.config.parallel.stage_layers,
-                self.setting.stage_seconds(role, cost, longest),
-            )
-            self._known[key] = with_cut(how, cost, seconds).cut
+            how, seconds = self.setting.run.config.parallel, self.setting.stage_seconds(role, cost, longest)
+            self._known[key] = with_cut(how.stage_layers, cost, seconds).cut
         return cost.with_cut(self._known[key])
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.base.remembered import remembered
+from rlhfuse.config.values import Recompute
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.forms.training import MicrobatchTokens, StageSeconds
 from rlhfuse.costs.layout_moves import layout_moves
@@ -19,7 +20,7 @@ from rlhfuse.planning.candidate import Candidate, CandidateInputs, draft_plan, i
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.instance_cache import CACHE_PARTS, SPARE_BLOCKS, InstanceCache
 from rlhfuse.planning.rooflines import Rooflines
-from rlhfuse.planning.search.space import Given, TrainingRow
+from rlhfuse.planning.search.space import Given
 from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.training.split_choice import given_split
 from rlhfuse.schedule.ir.ranks import rank_map
@@ -93,10 +94,13 @@ class Setting:
             config = config.with_(fusion={"split_backward": "false"})
         return draft_plan(self.run.with_config(config), inputs=self.inputs)
 
-    def training_costs(self, row: TrainingRow) -> dict[str, AnalyticCost]:
-        """By task, whole layers cut evenly."""
-        how = {"recompute": row.recompute, "sequence_parallel": row.sequence_parallel}
-        return replace(self.rooflines, **how).costs(self._trainings(row.layouts))
+    @remembered
+    def training_cost(
+        self, role: Role, layout: ParallelLayout, recompute: Recompute, sequence_parallel: bool
+    ) -> AnalyticCost:
+        """Of whole layers cut evenly."""
+        rooflines = replace(self.rooflines, recompute=recompute, sequence_parallel=sequence_parallel)
+        return rooflines.cost(*self._trainings({role: layout}))
 
     def stage_seconds(self, role: str, roofline: AnalyticCost, micro: MicrobatchTokens) -> StageSeconds:
         """As `CostTable.stage_seconds`. Raises InputError also where the tensor degree was not measured."""

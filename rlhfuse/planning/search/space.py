@@ -168,11 +168,7 @@ def token_budgets(longest: int, samples: int, pipelines: int) -> list[int]:
 
 
 def _batch(
-    run: Job,
-    cut: CutSetting,
-    actor: ParallelLayout,
-    critic: ParallelLayout | None,
-    refused: Counter[str],
+    run: Job, cut: CutSetting, actor: ParallelLayout, critic: ParallelLayout | None, refused: Counter[str]
 ) -> BatchArithmetic | None:
     """The batch of a row. None: no run could have it."""
     trained = zip(TRAINED, filter(None, (actor, critic)))

@@ -15,7 +15,7 @@ from math import inf
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import FusionConfig
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, planned_bound
-from rlhfuse.schedule.bounds.bounds import latency_bound, quick_bound
+from rlhfuse.schedule.bounds.bounds import capped_bound, latency_bound
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 
@@ -99,7 +99,7 @@ def _cheapest(whole: FusionProblem, stated: Stated) -> frozenset[str]:
     """
     sets = [frozenset(some) for count in range(len(whole.models) + 1) for some in combinations(whole.models, count)]
     problems = {some: stated(some) if some else whole for some in sets}
-    quick = {some: bound for some, problem in problems.items() if (bound := _bound(problem, quick_bound)) is not None}
+    quick = {some: bound for some, problem in problems.items() if (bound := _bound(problem, capped_bound)) is not None}
     none, least, bounds = frozenset[str](), inf, {}
     if none not in quick:
         return none

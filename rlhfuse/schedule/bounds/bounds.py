@@ -36,10 +36,9 @@ def latency_bound(problem: FusionProblem, precision: float = 0.0) -> Number:
 
 @lru_cache(maxsize=512)  # tables of layouts that differ beside training have one problem
 def _latency_bound(problem: FusionProblem, precision: float) -> Number:
-    windows, tick = _windows(problem), _tick(problem)
-    low = _round_up(max(windows.least_makespan(), configurations_bound(problem)), tick)
+    windows, tick, low = _windows(problem), _tick(problem), capped_bound(problem)
     if not windows.excludes(low, disjunctions=True):
-        return tidy(low)
+        return low
     unit = tick or low * _PRECISION
     least = 2 ** max(0, int(math.log2(max(1, precision * low / unit))))
     step = least if tick else max(least, 2**20)
@@ -51,10 +50,16 @@ def _latency_bound(problem: FusionProblem, precision: float) -> Number:
     return tidy(low + unit if tick else low)
 
 
-@lru_cache(maxsize=64)
 def quick_bound(problem: FusionProblem) -> Number:
     """A bound at or below `latency_bound`, by precedence and the work of each node alone. Raises InputError alike."""
-    return tidy(_round_up(_windows(problem).least_makespan(), _tick(problem)))
+    return tidy(_round_up(_windows(problem).least_makespan, _tick(problem)))
+
+
+@lru_cache(maxsize=64)  # the proof of a longer one begins with it
+def capped_bound(problem: FusionProblem) -> Number:
+    """A bound between the two, by what a node can hold at once too. Raises InputError alike."""
+    least = configurations_bound(problem, _windows(problem).least_makespan)
+    return tidy(_round_up(least, _tick(problem)))
 
 
 @lru_cache(maxsize=256)  # a search asks for the same ones all the time
@@ -95,6 +100,7 @@ def _peaks(windows: Windows) -> tuple[np.ndarray, np.ndarray]:
     return np.unique(single[single > 0]), np.unique(np.concatenate([single, *pairs]))
 
 
+@lru_cache(maxsize=64)  # likewise
 def _windows(problem: FusionProblem) -> Windows:
     windows = Windows.of(problem)
     if problem.memory_cap is None:

@@ -34,15 +34,15 @@ class Kind(NamedTuple):
     tail: float
 
 
-def configurations_bound(problem: FusionProblem) -> float:
-    """A time that no schedule within the problem's memory cap beats; 0 where no cap binds.
+def configurations_bound(problem: FusionProblem, least: float = 0.0) -> float:
+    """A time that no schedule within the problem's memory cap beats, if `least` is one: that, where no cap binds.
 
     A micro-batch of every stage by itself fits its node.
     """
-    if problem.memory_cap is None:
-        return 0.0
-    rooms = (loosen(problem.node_cap(node)) for node in range(problem.nodes))
-    return max(_least_makespan(kinds, room) for kinds, room in zip(_kinds(problem), rooms))
+    if problem.memory_cap is not None:
+        for node, kinds in enumerate(_kinds(problem)):
+            least = _least_makespan(kinds, loosen(problem.node_cap(node)), least)
+    return least
 
 
 def _kinds(problem: FusionProblem) -> list[list[Kind]]:
@@ -65,27 +65,30 @@ def _kinds(problem: FusionProblem) -> list[list[Kind]]:
     return rows
 
 
-def _least_makespan(kinds: Sequence[Kind], room: float) -> float:
+def _least_makespan(kinds: Sequence[Kind], room: float, least: float) -> float:
     """The same of a node with so much room: the most that some kinds with no less than one's tail need."""
     kinds = [kind for kind in kinds if kind.size]
     if sum(kind.count * kind.size for kind in kinds) <= room:
-        return 0.0
-    return max(_least_span([k for k in kinds if k.tail >= tail], room) for tail in {kind.tail for kind in kinds})
+        return least
+    for tail in {kind.tail for kind in kinds}:
+        least = max(least, _least_span([kind for kind in kinds if kind.tail >= tail], room, least))
+    return least
 
 
-def _least_span(kinds: Sequence[Kind], room: float) -> float:
-    """Least head, least time of configurations, least tail."""
+def _least_span(kinds: Sequence[Kind], room: float, least: float) -> float:
+    """Least head, least time of configurations, least tail; something smaller where it is no more than `least`."""
+    ends = min(kind.head for kind in kinds) + min(kind.tail for kind in kinds)
     needs = np.array([kind.count * kind.length for kind in kinds])
-    held = float(needs @ _prices(kinds, needs, room)) * (1 - SLACK)
-    return min(kind.head for kind in kinds) + held + min(kind.tail for kind in kinds)
+    return ends + float(needs @ _prices(kinds, needs, room, least - ends)) * (1 - SLACK)
 
 
-def _prices(kinds: Sequence[Kind], needs: np.ndarray, room: float) -> np.ndarray:
+def _prices(kinds: Sequence[Kind], needs: np.ndarray, room: float, enough: float) -> np.ndarray:
     """float64[kinds], of a micro-batch held for a unit of time: no configuration holds more than 1, and `needs`, the
-    time of each kind in all, are worth as much as can be. The simplex method, with as many columns as kinds."""
+    time of each kind in all, are worth as much as can be, or less where that is no more than `enough`. The simplex
+    method, with as many columns as kinds."""
     sizes, most = np.array([k.size for k in kinds]), [max(1, min(k.count, int(room // k.size))) for k in kinds]
     choices = [count + 1 for count in most[:-1]]
-    if math.prod(choices) > MOST_CONFIGURATIONS:
+    if math.prod(choices) > MOST_CONFIGURATIONS or (needs / most).sum() <= enough:
         return sizes / room
     fitting = np.indices(choices).reshape(len(choices), math.prod(choices)).T
     left = room - fitting @ sizes[:-1]
@@ -99,7 +102,7 @@ def _prices(kinds: Sequence[Kind], needs: np.ndarray, room: float) -> np.ndarray
         gains = columns @ prices - times
         best = int(gains.argmax())
         lengths, rates = np.linalg.solve(basis, np.column_stack([needs, columns[best]])).T
-        if gains[best] <= WORTH_AN_EXCHANGE or rates.max() <= WORTH_AN_EXCHANGE:
+        if gains[best] <= WORTH_AN_EXCHANGE or rates.max() <= WORTH_AN_EXCHANGE or lengths @ taken <= enough:
             break
         leaving = np.where(rates > WORTH_AN_EXCHANGE, lengths / np.maximum(rates, WORTH_AN_EXCHANGE), np.inf).argmin()
         basis[:, leaving], taken[leaving] = columns[best], times[best]

@@ -96,24 +96,24 @@ class Windows:
             room[waiting, np.where(room[waiting, 0] < 0, 0, 1)] = hold.release[: len(hold.release) - most]
         return replace(self, room=room, capacity=tuple(capacity))
 
+    @cached_property
     def least_makespan(self) -> float:
         """The largest lower bound of precedence and of the work of a node: no makespan need be supposed for it."""
-        heads, tails = self._heads_tails()
-        return least_makespan(heads, tails, self.duration, *self._sorted(heads, tails), self.first)
+        heads, tails, *orders = self._start
+        return least_makespan(heads, tails, self.duration, *orders, self.first)
 
     def excludes(self, makespan: float, disjunctions: bool = False) -> bool:
         """Whether the rules prove that no schedule has a makespan of at most `makespan`.
 
         `disjunctions` applies the rule for two pipelines as well, where there is a capacity; it takes longer.
         """
-        heads, tails = self._heads_tails()
-        orders = self._sorted(heads, tails)
-        if least_makespan(heads, tails, self.duration, *orders, self.first) > makespan * (1 + SLACK):
+        if self.least_makespan > makespan * (1 + SLACK):
             return True
         if np.sum(np.diff(self.first) ** 2) > NARROW_WORK:
             return False
         links = self.upstream, self.lag, self.previous, self.room
         clashes = self._clashes if disjunctions else np.zeros((0, 10), np.int64)
+        heads, tails, *orders = map(np.copy, self._start)
         return contradiction(
             heads, tails, self.duration, *links, *orders, self.first, clashes, float(makespan), MAX_PASSES
         )
@@ -129,21 +129,20 @@ class Windows:
             if a.node != b.node or a.pipeline == b.pipeline or not a.activation or not b.activation:
                 continue
             fewest, space = len(b.forward) + 1, self.capacity[a.node] * (1 + SLACK)
+            lanes = a.lane(), b.lane()
             for x in range(1, len(a.forward) + 1):
                 y = max(0, int((space - x * a.activation) // b.activation) + 1)
                 if 0 < y < fewest:
-                    rows.append((*a.lane(), x, *b.lane(), y))
+                    rows.append((*lanes[0], x, *lanes[1], y))
                     fewest = y
         return np.array(rows, np.int64).reshape(-1, 10)
 
-    def _heads_tails(self) -> tuple[np.ndarray, np.ndarray]:
-        heads, tails = np.zeros(len(self.node)), np.zeros(len(self.node))
+    @cached_property
+    def _start(self) -> tuple[np.ndarray, ...]:
+        """Heads and tails by precedence, and the operations node by node, once by head and once by tail, ascending."""
+        heads, tails = np.zeros((2, len(self.node)))
         propagate_precedence(heads, tails, self.duration, self.upstream, self.lag, self.previous, self.room)
-        return heads, tails
-
-    def _sorted(self, heads: np.ndarray, tails: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The operations node by node, once by head and once by tail, ascending."""
-        return np.lexsort((heads, self.node)), np.lexsort((tails, self.node))
+        return heads, tails, np.lexsort((heads, self.node)), np.lexsort((tails, self.node))
 
 
 def _chains(problem: FusionProblem, pipeline: Pipeline, base: int) -> tuple[np.ndarray, ...]:

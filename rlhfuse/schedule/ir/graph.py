@@ -50,7 +50,6 @@ class OperationGraph:
     """
 
     problem: FusionProblem
-    actions: tuple[Action, ...]
     lanes: tuple[Lane, ...]
     node: np.ndarray
     lane: np.ndarray
@@ -62,7 +61,14 @@ class OperationGraph:
 
     @property
     def size(self) -> int:
-        return len(self.actions)
+        return len(self.node)
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """What each operation is."""
+        names = [pipeline.name for pipeline in self.problem.pipelines]
+        of_lanes = ((lane, names[lane.pipeline], m) for lane in self.lanes for m in range(lane.microbatches))
+        return tuple(Action(name, lane.stage, lane.kind, m) for lane, name, m in of_lanes)
 
     @cached_property
     def number(self) -> dict[Action, int]:
@@ -93,13 +99,11 @@ def build_graph(problem: FusionProblem) -> OperationGraph:
     lanes = _lanes(problem)
     first = {(lane.pipeline, lane.stage, lane.kind): lane.first for lane in lanes}
     n = sum(lane.microbatches for lane in lanes)
-    actions: list[Action] = []
     node, lane_of, upstream = (np.full(n, -1, np.int64) for _ in range(3))
     duration, lag, memory = (np.zeros(n) for _ in range(3))
     for number, lane in enumerate(lanes):
         pipeline = problem.pipelines[lane.pipeline]
         mine = slice(lane.first, lane.first + lane.microbatches)
-        actions += [Action(pipeline.name, lane.stage, lane.kind, m) for m in range(lane.microbatches)]
         node[mine], lane_of[mine] = lane.node, number
         times = {Kind.F: pipeline.forward, Kind.B: pipeline.backward, Kind.W: pipeline.weight_gradient}
         duration[mine] = times[lane.kind][lane.stage]
@@ -108,9 +112,7 @@ def build_graph(problem: FusionProblem) -> OperationGraph:
         if source is not None:
             upstream[mine] = np.arange(lane.microbatches) + first[(lane.pipeline, *source)]
             lag[mine] = problem.transfer if pipeline.placement[source[0]] != lane.node else 0
-    return OperationGraph(
-        problem, tuple(actions), lanes, node, lane_of, duration, upstream, lag, _downstream(upstream), memory
-    )
+    return OperationGraph(problem, lanes, node, lane_of, duration, upstream, lag, _downstream(upstream), memory)
 
 
 def _lanes(problem: FusionProblem) -> tuple[Lane, ...]:

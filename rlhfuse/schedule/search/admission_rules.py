@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import random
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from rlhfuse.base.remembered import remembered
 from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.evaluate import reaches
 from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
@@ -57,12 +59,17 @@ class AdmissionRules:
         self.operation_model = self.model_of[[lane.pipeline for lane in graph.lanes]][graph.lane]
         self.stage_model = self.model_of[dispatcher.stages.pipeline]
         self.most = np.array([pipeline.microbatches for pipeline in self.pipelines])[dispatcher.stages.pipeline]
-        work = float(np.bincount(graph.node, graph.duration).max())
-        self.mean = float(graph.duration.mean()) / work
-        self.mirror = Mirror.of(graph)
-        sides = [graph, self.mirror.dispatcher.graph] if self.mirror else [graph]
-        self.features = [_features(side, work) for side in sides]
+        self.work = float(np.bincount(graph.node, graph.duration).max())
+        self.mean = float(graph.duration.mean()) / self.work
         self.best: list[tuple[Solution, AdmissionRule]] = []  # the fastest first
+
+    @cached_property
+    def mirror(self) -> Mirror | None:
+        return Mirror.of(self.dispatcher.graph)
+
+    @remembered
+    def features(self, mirrored: bool) -> np.ndarray:
+        return _features((self.mirror if mirrored and self.mirror else self).dispatcher.graph, self.work)
 
     def search(self, tries: int, enough: float = 0.0) -> list[Solution]:
         """The fastest schedules of so many decodes, the fastest first; ends at one that takes `enough` time."""
@@ -81,7 +88,7 @@ class AdmissionRules:
 
     def _try(self, rule: AdmissionRule, limit: float | None = None) -> float:
         """Decode; the makespan, infinite above `limit`, or where that is None of what is too slow to be kept."""
-        turn = np.einsum("ij,ij->i", self.features[rule.mirrored], rule.weights[self.operation_model])
+        turn = np.einsum("ij,ij->i", self.features(rule.mirrored), rule.weights[self.operation_model])
         reserved = self.stage_model == rule.reserved
         rules = Rules(turn, self.dispatcher.any_time, rule.window, reserved, rule.patience)
         slowest = self.best[-1][0].makespan if len(self.best) == KEPT else math.inf
@@ -96,7 +103,7 @@ class AdmissionRules:
     def _fixed(self) -> list[AdmissionRule]:
         """No windows: ranks of directions and models, and both models at one pace."""
         weights = [self._ranks(direction, way) for direction in (0, 1) for way in range(4)]
-        mirrored = (False, True)[: len(self.features)]
+        mirrored = (False,) if any(pipeline.split for pipeline in self.pipelines) else (False, True)
         return [AdmissionRule(row, self.dispatcher.any_window, -1, 0.0, side) for row in weights for side in mirrored]
 
     def _ranks(self, backward_first: int, way: int) -> np.ndarray:
@@ -205,12 +212,14 @@ def _features(graph: OperationGraph, work: float) -> np.ndarray:
     """float64[operations, 5]: 1, the plain time until its micro-batch comes to it, the share of its pipeline's
     micro-batches before, whether it is a B, whether it is a W; the time in shares of `work`."""
     features = np.zeros((graph.size, 5))
+    upstream, lag, duration = graph.upstream.tolist(), graph.lag.tolist(), graph.duration.tolist()
     features[:, 0] = 1
     for lane in graph.lanes:
-        mine, o = slice(lane.first, lane.first + lane.microbatches), lane.first
-        while (source := graph.upstream[o]) >= 0:
-            features[mine, 1] += (graph.lag[o] + graph.duration[source]) / work
+        mine, o, way = slice(lane.first, lane.first + lane.microbatches), lane.first, 0.0
+        while (source := upstream[o]) >= 0:
+            way += (lag[o] + duration[source]) / work
             o = source
+        features[mine, 1] = way
         features[mine, 2] = np.arange(lane.microbatches) / lane.microbatches
         features[mine, 3:] = lane.kind is Kind.B, lane.kind is Kind.W
     return features

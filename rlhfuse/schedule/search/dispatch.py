@@ -23,7 +23,7 @@ from rlhfuse.schedule.ir.evaluate import loosen
 from rlhfuse.schedule.ir.graph import Lane, OperationGraph, Tables, kinds_of
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.rules.builders import lane_ranks, pipeline_work
-from rlhfuse.schedule.search.draining import Drain, Stages, can_drain, claim, new_drain, stages_of
+from rlhfuse.schedule.search.draining import Drain, Stages, can_drain, new_drain, stages_of
 from rlhfuse.schedule.search.solution import Solution
 
 TRIED_OPERATIONS = 2_000_000  # over all tries: a few tenths of a second
@@ -59,6 +59,7 @@ class _Scratch(NamedTuple):
     arrival: np.ndarray  # float64[n]
     done: np.ndarray  # int64[lanes]
     refused: np.ndarray  # int64[lanes], at which stamp of its node a lane had no room
+    barred: np.ndarray  # int64[lanes], 1 where it could not drain, and its node has had room for it ever since
     held: np.ndarray  # int64[stages]
     free: np.ndarray  # float64[nodes], by the times that decide
     clock: np.ndarray  # float64[nodes], by those that the orders take
@@ -87,11 +88,12 @@ class Dispatcher:
             np.concatenate([[0], np.cumsum(np.bincount(node, minlength=nodes))]),
         )
         self.caps = np.array([loosen(graph.problem.node_cap(node)) if capped else math.inf for node in range(nodes)])
+        self.capped = bool(np.isfinite(self.caps).any())  # whether any node has a cap
         self.any_time, self.any_window = np.zeros(n), np.full(len(self.stages.node), n)
         self.unreserved = np.zeros(len(self.stages.node), np.bool_)
         scratch = (
             *np.empty((2, n)),
-            *np.empty((2, len(lanes)), np.int64),
+            *np.empty((3, len(lanes)), np.int64),
             np.empty(len(self.stages.node), np.int64),
             *np.empty((4, nodes)),
             *np.empty((2, nodes), np.int64),
@@ -101,22 +103,14 @@ class Dispatcher:
         self._scratch = _Scratch(*scratch)
         self._drain = new_drain(graph)
 
-    @property
-    def capped(self) -> bool:
-        """Whether any node has a cap."""
-        return bool(np.isfinite(self.caps).any())
-
     def dispatch(self, rules: Rules, limit: float = math.inf, timed: bool = True) -> Solution:
         """The schedule that the rules make; one slower than `limit` is given up, with an infinite makespan.
 
         Unless `timed`, it is decided as if operations took no time: in order of `earliest`.
         """
         sequence = np.empty(self.graph.size, np.int64)
-        lanes, scratch, drain = self.lanes, self._scratch, self._drain
-        made = list_operations(
-            self.graph.tables, lanes, self.stages, rules, self.caps, limit, float(timed), scratch, drain, sequence
-        )
-        return Solution(*made, sequence)
+        problem = self.graph.tables, self.lanes, self.stages, rules, self.caps, self.capped
+        return Solution(*list_operations(*problem, limit, float(timed), self._scratch, self._drain, sequence), sequence)
 
     def follow(self, aim: np.ndarray, early: float) -> Solution:
         """The schedule of `aim`, float64[operations]: the earliest aim first, none begun more than `early` before."""
@@ -167,13 +161,14 @@ def _takes(lane: Lane, problem: FusionProblem) -> int:
     return int(lane.kind is kinds[0]) - int(lane.kind is kinds[-1])
 
 
-@njit(cache=True)
+@njit(cache=True, _nrt=False)
 def list_operations(
     t: Tables,
     lanes: _Lanes,
     stages: Stages,
     rules: Rules,
     caps: np.ndarray,
+    capped: bool,
     limit: float,
     pace: float,
     s: _Scratch,
@@ -187,10 +182,11 @@ def list_operations(
     `earliest` has come; so does the end of the one before. One that was refused is refused until its node has run
     another: nothing elsewhere helps it, unless a B takes memory (draining.py). With any left out, makespan is infinite.
     """
-    n, nodes, capped = len(sequence), len(s.free), np.isfinite(caps).any()
+    n, nodes = len(sequence), len(s.free)
     hopeless = limit * (1 + 1e-9)  # beyond what sums of the same times in another order differ by
     s.done[:] = 0
     s.refused[:] = -1
+    s.barred[:] = 0
     s.held[:] = 0
     s.free[:] = -np.inf
     s.clock[:] = 0.0
@@ -198,10 +194,9 @@ def list_operations(
     s.left[:] = 0.0
     s.blocked[:] = -1
     s.arrival[:] = np.inf
-    drain.claimed[:] = 0.0
     for node in range(nodes):
         s.place[node] = t.first[node]
-    count, makespan, peak, releases = 0, 0.0, 0.0, 0
+    count, ran, makespan, peak, releases = 0, 0, 0.0, 0.0, 0
     for o in range(n):
         s.left[t.node[o]] += t.duration[o]
         if t.upstream[o] < 0:
@@ -224,12 +219,16 @@ def list_operations(
             continue
         lane = t.lane[best]
         s.done[lane] += 1
+        ran += 1
         s.blocked[node] = -1
         s.held[lanes.stage[lane]] += lanes.takes[lane]
         s.level[node] += t.memory[best]
-        if capped and lanes.takes[lane] > 0:
-            claim(stages, lanes.stage[lane], drain)
         peak = max(peak, s.level[node])
+        if capped and t.memory[best] > 0:
+            for k in range(lanes.first_on[node], lanes.first_on[node + 1]):
+                other = lanes.on_node[k]
+                if s.barred[other] and s.level[node] + t.memory[lanes.first[other]] > caps[node]:
+                    s.barred[other] = 0
         s.free[node] = now + pace * t.duration[best]
         source = t.upstream[best]
         if source >= 0:
@@ -241,17 +240,20 @@ def list_operations(
             return np.inf, peak
         sequence[s.place[node]] = best
         s.place[node] += 1
-        if capped or pace > 0:  # else each wakes the node in its turn
+        wakes = capped or pace > 0  # else each wakes the node in its turn
+        if wakes:
             count = heap_push(s.heap_key, s.heap_item, count, s.free[node], best)
         if s.done[lane] < lanes.microbatches[lane] and s.arrival[best + 1] < np.inf:
             ready = max(s.free[node], s.arrival[best + 1], rules.earliest[best + 1])
-            count = heap_push(s.heap_key, s.heap_item, count, ready, best + 1)
+            if not wakes or ready > s.free[node]:
+                count = heap_push(s.heap_key, s.heap_item, count, ready, best + 1)
         for k in range(2):
             target = t.downstream[best, k]
             if target >= 0:
                 s.arrival[target] = s.free[node] + pace * t.lag[target]
-                if target == lanes.first[t.lane[target]] + s.done[t.lane[target]]:
-                    ready = max(s.arrival[target], rules.earliest[target])
+                ready = max(s.arrival[target], rules.earliest[target])
+                due = target == lanes.first[t.lane[target]] + s.done[t.lane[target]]
+                if due and ready >= s.free[t.node[target]]:  # a busy node looks again when it is free
                     count = heap_push(s.heap_key, s.heap_item, count, ready, target)
         if stages.grows and capped and t.memory[best] < 0:
             releases += 1
@@ -259,10 +261,10 @@ def list_operations(
                 if s.blocked[other] >= 0:
                     count = heap_push(s.heap_key, s.heap_item, count, now, s.blocked[other])
                     s.blocked[other] = -1
-    return (makespan if s.done.sum() == n else np.inf), peak
+    return (makespan if ran == n else np.inf), peak
 
 
-@njit(cache=True)
+@njit(cache=True, _nrt=False)
 def _next_on(t: Tables, lanes: _Lanes, rules: Rules, s: _Scratch, node: int, now: float, stamp: int) -> int:
     """The operation of the smallest turn that may begin on `node`, of lanes not refused at this stamp; or -1."""
     best = -1
@@ -278,7 +280,7 @@ def _next_on(t: Tables, lanes: _Lanes, rules: Rules, s: _Scratch, node: int, now
     return best
 
 
-@njit(cache=True)
+@njit(cache=True, _nrt=False)
 def _admitted(
     t: Tables,
     lanes: _Lanes,
@@ -299,24 +301,21 @@ def _admitted(
             if lanes.takes[other] > 0 and rules.reserved[g]:
                 more = min(rules.window[g] - s.held[g], lanes.microbatches[other] - s.done[other])
                 wanted += max(0, more) * stages.activation[g]
-    if wanted > caps[node]:
+    if wanted > caps[node] or s.barred[lane]:
         return False
     if lanes.takes[lane] > 0 and not stages.grows and stages.first[stages.pipeline[stage] + 1] - 1 == stage:
         return True  # it needs no more
     s.done[lane] += 1
     s.level[node] += t.memory[o]
-    if t.upstream[o] < 0:
-        claim(stages, stage, drain)
     drains = can_drain(stages, s.done, s.level, caps, stages.pipeline[stage], s.done[lane] - 1, drain)
     s.done[lane] -= 1
     s.level[node] -= t.memory[o]
-    if t.upstream[o] < 0:
-        for g in range(stage, stages.first[stages.pipeline[stage] + 1]):
-            drain.claimed[stages.node[g]] -= stages.activation[g]
+    # What is done since could have been done behind it, for which there was room: then it cannot drain now either.
+    s.barred[lane] = not (drains or stages.grows)
     return drains
 
 
-@njit(cache=True)
+@njit(cache=True, _nrt=False)
 def _waits(t: Tables, lanes: _Lanes, rules: Rules, caps: np.ndarray, s: _Scratch, best: int, now: float) -> bool:
     """Whether something of an earlier turn comes, for which there is room, before `best` would be far."""
     node = t.node[best]
@@ -336,7 +335,7 @@ def _waits(t: Tables, lanes: _Lanes, rules: Rules, caps: np.ndarray, s: _Scratch
 # A binary heap in two arrays, the smallest (key, item) first: heapq in numba takes half as long again.
 
 
-@njit(cache=True)
+@njit(cache=True, _nrt=False)
 def heap_push(keys: np.ndarray, items: np.ndarray, count: int, key: float, item: int) -> int:
     """Insert into the heap of `count` entries; returns the new count."""
     i = count
@@ -350,7 +349,7 @@ def heap_push(keys: np.ndarray, items: np.ndarray, count: int, key: float, item:
     return count + 1
 
 
-@njit(cache=True)
+@njit(cache=True, _nrt=False)
 def heap_pop(keys: np.ndarray, items: np.ndarray, count: int) -> int:
     """Remove the smallest of `count` entries (read it at index 0 before); returns the new count."""
     last = count - 1

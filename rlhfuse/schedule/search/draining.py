@@ -33,9 +33,8 @@ class Stages(NamedTuple):
 
 
 class Drain(NamedTuple):
-    """What micro-batches under way will need, and scratch."""
+    """Scratch of the tests."""
 
-    claimed: np.ndarray  # float64[nodes], held at once if none under way gave anything back before the last stage
     free: np.ndarray  # float64[nodes]
     need: np.ndarray  # float64[nodes], zero between tests
     oldest: np.ndarray  # int64[pipelines]
@@ -64,23 +63,11 @@ def stages_of(graph: OperationGraph) -> Stages:
 
 
 def new_drain(graph: OperationGraph) -> Drain:
-    """The drain of a schedule that has not begun."""
-    claimed, free, need = np.zeros((3, graph.problem.nodes))
-    return Drain(claimed, free, need, np.zeros(len(graph.problem.pipelines), np.int64))
+    """The scratch of tests of the graph's problem."""
+    return Drain(*np.zeros((2, graph.problem.nodes)), np.zeros(len(graph.problem.pipelines), np.int64))
 
 
-@njit(cache=True)
-def claim(stages: Stages, stage: int, drain: Drain) -> None:
-    """A forward begins: on the first stage its micro-batch claims room on all, on the last it has had all of it."""
-    p = stages.pipeline[stage]
-    low, high = stages.first[p], stages.first[p + 1]
-    sign = int(stage == low) - int(stage == high - 1)
-    if sign != 0:
-        for g in range(low, high):
-            drain.claimed[stages.node[g]] += sign * stages.activation[g]
-
-
-@njit(cache=True)
+@njit(cache=True, _nrt=False)
 def can_drain(
     stages: Stages,
     done: np.ndarray,
@@ -97,11 +84,10 @@ def can_drain(
     operation for which its node has room and that is refused stays refused whatever other nodes do: they could do that
     after it as well.
     """
-    plenty = not stages.grows
     for node in range(len(caps)):
-        plenty = plenty and drain.claimed[node] <= caps[node]
         drain.free[node] = caps[node] - level[node]
-    if plenty:
+    drain.oldest[pipeline] = microbatch  # those before it in its pipeline want no more than it does
+    if _fits_now(stages, done, pipeline, drain):
         return True
     for stage in range(len(stages.node)):
         node, backward = stages.node[stage], done[stages.backward[stage]]
@@ -110,10 +96,8 @@ def can_drain(
         if not stages.grows:  # nor does a micro-batch that has come to its last stage
             arrived = done[stages.forward[stages.first[stages.pipeline[stage] + 1] - 1]]
             drain.free[node] += (arrived - backward) * stages.activation[stage]
-    if not stages.grows:  # those before it in its pipeline want no more than it does
-        drain.oldest[pipeline] = microbatch
-        if _drain_oldest(stages, done, pipeline, drain):
-            return True
+    if _fits_now(stages, done, pipeline, drain):
+        return True
     for p in range(len(drain.oldest)):
         low, last = stages.first[p], stages.first[p + 1] - 1
         drain.oldest[p] = done[stages.backward[low]] if stages.grows else done[stages.forward[last]]
@@ -137,25 +121,39 @@ def can_drain(
     return not waiting
 
 
-@njit(cache=True)
-def _drain_oldest(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
-    """Give back what the oldest micro-batch of pipeline `p` holds, if there is room for the forwards that are left."""
+@njit(cache=True, _nrt=False)
+def _fits_now(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
+    """Whether the micro-batch `drain.oldest[p]` has room for all that it wants yet, before any other is drained and
+    before it gives anything back itself."""
     microbatch, fits = drain.oldest[p], True
-    low, reached = stages.first[p], stages.first[p + 1] - 1
-    while reached >= low and done[stages.forward[reached]] <= microbatch:
-        node = stages.node[reached]
-        drain.need[node] += stages.activation[reached]
+    low, last = stages.first[p], stages.first[p + 1] - 1
+    for stage in range(last, low - 1, -1):
+        if done[stages.forward[stage]] > microbatch:
+            break
+        node = stages.node[stage]
+        drain.need[node] += stages.activation[stage]
         fits = fits and drain.need[node] <= drain.free[node]
-        reached -= 1
-    for stage in range(reached + 1, stages.first[p + 1]):
+    for stage in range(low, last + 1 if stages.grows and fits else low):
+        node, more = stages.node[stage], stages.later[stage] - stages.activation[stage]
+        if more > 0 and done[stages.backward[stage]] <= microbatch:
+            fits = fits and drain.need[node] + more <= drain.free[node]
+    for stage in range(low, last + 1):
         drain.need[stages.node[stage]] = 0.0
-    if fits:
-        for stage in range(low, reached + 1):
-            drain.free[stages.node[stage]] += stages.activation[stage]
     return fits
 
 
-@njit(cache=True)
+@njit(cache=True, _nrt=False)
+def _drain_oldest(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
+    """Give back what the oldest micro-batch of pipeline `p` holds, if there is room for the forwards that are left."""
+    fits = _fits_now(stages, done, p, drain)
+    for stage in range(stages.first[p], stages.first[p + 1]):
+        if not fits or done[stages.forward[stage]] <= drain.oldest[p]:
+            break
+        drain.free[stages.node[stage]] += stages.activation[stage]
+    return fits
+
+
+@njit(cache=True, _nrt=False)
 def _drain_growing(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
     """The same where a B may take memory: room is needed for backwards too, each W behind its B."""
     microbatch, fits = drain.oldest[p], True

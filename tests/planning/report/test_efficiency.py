@@ -70,7 +70,7 @@ def test_the_run_that_the_readme_names_fits_eight_h100(sizes):
 def test_70b_on_64_h100_fits_and_tells_what_stands_in_the_way(sizes):
     draft = example("llama3_70b_64gpus.yaml", sizes)  # raises where it does not fit
     assert draft.run.world_size == 64 and {str(task.layout)[:6] for task in draft.tasks if task.training} == {"d2t4p8"}
-    balances = stage_balances(draft.tasks, draft.analytic, draft.costs, draft.longest_microbatch)
+    balances = stage_balances(draft.tasks, draft.analytic, draft.costs, draft.work.longest)
     assert max(balance.slowest_seconds / balance.mean_seconds - 1 for balance in balances) < 0.10
     use = at_the_bound(draft)
     assert use.mfu == pytest.approx(0.43, abs=0.02)

@@ -43,7 +43,7 @@ ABOVE = 1 + 1e-9  # rounding
 
 
 def check_bounds(problem: FusionProblem, annealed: bool = False) -> None:
-    floor, least = work_bound(problem), Windows.of(problem).least_makespan()
+    floor, least = work_bound(problem), Windows.of(problem).least_makespan
     assert 0 < floor <= least * ABOVE
     bound = latency_bound(problem)
     assert least <= bound * ABOVE

@@ -13,7 +13,7 @@ from testkit.schedule_cases import random_problem
 from rlhfuse.schedule.ir.evaluate import loosen
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.rules.builders import min_memory
-from rlhfuse.schedule.search.draining import can_drain, claim, new_drain, stages_of
+from rlhfuse.schedule.search.draining import can_drain, new_drain, stages_of
 
 
 class State:
@@ -71,11 +71,6 @@ def walk(seed):
         allowed = []
         for number, o in state.next_ones(done):
             lane, after = state.graph.lanes[number], state.after(done, number)
-            drain.claimed[:] = 0.0
-            counts = zip(state.graph.lanes, after)
-            for stage, count in [(stages.first[x.pipeline] + x.stage, c) for x, c in counts if x.kind.name == "F"]:
-                for _ in range(count):
-                    claim(stages, stage, drain)
             microbatch = done[number]
             answer = can_drain(stages, np.array(after), state.level(after), caps, lane.pipeline, microbatch, drain)
             yield bool(stages.grows), answer, state.drains(after)
