@@ -10,7 +10,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.costs.layout_moves import ACROSS, STAYS, WITHIN, MoveLoad, layout_moves, model_load
+from rlhfuse.costs.layout_moves import MoveLoad, layout_moves
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.decisions.weight_moves import plan_moves
@@ -77,21 +77,6 @@ def test_loads_are_those_of_the_plan():
 def test_other_ranks_and_targets_in_pipelines(source, target):
     source, target = ParallelLayout.parse(source), ParallelLayout.parse(target)
     check(SPECS[0], source, plain_cells(source), target, 8, False)
-
-
-def test_what_the_seconds_are_made_of():
-    """One rank of a node needs what the other node has, and gives it on; by hand."""
-    spec, source, target = SPECS[0], ParallelLayout(1, 1, 1), ParallelLayout(4, 1, 1)
-    load = model_load(spec, source, (((0,),),), target, 4, 2)
-    whole = 4 * spec.parameters() + 4 * 2 * (spec.padded_vocab - spec.vocab) * spec.hidden
-    assert (
-        load.bytes[STAYS].tolist() == [[whole, 0, 0, 0]] * 2
-        and load.host_copy_seconds(MACHINE) == whole / MACHINE.host_bandwidth
-    )
-    assert load.bytes[WITHIN].sum(axis=1).tolist() == [2 * whole] * 2
-    assert load.bytes[ACROSS, 0].tolist() == [whole, 0, 0, 0] and load.minimum_across == whole
-    rates = MACHINE.memory_bandwidth / 2, MACHINE.node_link_bandwidth, MACHINE.cross_link_bandwidth
-    assert load.seconds(MACHINE) == pytest.approx(sum(whole / rate for rate in rates))
 
 
 def test_moves_of_a_run():

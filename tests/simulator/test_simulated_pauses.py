@@ -2,14 +2,11 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from run_report.timeline import simulate_gen_infer
-from testkit.profiles import share
-from testkit.sim_helpers import exact_costs, limits, linear_cost, long_tail, tight, with_turns
+from testkit.sim_helpers import limits, linear_cost, long_tail, with_turns
 
 from rlhfuse.simulator.lengths import SampleLengths, Turn
-from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import sweep_threshold
 
 
@@ -61,25 +58,6 @@ def test_one_turn_is_none_to_the_last_bit():
     for threshold in (0, 10, 40):
         assert simulate_gen_infer(single, *setting, threshold) == simulate_gen_infer(lengths, *setting, threshold)
     assert sweep_threshold(single, *setting) == sweep_threshold(lengths, *setting)
-
-
-def test_samples_that_pause_are_moved():
-    """Samples that pause stay and leave, with their cache and without."""
-    draw = np.random.default_rng(0)
-    pausing = moved = sent = lost = 0
-    for _ in range(share(100)):
-        samples, instances = int(draw.integers(4, 25)), int(draw.integers(2, 6))
-        prompt, output = (tuple(draw.integers(1, most + 1, samples).tolist()) for most in (60, 80))
-        lengths = with_turns(SampleLengths(prompt, output), int(draw.integers(1 << 20)), seconds=0.3)
-        lim = tight(int(draw.integers(140, 500)), bs_max=int(draw.integers(1, 9)), max_sequences=6)
-        threshold = int(draw.integers(1, samples + 1))
-        _, state, _ = Simulation([lengths], instances, exact_costs(1 << 16, 1024, release=0), lim).trace(threshold)
-        tail = state.samples[state.samples["tail"]]
-        moved += int((tail["home"] != tail["at"]).sum())
-        pausing += int(tail["resumed"].sum())
-        sent += int((tail["resumed"] & (tail["kv_tokens"] > 0)).sum())
-        lost += int((tail["resumed"] & (tail["home"] != tail["at"]) & (tail["kv_tokens"] == 0)).sum())
-    assert min(pausing, moved, sent, lost) >= share(10)
 
 
 def test_fewer_instances_keep_a_tail_that_mostly_pauses():
