@@ -273,38 +273,6 @@ def test_a_rank_that_was_suspended_does_not_judge_by_what_it_missed(monkeypatch,
     assert bool(left) == (not suspended)
 
 
-def test_unheard_since_counts_only_running_ranks():
-    peers = table()
-    for known in (beat(1), beat(2, HERE), beat(3, state=TERMINATED)):
-        peers.note(known, 0)
-    peers.note(beat(4, counter=1), 5)
-    assert [b.rank for b in peers.unheard_since(2)] == [1, 2]
-    assert [b.rank for b in peers.elsewhere(peers.unheard_since(2))] == [1]
-
-
-def test_the_lowest_rank_left_reports_the_places():
-    peers = PeerTable(beat(3, HERE), LIMITS, now=0.0, world_size=3)
-    peers.note(beat(0, GONE, doing="step 0"), 0)
-    peers.note(beat(1, state=FAILED, doing="step 1"), 0)
-    assert peers.reporter() == 3
-    peers.note(beat(2, doing="step 2"), 0)
-    assert peers.reporter() == 2 and [b.rank for b in peers.still_to_report()] == [2]
-    peers.note(beat(2, doing="step 2"), 20)
-    assert peers.reporter() == 3  # silent too long
-    peers.note(beat(2, state=LEFT, doing="step 2b"), 20)
-    assert peers.reporter() == 2 and not peers.still_to_report()
-    places = peers.places().splitlines()
-    assert [line.split(") ")[1] for line in places] == ["was last seen in: step 0", "was in: step 1", "was in: step 2b"]
-
-
-def test_places_are_bounded_in_a_large_world():
-    peers = table()
-    for rank in range(1, 256):
-        peers.note(beat(rank), 0)
-    lines = peers.places().splitlines()
-    assert len(lines) == 65 and lines[-1] == "  and 191 more ranks"
-
-
 class SlowDeathStore(ScriptedStore):
     """Rank 1's sockets are closed, so the main thread has failed; its process is gone a few readings later."""
 
