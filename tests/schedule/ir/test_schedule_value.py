@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from testkit.profiles import share
 from testkit.program_cases import random_schedule
-from testkit.schedule_cases import capped_greedy, random_group, random_problem, table_3, table_3_problem, with_facts
+from testkit.schedule_cases import random_group, random_problem, table_3, table_3_problem, with_facts
 
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.io import load_family, load_schedule, save_schedule
@@ -16,7 +16,7 @@ from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate, memory_profile
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
+from rlhfuse.schedule.rules.builders import greedy
 
 
 def two_by_two():
@@ -43,16 +43,6 @@ def test_schedule_text_parses_back_and_is_the_docstrings():
     assert timeline.makespan == 4 and timeline.node_peak_memory == (2, 2)
     assert timeline.starts == ((0, 1, 2, 3), (0, 1, 2, 3))
     assert greedy(two_by_two()) == schedule
-
-
-def test_serial_orders_are_1f1b():
-    problem = FusionProblem(3, (Pipeline("a", "a", (0, 1, 2), 4, (1,) * 3, (2,) * 3, (1,) * 3),))
-    assert serial_1f1b(problem).text().splitlines() == [
-        "node 0: a:0F0 a:0F1 a:0F2 a:0B0 a:0F3 a:0B1 a:0B2 a:0B3",
-        "node 1: a:1F0 a:1F1 a:1B0 a:1F2 a:1B1 a:1F3 a:1B2 a:1B3",
-        "node 2: a:2F0 a:2B0 a:2F1 a:2B1 a:2F2 a:2B2 a:2F3 a:2B3",
-    ]
-    assert capped_greedy(problem, 9).text().splitlines()[2] == "node 2: a:2F0 a:2F1 a:2F2 a:2F3 a:2B0 a:2B1 a:2B2 a:2B3"
 
 
 @pytest.mark.parametrize(
