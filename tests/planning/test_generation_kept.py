@@ -8,7 +8,6 @@ from testkit.four_ranks import SPECS, drafted, run, shared_plan
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning.memory.memory_budget import KEEPING_PART, GenerationMemory, MemoryBudget, PhaseMemory, RankMemory
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.report.reasons import of_keeping
 from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.ir.evaluate import evaluate
 
@@ -56,35 +55,6 @@ def test_it_stays_where_the_fullest_phase_of_any_rank_leaves_a_margin(activation
     assert budget(enough * 1.0001).keeps_generation(held)
     assert not budget(enough * 0.9999).keeps_generation(held)
     assert not budget(80 * GB, "cpu").keeps_generation(held)
-
-
-def test_the_reason_says_which_and_what_it_takes():
-    (yes,), (no,), (other,) = (
-        of_keeping(made, [10 * GB, 0]) for made in (budget(80 * GB), budget(29 * GB), budget(29 * GB, inference=20))
-    )
-    assert yes == (
-        "kept: the weights and cache of generation stay on the device between iterations (8.38 GiB), graphs are "
-        "recorded once"
-    )
-    assert no == (
-        "released after generation: with its weights and cache (8.38 GiB) training would need 26.1 GiB of 24.3 GiB, "
-        "90% of the limit, graphs are recorded in each iteration; a cache of 2.89 GiB (rollout.kv_blocks_per_instance) "
-        "would let them stay"
-    )
-    assert "inference would need 32.6 GiB" in other and "would let" not in other
-    for cache, stays in ((2.88, True), (2.9, False)):
-        less = replace(budget(29 * GB), generation=GenerationMemory(3 * GB, int(cache * 2**30), GB, 0))
-        assert less.keeps_generation([10 * GB, 0]) == stays
-    assert "graphs" not in of_keeping(budget(80 * GB, graphs=0), [0, 0])[0]
-    assert of_keeping(budget(80 * GB, "cpu"), [0, 0]) == ()
-
-
-def test_it_goes_where_the_optimizer_has_to():
-    roomy = budget(80 * GB)
-    leaving = roomy.with_optimizer_offloaded()
-    assert roomy.keeps_generation([0, 0]) and not leaving.keeps_generation([0, 0])
-    (why,) = of_keeping(leaving, [0, 0])
-    assert why.startswith("released after generation, for the optimizer too leaves the device, graphs are recorded in")
 
 
 def test_a_plan_keeps_a_small_model_on_gpus_and_none_on_cpus():

@@ -94,12 +94,6 @@ def test_what_is_given_stays_and_all_else_is_decided_the_same_every_time(rows, r
     draft_plan(found)
 
 
-def test_minibatches_follow_from_the_samples_whatever_table_is_chosen():
-    assert settled(everything()).config.algorithm.minibatches == 4
-    few = everything(rollout__prompts_per_iteration=6, rollout__samples_per_prompt=1)
-    assert settled(few).config.algorithm.minibatches == 1
-
-
 def test_rows_of_models_that_the_run_has_not_are_as_if_nothing_was_said():
     specs = {role: SPECS[role] for role in ("actor", "reference")}
     made = everything(algorithm__name="grpo", reward__function="m:f")
