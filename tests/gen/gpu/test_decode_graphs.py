@@ -13,7 +13,7 @@ from testkit.draw_batches import draw_batch
 from testkit.profiles import examples
 
 from rlhfuse.gen.core.forward_batch import ForwardBatch
-from rlhfuse.gen.gpu.decode_graphs import CudaRecorder, DecodeInputs, DecodeShape, Staging, padded_arrays
+from rlhfuse.gen.gpu.decode_graphs import DecodeInputs, DecodeShape, Staging, padded_arrays
 from rlhfuse.gen.gpu.draws import DrawInputs
 
 CPU = torch.device("cpu")
@@ -71,43 +71,6 @@ def device(monkeypatch) -> Device:
     return found
 
 
-@pytest.fixture
-def recorder(device) -> CudaRecorder:
-    return CudaRecorder(torch.device("cuda"))
-
-
-def test_a_plain_run_on_the_side_stream_then_the_capture(device, recorder):
-    replay = recorder.record(device.work)
-    replay()
-    assert device.log == [
-        "side waits for main",
-        "work on side",
-        "main waits for side",
-        "capture in pool 1 on side, thread_local",
-        "work on side",
-        "captured",
-        "replay",
-    ]
-
-
-def test_graphs_share_a_pool_until_they_are_given_back_or_a_capture_fails(device, recorder):
-    def fails_when_captured() -> None:
-        if "capture" in device.log[-1]:
-            raise RuntimeError("not permitted while capturing")
-
-    for work in (device.work, device.work):
-        recorder.record(work)
-    recorder.release()
-    assert device.log[-1] == "synchronize"
-    recorder.record(device.work)
-    with pytest.raises(RuntimeError, match="not permitted"):
-        recorder.record(fails_when_captured)
-    assert device.log[-1] == "captured" and device.streams == ["main"]
-    recorder.record(device.work)
-    pools = [line.split()[3] for line in device.log if line.startswith("capture in pool")]
-    assert pools == ["1", "1", "2", "2", "3"]
-
-
 def decode_batch(contexts: list[int], block_tokens: int) -> ForwardBatch:
     """One token of each sequence; the blocks of sequence s are 10 s, 10 s + 1, ..."""
     ends = np.array(contexts)
@@ -134,11 +97,6 @@ def test_a_shape_holds_its_batch_wastes_little_and_is_its_own_shape(sequences, c
     assert DecodeShape.holding(shape.rows, shape.width, most_rows, most_blocks, block_tokens) == shape
 
 
-def test_there_are_few_shapes():
-    shapes = {DecodeShape.holding(s, b, 256, 256, 16) for s in range(1, 257) for b in range(1, 257)}
-    assert len({shape.rows for shape in shapes}) == 20 and len({shape.width for shape in shapes}) == 5
-
-
 @examples(100)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=9), st.sampled_from([4, 16]), st.integers(0, 5))
 def test_padding_lies_in_the_spare_block_alone(contexts, block_tokens, more_rows):
@@ -161,19 +119,3 @@ def test_padding_lies_in_the_spare_block_alone(contexts, block_tokens, more_rows
     assert places.tolist() == list(range(real)), "padding draws nothing"
     for name, wanted in vars(draws).items():
         assert wanted is getattr(found, name) is None or np.array_equal(getattr(found, name), wanted), name
-
-
-def test_a_batch_with_a_chunk_is_no_decode_step():
-    batch = decode_batch([3, 5], 4)
-    chunk = ForwardBatch(**{**vars(batch), "tokens": np.arange(5), "query_starts": np.array([0, 3, 5])})
-    with pytest.raises(AssertionError, match="5 tokens of 2 sequences"):
-        padded_arrays(chunk, draw_batch([{}] * 2), DecodeShape(8, 4), 9, 4)
-
-
-def test_staging_carries_any_arrays_into_new_or_given_memory():
-    staging = Staging(CPU)
-    first = staging.send([np.arange(6).reshape(2, 3), np.array([7], np.int32)])
-    target = torch.zeros(9, dtype=torch.int32)
-    staging.send([np.arange(9) * 2], target)
-    assert [part.tolist() for part in first] == [[[0, 1, 2], [3, 4, 5]], [7]], "a later send reached into what was sent"
-    assert target.tolist() == list(range(0, 18, 2))
