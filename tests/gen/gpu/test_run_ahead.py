@@ -8,11 +8,10 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from testkit import triton_interpreter  # noqa: F401
-from testkit.engine_pair import EnginePair, Request, Workload, draw_pair, draw_requests, serve
+from testkit.engine_pair import EnginePair, Request, Workload, draw_pair, draw_requests, letters, same_sample, serve
 from testkit.gen_models import PROMPTS, add_all, engine_of, random_weights, run_out
 from testkit.profiles import share
 from testkit.recorded_decode import WIDE, Repeater, torch_engine
@@ -22,10 +21,6 @@ from rlhfuse.gen.gpu import sampling
 from rlhfuse.gen.gpu.draws import DrawKernels
 
 CASES = 100
-
-
-def letters(tokens: list[int]) -> str:
-    return "".join(chr(97 + token % 26) for token in tokens)
 
 
 def with_stop_texts(requests: list[Request]) -> list[Request]:
@@ -56,12 +51,6 @@ class AheadPair(EnginePair):
             self.seen["in flight"] += 1
             self.seen["a row too many"] += sum(seq.finish_reason is not None for seq, *_ in flying.drawing)
             self.seen["in flight and preempted"] += sum(seq in engine.scheduler.waiting for seq, *_ in flying.drawing)
-
-
-def same_sample(found: GenerationResult, wanted: GenerationResult) -> None:
-    assert replace(found, logprobs=(), entropies=()) == replace(wanted, logprobs=(), entropies=())
-    for numbers, others in ((found.logprobs, wanted.logprobs), (found.entropies, wanted.entropies)):
-        assert len(numbers) == len(others) and np.allclose(numbers, others, rtol=0, atol=1e-4)
 
 
 def test_random_lives_end_as_they_do_without_running_ahead():
