@@ -192,11 +192,6 @@ def test_whitening_is_a_choice_or_follows_the_algorithm(text):
         assert AlgorithmConfig(name=name, whiten_advantages=text).whitens == expected
 
 
-def test_whitening_may_be_a_truth_of_yaml(tmp_path):
-    config = load(tmp_path, MINIMAL + "algorithm: {whiten_advantages: false}\n")
-    assert not config.algorithm.whitens and load(tmp_path, dump_config(config)) == config
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
