@@ -4,14 +4,13 @@ from functools import cache
 
 import pytest
 from testkit import four_ranks
-from testkit.four_ranks import SPECS, planned, run, shared_plan
+from testkit.four_ranks import SPECS, planned, run
 from testkit.llama3 import llama3
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.price import GenerationPrice, with_schedules
 from rlhfuse.planning.report.report import PlanReport
 
 RUN = """
@@ -68,22 +67,6 @@ def test_four_models_of_70b_fit_64_gpus_because_the_optimizer_leaves(file):
     assert phases["start"].host == scorers
 
 
-def test_it_leaves_before_the_weights_move_where_those_have_no_room_beside_it(file):
-    roomy = drafted(file, "trainer.recompute=full", "trainer.offload_optimizer=true")
-    limit = roomy.memory.needed(static(roomy)["moves"]) / 1e9 - 0.1
-    draft = drafted(file, "trainer.recompute=full", f"trainer.memory_limit_gb={limit}")
-    assert draft.memory.offload.first_phase == "moves" and static(draft)["moves"].optimizer == 0
-    assert draft.memory.offload.seen_seconds(moving=10.0, minibatch=10.0) == draft.memory.offload.seconds
-    generation = GenerationPrice(0, None, "", 1.0, 1.0, None, None)
-    assert with_schedules(draft, generation, 10.0, 10.0).offload == draft.memory.offload.seconds
-    report = PlanReport.of(make_plan(draft))
-    told = "they leave before the weights move and come back during the first mini-batch"
-    seconds = f"{report.memory.offload.seconds:.2g} s"
-    assert f"{told}, {seconds} each way, of which {seconds} are not hidden" in "\n".join(report.reasons)
-    moving = sum(move.seconds for move in report.weight_moves)
-    assert report.seconds.weight_moves == pytest.approx(moving + report.memory.offload.seconds)
-
-
 def test_it_stays_where_all_phases_fit_beside_it(file):
     draft = drafted(file, "trainer.memory_limit_gb=100")
     assert draft.memory.offload is None and static(draft)["inference"].optimizer > 0
@@ -116,11 +99,3 @@ def test_on_a_cpu_only_where_it_is_asked_for(asked):
 
 
 # models that score, loaded before generation ends ------------------------------------------------------------------
-
-
-def test_on_a_cpu_none_comes_early():
-    """Copies there take the cores that decode."""
-    plan = PlanReport.of(shared_plan())
-    assert plan.generation.limits.early_models == 0 and not [
-        line for line in plan.reasons if line.startswith("loading ")
-    ]

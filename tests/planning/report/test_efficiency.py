@@ -11,8 +11,6 @@ from testkit.paths import ROOT
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config, read_specs
-from rlhfuse.costs.flops import TRAINING_FORWARDS, forward_flops
-from rlhfuse.costs.hardware import data_sheets
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.planner import make_plan
@@ -80,25 +78,6 @@ def test_a_run_that_does_not_fit_is_refused(sizes):
     with pytest.raises(InputError, match=r"memory: .* of this h100 has 72.6 GiB; set trainer.offload_optimizer=auto"):
         example("llama3_8b_8gpus.yaml", sizes, *whole, "trainer.offload_optimizer=false")
     assert example("llama3_8b_8gpus.yaml", sizes, *whole).memory.offload
-
-
-def test_the_figures_are_what_a_reader_works_out(sizes):
-    draft = example("llama3_8b_8gpus.yaml", sizes, "trainer.hardware=h800")
-    use, sheet = at_the_bound(draft), data_sheets()["h800"]
-    spec = draft.run.specs["actor"]
-    samples = [2048] * 768
-    flops = TRAINING_FORWARDS * sum(forward_flops(spec, samples, sum(samples) // 2, head) for head in (False, True))
-    assert use.training_flops == pytest.approx(flops)
-    assert use.mfu == pytest.approx(flops / (8 * sheet.flops * use.training_seconds))
-    weights = 32 * spec.layer_parameters + spec.embedding_parameters
-    read = (weights * 2 + 192 * (1024 + 512) * spec.kv_bytes_per_token(2)) / 2  # of two tensor ranks
-    assert use.decode_bytes == pytest.approx(read)
-    sums = max(5e-6, 1.5 * 192 * 4096 * 2 / 120e9)  # of two ranks by the switch
-    layer, rate = spec.layer_parameters / 2, 0.8 * sheet.memory_bandwidth
-    products = 32 * (max(2 * layer * 192 / (0.5 * sheet.flops), 2 * layer / rate) - 2 * layer / rate)  # beside reading
-    step = read / rate + products + 32 * (9 * 1.5e-6 + 2 * sums) + 192 * 128256 / 2 * 8 / 2.68e12
-    assert use.decode_seconds == pytest.approx(step, rel=1e-3)
-    assert use.hbm_share == pytest.approx(read / (sheet.memory_bandwidth * step), rel=1e-3)
 
 
 def test_a_cpu_has_no_data_sheet():

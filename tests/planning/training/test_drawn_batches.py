@@ -82,12 +82,6 @@ def test_what_training_leaves_out_takes_no_time(tokens):
         assert next(rungs) < 0.9 * next(rungs), "fewer micro-batches"
 
 
-def test_batches_without_any_gradient_are_priced_with_what_fills_micro_batches():
-    lengths = SampleLengths((10,) * 8, (10, 20, 30, 40) * 2, spared=(True,) * 8)
-    micro = DrawnBatches((lengths,), 1, 0).microbatch(by_samples(8, 1, 2), 2, 1, 1)
-    assert micro == pytest.approx((20.0, 20 / 35, 20 * 25 / 35))
-
-
 def by_samples(samples: int, pipelines: int, microbatches: int) -> MicrobatchCut:
     return MicrobatchCut.by_samples(microbatches, pipelines, samples, 1)
 
@@ -107,16 +101,6 @@ def test_a_draft_prices_and_predicts_the_same_batches():
         whole = made.analytic[f"{share.model}_train"].stage_costs(micro)
         pipeline = next(p for p in made.training.problem.pipelines if p.model == share.model)
         assert pipeline.forward == whole.forward and pipeline.backward == whole.backward
-
-
-@pytest.mark.parametrize("critic, depth", [("d1t1p4v2", 4), ("d1t2p2", 2), ("d2t1p2", 1)])
-def test_a_pipeline_is_as_deep_as_it_has_nodes(critic, depth):
-    """Chunks add none, and stages that are merged on one node are one; d2t1p2 is merged beside an actor of tp 2."""
-    actor = {"d2t1p2": "d1t2p2"}.get(critic, "d1t1p4" if "v2" in critic else "d1t2p2")
-    draft = drafted(run(parallel__actor_train=actor, parallel__critic_train=critic), SPECS, 4, TAIL)
-    share = draft.ranks.shape.share("critic")
-    wanted = draft.inputs.drawn.microbatch(draft.batch.cut, 4, share.layout.dp, depth)
-    assert equal_microbatch(draft.inputs.drawn, draft.batch, 4, share) == wanted
 
 
 def test_groups_that_are_drawn_again_are_generated_and_not_trained_on():
