@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from dataclasses import replace
 
 import pytest
 from testkit.profiles import share
@@ -12,8 +11,8 @@ from testkit.schedule_cases import random_group, random_problem, table_3, table_
 
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.io import load_family, load_schedule, save_schedule
-from rlhfuse.schedule.ir.action import Action, Kind
-from rlhfuse.schedule.ir.evaluate import evaluate, memory_profile
+from rlhfuse.schedule.ir.action import Action
+from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import greedy
@@ -180,14 +179,3 @@ def test_damaged_schedule_files_are_refused(tmp_path, damage):
     path.write_text(unknown if damage == "an unknown kind" else damage)
     with pytest.raises(InputError, match="schedule.json"):
         load_schedule(path)
-
-
-def test_whole_activations_are_multiplied():
-    """Eight times 1.95 is 15.6, B or no B between."""
-    split = Pipeline("a", "a", (0,), 8, (1,), (1,), (1.95,), (1,))
-    last = [Action("a", 0, Kind.W, m) for m in range(8)]
-    orders = [[Action("a", 0, kind, m) for kind in (Kind.F, Kind.B) for m in range(8)] + last]
-    for held, peak in ((None, 15.6), ((1.95,), 15.6), ((0.65,), 15.6), ((2.05,), 16.4)):
-        problem = FusionProblem(1, (replace(split, weight_activation=held),))
-        profile = memory_profile(Schedule(problem, tuple(map(tuple, orders))), 0)
-        assert max(profile) == peak and profile[-1] == 0

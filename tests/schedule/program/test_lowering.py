@@ -6,18 +6,14 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from testkit.profiles import examples
 from testkit.program_cases import GROUPS, MODELS, fused, random_case
 from testkit.schedule_cases import with_facts
 
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.schedule.ir.evaluate import evaluate
-from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.ranks import rank_map
-from rlhfuse.schedule.program.lowering import TotalOrder, lower
+from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Instruction, Program
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
@@ -102,38 +98,6 @@ def test_three_models_and_chunks_have_their_ranks():
         ranks.locate("d", 0)
     with pytest.raises(InputError, match="rank 4 is not in a's layout d1t1p4"):
         ranks.locate("a", 4)
-
-
-@examples(60)
-@given(st.integers(0, 10**6))
-def test_steps_do_not_lengthen_the_schedule(seed):
-    """Run the programs with the schedule's times, ST and TE as barriers of no duration: the makespan is the same.
-
-    One model's step only: two barriers near each other may share the slack of one action.
-    """
-    schedule, ranks, _ = random_case(seed)
-    model = schedule.problem.models[seed % len(schedule.problem.models)]
-    total_order = TotalOrder(schedule)
-    ends = list(total_order.actions())
-    ready = max(end for end, action in ends if schedule.problem.pipeline(action.pipeline).model == model)
-    moment = total_order.free_time(ready, range(schedule.problem.nodes))
-    makespan = evaluate(schedule).makespan
-    assert ready <= moment <= makespan * (1 + 1e-9)
-    assert stopped_at(schedule, ends, moment) == pytest.approx(makespan, rel=1e-6)
-
-
-def stopped_at(schedule, ends, moment):
-    """Makespan when all nodes wait for each other between the actions that end by `moment` and the later ones."""
-    graph = build_graph(schedule.problem)
-    clock, done, stopped = [0.0] * schedule.problem.nodes, {}, False
-    for end, action in ends:
-        if end > moment * (1 + 1e-9) and not stopped:
-            clock, stopped = [max(clock)] * len(clock), True
-        o = graph.number[action]
-        node, source = graph.node[o], graph.upstream[o]
-        begin = max(clock[node], done[source] + graph.lag[o] if source >= 0 else 0.0)
-        done[o] = clock[node] = begin + graph.duration[o]
-    return max(clock)
 
 
 def test_programs_for_anything_else_are_refused():
