@@ -1,9 +1,10 @@
 """Which tests run when: tiers by machinery, what a change reaches, what CI may skip, what is told at the end."""
 
+import json
 import re
 
 import pytest
-from testkit import tiers
+from testkit import durations, tiers
 from testkit.imports import changed_files, reaching
 from testkit.paths import NO_DATA, ROOT, TESTS
 
@@ -73,6 +74,16 @@ def test_a_change_of_what_all_tests_share_reaches_all():
 def test_a_commit_that_is_not_there_is_named():
     with pytest.raises(InputError, match="git knows no commit 'nowhere': "):
         changed_files("nowhere")
+
+
+def test_durations_are_kept_by_file_and_tier(tmp_path, monkeypatch):
+    monkeypatch.setattr(durations, "FILE", tmp_path / "durations.json")
+    assert durations.seconds_of("new.py", tiers.CI, durations.recorded()) == 60.0
+    durations.record({("a.py", "everyday"): 1.04, ("a.py", "all"): 9.0, ("b.py", "ci"): 2.0}, tiers.ALL, set())
+    durations.record({("a.py", "everyday"): 3.0}, tiers.EVERYDAY, {"b.py"})
+    table = json.loads((tmp_path / "durations.json").read_text())
+    assert table == durations.recorded() == {"a.py": {"everyday": 3.0, "all": 9.0}}
+    assert [durations.seconds_of("a.py", tier, table) for tier in tiers.TIERS] == [3.0, 3.0, 12.0]
 
 
 SUITE = """

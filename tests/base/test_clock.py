@@ -51,3 +51,13 @@ def test_work_may_be_over_before_its_block():
         ("generate", 100.0, 102.0),
         ("wait", 102.0, 106.0),
     ]
+
+
+def test_rows_are_taken_once_and_a_record_is_begun_anew():
+    clock = ManualClock()
+    clock.observe("load", 1.5)
+    assert clock.take_observed() == {"load": [[1.5]]} and not clock.take_observed()
+    with clock.work("adv"):
+        clock.sleep(1.0)
+    clock.forget()
+    assert not clock.spans and not clock.seconds_of

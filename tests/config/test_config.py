@@ -71,6 +71,7 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
         ("trainer.iterations", "not of the form key=value"),
         ("trainer.iterations=0", "trainer.iterations=0 trains nothing: data.val_files is empty; give a file"),
         ("trainer.eval_every=2", "trainer.eval_every=2: data.val_files is empty"),
+        ("trainer.eval_before_train=true", "trainer.eval_before_train=true: data.val_files is empty"),
         (f"{VAL} trainer.keep_best=true", "trainer.keep_best=true goes by the held-out score; set trainer.eval_every"),
         (f"{VAL} eval.temperature=0.0001", "eval.temperature=0.0001 must be 0 .greedy. or at least 0.001"),
         (f"{VAL} eval.temperature=0 eval.samples_per_prompt=2", "gives equal responses"),
@@ -82,16 +83,22 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
         ("fusion.threshold=²", "must be auto or a number of samples"),
         ("trainer.seed=${", r"argument 'trainer.seed=\$\{' cannot be read"),
         (["trainer.seed=" + "[" * 100_000], r"argument 'trainer.seed=\[\[.* is nested more than 100 deep"),
+        (["trainer.seed=" + "[" * 90 + "]" * 90], r"argument 'trainer.seed=\[\["),
         (["trainer.seed=" + "y" * (1 << 20)], r"trainer.seed='y{200}' must be a whole number"),
         (["x" * (1 << 20) + "=1"], "unknown key x{200}; did you mean"),
+        ("a=b=c", "unknown key a; did you mean"),
+        ("=x", "unknown key ; did you mean"),
         ("actor.ü=1", "unknown key actor.ü; did you mean actor.path"),
+        ("trainer.seed=[1", r"argument 'trainer.seed=\[1' cannot be read"),
         ("trainer.seed=${nothing}", "trainer.seed: Interpolation key 'nothing' not found"),
         ("parallel.generation=d1p1", "parallel.generation=d1p1: layout 'd1p1' is not of the form d1t2p4"),
+        ("actor.path=", "actor.path is not set"),
         ("actor.path=''", "actor.path is not set"),
         ("data.train_files=[]", "data.train_files is empty"),
         ("trainer=3", "trainer must be a mapping"),
         ("parallel=automatic", "parallel must be auto or a mapping, not 'automatic'"),
         ("parallel.generation=Auto", "parallel.generation=Auto: layout 'Auto' is not of the form d1t2p4"),
+        ("parallel.sequence_parallel=maybe", "sequence_parallel='maybe' must be auto or true or false"),
         # settings that contradict each other
         ("algorithm.name=grpo rollout.samples_per_prompt=1", "rollout.samples_per_prompt=1 must be at least 2"),
         ("algorithm.name=rloo algorithm.gamma=0.9", "algorithm.gamma=0.9 must be 1"),
@@ -121,6 +128,9 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
             "algorithm.policy_loss.loss_mode=gspo algorithm.loss_agg_mode=token-sum",
             "gspo is always seq-mean-token-mean: algorithm.loss_agg_mode=token-sum must be that, or token-mean",
         ),
+        ("algorithm.policy_loss.loss_mode=sapo algorithm.loss_agg_mode=seq-mean-token-sum", "sapo is always seq-mean"),
+        ("algorithm.name=reinforce_plus_plus_baseline rollout.samples_per_prompt=1", "must be at least 2"),
+        ("algorithm.name=reinforce_plus_plus_baseline algorithm.group_std=false", "group_std=false belongs to grpo"),
         ("algorithm.overlong_penalty=1", "belong together; set both or neither"),
         ("algorithm.overlong_penalty=1 algorithm.overlong_tokens=500", "overlong_tokens=500 > rollout"),
         ("reward.path=''", "reward.path is not set, nor is reward.function"),
@@ -138,13 +148,21 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
         ("fusion.least_threshold=9 fusion.threshold=8", "fusion.threshold=8 < fusion.least_threshold=9"),
         ("trainer.resume=''", "must be auto, never or the path of a checkpoint"),
         ("trainer.wandb=offline trainer.wandb_project=''", "set it or trainer.wandb=off"),
+        *((f"trainer.{key}={old}", f"YAML reads {old} as ") for key, old in product(KEYS, OLD_NUMBERS)),
         ("data.add_bos=true data.apply_chat_template=true", "data.add_bos=true is for plain text"),
         ("critic.optim.name=sgd trainer.save_every=1", "critic.optim.name=sgd has no checkpoints"),
+        ("actor.optim.name=sgd trainer.resume=x", "actor.optim.name=sgd has no checkpoints"),
+        ("critic.optim.name=sgd trainer.stop_after=1h", "critic.optim.name=sgd has no checkpoints"),
         (
             "trainer.stop_after=soon",
             "stop_after=soon: give days, hours, minutes and seconds above 0 as in 1d12h",
         ),
+        ("trainer.stop_after=3h50", "trainer.stop_after=3h50: give days"),
+        ("trainer.stop_after=50m3h", "trainer.stop_after=50m3h: give days"),
+        ("trainer.stop_after=0h0m", "trainer.stop_after=0h0m: give days"),
         ("trainer.stop_after=-1h", "trainer.stop_after=-1h: give days"),
+        ("trainer.stop_after=9999d", "trainer.stop_after=9999d: give days"),
+        ("trainer.stop_after=90", "trainer.stop_after=90: give days"),
         ("rollout.multi_turn.enable=true", "function_tool_path is not set; give a file of tools"),
         (f"{TOOLS} rollout.multi_turn.format=xml", "format='xml' must be one of hermes, qwen3_coder, llama3_json"),
         (f"{TOOLS} rollout.multi_turn.max_assistant_turns=0", "max_assistant_turns=0 must be at least 1"),
@@ -159,6 +177,10 @@ def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
         ),
         ("trainer.pace=p fusion.profile=f", "fusion.profile=f: trainer.pace=p has all costs of the run; drop one"),
         ("trainer.pace=p", "rollout.draft_rows=auto: trainer.pace=p has no price of guesses; use 0"),
+        (
+            "trainer.pace=p rollout.draft_rows=0 parallel=auto",
+            "parallel.generation=auto: trainer.pace=p has the costs of one choice alone; give a value",
+        ),
         ("reward.function=get_reward", "get_reward is an environment's: set rollout.multi_turn.enable=true"),
     ],
 )
@@ -190,6 +212,11 @@ def test_whitening_is_a_choice_or_follows_the_algorithm(text):
     for name in ("ppo", "grpo", "rloo", "reinforce++", "reinforce_plus_plus_baseline"):
         expected = {"auto": name not in ("grpo", "rloo")}.get(text, text.lower() == "true")
         assert AlgorithmConfig(name=name, whiten_advantages=text).whitens == expected
+
+
+def test_whitening_may_be_a_truth_of_yaml(tmp_path):
+    config = load(tmp_path, MINIMAL + "algorithm: {whiten_advantages: false}\n")
+    assert not config.algorithm.whitens and load(tmp_path, dump_config(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -230,18 +257,25 @@ def test_missing_file(tmp_path):
     [
         ("", ""),
         ("parallel.inference=d2t1p1 algorithm.name=grpo", ""),
+        (
+            "fusion.intra_stage=false fusion.schedule=no.json",
+            "fusion.schedule=no.json (fusion.intra_stage is not search)",
+        ),
         ("fusion.inter_stage=false fusion.threshold=4", "fusion.threshold=4 (fusion.inter_stage=false)"),
         ("fusion.threshold=4 fusion.threshold_file=t", "fusion.threshold_file=t (fusion.threshold is given)"),
         ("reward.workers=2 reward.signature=trl", "reward.signature=trl (reward.function is not set)"),
+        ("reward.workers=2", "reward.workers=2 (reward.function is not set)"),
         ("trainer.pace_stretch=2", "trainer.pace_stretch=2.0 (trainer.pace is not set)"),
         ("algorithm.name=grpo critic.optim.lr=1", "critic.optim.lr=1.0 (there is no critic)"),
         ("algorithm.name=rloo algorithm.lam=0.5", "algorithm.lam=0.5 (belongs to ppo)"),
+        ("algorithm.name=grpo algorithm.value_clip_eps=0", "algorithm.value_clip_eps=0.0 (there is no critic)"),
         ("algorithm.kl_coef=0 algorithm.kl_horizon=5", "algorithm.kl_horizon=5 (algorithm.kl_target=0)"),
         ("algorithm.policy_loss.tau_neg=1", "algorithm.policy_loss.tau_neg=1.0 (belongs to sapo)"),
         ("algorithm.policy_loss.loss_mode=sapo algorithm.clip_eps_high=1", "clip_eps_high=1.0 (sapo does not clip)"),
         ("algorithm.policy_loss.loss_mode=cispo algorithm.dual_clip=2", "dual_clip=2.0 (cispo clips both sides)"),
         ("algorithm.policy_loss.loss_mode=gspo algorithm.dual_clip=2", ""),
         ("algorithm.kl_coef=0 algorithm.kl_estimator=k2", ""),
+        ("algorithm.kl_coef=0 algorithm.kl_in=loss", ""),
         (
             "algorithm.name=grpo algorithm.kl_coef=0 algorithm.kl_in=reward algorithm.kl_estimator=k3",
             "without effect here: algorithm.kl_in=reward (algorithm.kl_coef=0)",
@@ -250,12 +284,20 @@ def test_missing_file(tmp_path):
             "reference.path=none algorithm.kl_coef=0 algorithm.kl_in=loss algorithm.kl_estimator=k2",
             "algorithm.kl_in=loss (reference.path=none), algorithm.kl_estimator=k2 (reference.path=none)",
         ),
+        ("reference.path=none algorithm.kl_coef=0 algorithm.name=grpo", ""),
         (
             "algorithm.skip_zero_gradients=true",
             "algorithm.skip_zero_gradients=True (only grpo and rloo without whitening",
         ),
+        (
+            "algorithm.skip_zero_gradients=true algorithm.name=grpo",
+            "(only grpo and rloo without whitening, and without KL",
+        ),
+        ("algorithm.skip_zero_gradients=true algorithm.name=grpo algorithm.kl_coef=0", ""),
         ("algorithm.skip_zero_gradients=true algorithm.name=rloo", ""),  # its KL is part of the rewards
         ("algorithm.skip_zero_gradients=true algorithm.name=rloo algorithm.entropy_coef=0.1", "have zero gradients"),
+        ("algorithm.skip_zero_gradients=true algorithm.name=rloo algorithm.whiten_advantages=true", "zero gradients"),
+        ("algorithm.skip_zero_gradients=true algorithm.name=reinforce++ algorithm.kl_coef=0", "have zero gradients"),
         ("rollout.ignore_eos=true rollout.min_tokens=3", "rollout.min_tokens=3 (nothing ends a response but"),
         ("rollout.ignore_eos=true rollout.min_tokens=3 rollout.stop=[x]", ""),
         ("trainer.device=cpu rollout.cuda_graphs=false", "rollout.cuda_graphs=False (trainer.device=cpu)"),
@@ -267,9 +309,14 @@ def test_missing_file(tmp_path):
             "parallel.reference_inference=d1t2p1 (reference.path=none)",
         ),
         (
+            "reward.path='' reward.function=m:f parallel.reward_inference=d1t2p1",
+            "parallel.reward_inference=d1t2p1 (there is no reward model)",
+        ),
+        (
             "critic.optim.name=sgd critic.optim.eps=0.5 actor.optim.min_lr_ratio=0.1",
             "actor.optim.min_lr_ratio=0.1 (the rate is constant), critic.optim.eps=0.5 (sgd has none)",
         ),
+        ("critic.optim.min_lr_ratio=0.1", "critic.optim.min_lr_ratio=0.1 (the rate is constant)"),
         ("trainer.keep_checkpoints=3", "trainer.keep_checkpoints=3 (trainer.save_every=0)"),
         (
             "rollout.multi_turn.format=llama3_json",

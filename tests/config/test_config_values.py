@@ -1,6 +1,6 @@
 """Every value of the configuration, found by reflection: wrong types, and numbers at and beyond their limits.
 
-A number without limits fails here.
+A new key without a row in LIMITS fails here.
 """
 
 import math
@@ -12,9 +12,11 @@ import yaml
 from testkit.config_file import MINIMAL, load
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import LARGEST
+from rlhfuse.base.sample_ids import COPY_BITS, ITERATION_BITS, PROMPT_BITS
 from rlhfuse.config.load import dump_config, validate
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.values import AUTO, seconds_of
+from rlhfuse.config.values import AUTO, LARGEST_REAL, seconds_of
 
 OR_AUTO = {key: 1 for key, value, field in RunConfig().leaves() if value == AUTO and field.annotation is int}
 LEAVES = {key: value for key, value, _ in RunConfig().leaves()} | OR_AUTO
@@ -82,28 +84,92 @@ def test_a_choice_is_one_of_its_names(key):
 
 # numbers --------------------------------------------------------------------------------------------------------
 
-FIELDS = {key: field for key, _, field in RunConfig().leaves()}
+TINY = 5e-324  # the smallest float above 0
+# the least and the largest that are taken, the nearest below and above that are not
+AT_LEAST_0, AT_LEAST_1 = ((0, LARGEST), (-1, LARGEST + 1)), ((1, LARGEST), (0, LARGEST + 1))
+REAL_0 = ((0.0, LARGEST_REAL), (-TINY, 3.1e38))
+REAL = ((-LARGEST_REAL, LARGEST_REAL), (-3.1e38, 3.1e38))
+ABOVE_0 = ((TINY, LARGEST_REAL), (0.0, 3.1e38))
+SHARE = ((0.0, 1.0), (-TINY, 1.0000001))
+TOP_P = ((TINY, 1.0), (0.0, 1.0000001))
+TEMPERATURE = ((0.001, 1000.0), (0.0009999, 1000.1))
+DECAY = ((0.0, 0.9999999), (-TINY, 1.0))
+SECONDS = ((TINY, 1e7), (0.0, 10000001.0))
+PROCESSES = ((1, 1024), (0, 1025))
+PROMPTS, COPIES = (((1, 2**bits), (0, 2**bits + 1)) for bits in (PROMPT_BITS, COPY_BITS))
+KEYS = {  # by the limits that they have
+    "actor.optim critic.optim": {
+        AT_LEAST_0: "warmup_iterations lr_decay_iterations",
+        REAL_0: "lr weight_decay clip_grad",
+        ABOVE_0: "eps",
+        SHARE: "lr_warmup_ratio min_lr_ratio",
+        DECAY: "beta1 beta2",
+    },
+    "critic": {AT_LEAST_0: "warmup_iterations"},
+    "algorithm": {
+        AT_LEAST_0: "overlong_tokens",
+        AT_LEAST_1: "kl_horizon minibatches epochs",
+        REAL_0: "kl_coef kl_target clip_eps_high dual_clip value_clip_eps value_loss_coef score_clip "
+        "missing_eos_penalty length_penalty overlong_penalty loss_scale_factor",
+        REAL: "entropy_coef score_scale",
+        SHARE: "gamma lam top_entropy_quantile",
+        TOP_P: "clip_eps",
+    },
+    "algorithm.filter_groups": {AT_LEAST_1: "max_num_gen_batches max_inflight_gen_batches"},
+    "algorithm.policy_loss": {TEMPERATURE: "tau_pos tau_neg"},
+    "rollout": {
+        AT_LEAST_0: "min_tokens top_k draft_rows kv_blocks_per_instance",
+        AT_LEAST_1: "max_response_tokens block_tokens max_sequences_per_instance max_batched_tokens",
+        PROMPTS: "prompts_per_iteration",
+        COPIES: "samples_per_prompt",
+        TOP_P: "top_p",
+        TEMPERATURE: "temperature",
+    },
+    "rollout.multi_turn": {
+        AT_LEAST_1: "max_assistant_turns max_parallel_calls max_tool_response_length",
+        SECONDS: "timeout_seconds",
+        PROCESSES: "workers",
+    },
+    "eval": {
+        AT_LEAST_0: "max_response_tokens",
+        COPIES: "samples_per_prompt",
+        TOP_P: "top_p",
+        ((0.0, 1000.0), (-TINY, 1000.1)): "temperature",
+    },
+    "fusion": {
+        AT_LEAST_0: "least_threshold bs_max",
+        AT_LEAST_1: "microbatch_tokens actor_microbatches bucket_mib",
+        SECONDS: "search_seconds",
+    },
+    "trainer": {
+        AT_LEAST_0: "eval_every save_every sample_texts trace_iterations",
+        AT_LEAST_1: "keep_checkpoints",
+        REAL_0: "memory_limit_gb host_memory_gb",
+        SECONDS: "watchdog_seconds hang_seconds grace_seconds pace_stretch",
+        PROCESSES: "threads_per_rank",
+        ((0, 2**ITERATION_BITS), (-1, 2**ITERATION_BITS + 1)): "iterations",
+        ((0, 2**63 - 1), (-1, 2**63)): "seed",
+    },
+    "reward": {REAL: "model_weight function_weight", SECONDS: "timeout_seconds", PROCESSES: "workers"},
+    "data": {AT_LEAST_1: "max_prompt_tokens"},
+    "parallel": {DECAY: "headroom"},
+}
+LIMITS = {
+    f"{group}.{name}": limits
+    for groups, rows in KEYS.items()
+    for group in groups.split()
+    for limits, names in rows.items()
+    for name in names.split()
+}
 
 
-def limits_of(key: str) -> tuple[tuple, tuple]:
-    """The least and the largest that are taken, and the nearest beyond them; a number without either has none."""
-    bounds = {n: getattr(one, n) for one in FIELDS[key].metadata for n in ("ge", "gt", "le", "lt") if hasattr(one, n)}
-    whole = type(NUMBERS[key]) is int
-
-    def down(value):
-        return value - 1 if whole else math.nextafter(value, -math.inf)
-
-    def up(value):
-        return value + 1 if whole else math.nextafter(value, math.inf)
-
-    least = bounds["ge"] if "ge" in bounds else up(bounds["gt"])
-    most = bounds["le"] if "le" in bounds else down(bounds["lt"])
-    return (least, most), (down(least), up(most))
+def test_every_number_has_its_limits_here():
+    assert NUMBERS.keys() == LIMITS.keys()
 
 
-@pytest.mark.parametrize("key", sorted(NUMBERS))
+@pytest.mark.parametrize("key", sorted(LIMITS))
 def test_a_number_at_its_limits_is_taken_and_beyond_them_refused(key):
-    taken, beyond = limits_of(key)
+    taken, beyond = LIMITS[key]
     beyond += (-(10**30), 10**30) if type(NUMBERS[key]) is int else (-1e300, 1e300, math.nan, math.inf, -math.inf)
     for value in taken:
         validate(nested(key, value), "a file")

@@ -2,16 +2,32 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.device_defaults import is_for_gpus
+from rlhfuse.config.machines import Machines
 from rlhfuse.config.settings import TrainerConfig
+from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.hardware import hardware_by_name, known_hardware, load_hardware, machines_by_name, save_hardware
 
 KNOWN = known_hardware()
+WORSE_IF_MORE = {
+    *(
+        "launch_seconds",
+        "backward_launch_seconds",
+        "prefill_launch_seconds",
+        "half_rate_tokens",
+        "decode_layer_seconds",
+        "pass_seconds",
+        "call_seconds",
+    ),
+    *("collective_seconds", "cross_collective_seconds"),
+    *("recorded_launch_seconds", "short_sum_seconds", "switch_sum_seconds"),
+    *("step_waiting", "process_bytes", "communicator_bytes", "channel_bytes", "host_process_bytes"),
+}
 
 
 def test_a_list_is_the_worst_of_its_kinds_on_all_ranks():
@@ -22,6 +38,16 @@ def test_a_list_is_the_worst_of_its_kinds_on_all_ranks():
     assert whole.memory_bytes == KNOWN["a100"].memory_bytes and whole.flops == KNOWN["a100"].flops
     assert not whole.switch_sums and KNOWN["h200"].switch_sums
     assert hardware_by_name("a100:8,h200:16", "cuda", 24) == whole
+
+
+def test_each_number_of_a_mixture_is_the_worse_one():
+    """Two machines of which the second has twice as much of everything, either way round."""
+    numbers = [field.name for field in fields(HardwareSpec) if field.type in ("int", "float")]
+    one = replace(KNOWN["h100"], **{name: 8 for name in numbers}, switch_sums=False)
+    other = replace(one, name="other", **{name: 16 for name in numbers}, switch_sums=True)
+    for kinds in ([(one, 16), (other, 16)], [(other, 16), (one, 16)]):
+        mixed = Machines.of(kinds, 32).whole()
+        assert {name for name in numbers if getattr(mixed, name) == 16} == WORSE_IF_MORE and not mixed.switch_sums
 
 
 def test_one_kind_is_that_kind_whether_counted_or_not():

@@ -19,6 +19,15 @@ def test_a_forward_by_hand():
     assert forward_flops(SPEC, [], outputs=0) == 0
 
 
+def test_tied_embeddings_compute_as_much_and_biases_as_much_as_they_hold():
+    tied = ModelSpec(**{**SPEC.__dict__, "tied_embeddings": True})
+    assert tied.parameters() < SPEC.parameters()
+    assert forward_flops(tied, [5], 5) == forward_flops(SPEC, [5], 5)
+    biased = ModelSpec(**{**SPEC.__dict__, "qkv_bias": True, "proj_bias": True})
+    assert biased.parameters() - SPEC.parameters() == 2 * (8 + 4 + 4 + 8)  # of q, k, v and output, in two layers
+    assert forward_flops(biased, [5], 5) - forward_flops(SPEC, [5], 5) == 2 * 5 * 2 * 24
+
+
 def test_an_iteration_by_hand():
     """Prompts of 2 and 1 tokens, responses of 3 and 1: training takes three forwards, and here goes over them twice."""
     lengths = [(2, 3), (1, 1)]

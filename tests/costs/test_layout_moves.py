@@ -9,11 +9,15 @@ from testkit.weight_shards import holders_of, model_shards
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.layout_moves import MoveLoad
+from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.costs.layout_moves import ACROSS, STAYS, WITHIN, MoveLoad, layout_moves, model_load
+from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.decisions.weight_moves import plan_moves
 from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells, rank_map
+from rlhfuse.tasks.task import TASKS
 
+MACHINE = hardware_by_name("a100")
 SPECS = (
     ModelSpec("qwen2", 16, 16, 8, 8, 4, 24, 100, 64, qkv_bias=True),
     ModelSpec("qwen3", 17, 32, 16, 8, 4, 40, 300, 64, tied_embeddings=True, qk_norm=True),
@@ -73,3 +77,36 @@ def test_loads_are_those_of_the_plan():
 def test_other_ranks_and_targets_in_pipelines(source, target):
     source, target = ParallelLayout.parse(source), ParallelLayout.parse(target)
     check(SPECS[0], source, plain_cells(source), target, 8, False)
+
+
+def test_what_the_seconds_are_made_of():
+    """One rank of a node needs what the other node has, and gives it on; by hand."""
+    spec, source, target = SPECS[0], ParallelLayout(1, 1, 1), ParallelLayout(4, 1, 1)
+    load = model_load(spec, source, (((0,),),), target, 4, 2)
+    whole = 4 * spec.parameters() + 4 * 2 * (spec.padded_vocab - spec.vocab) * spec.hidden
+    assert (
+        load.bytes[STAYS].tolist() == [[whole, 0, 0, 0]] * 2
+        and load.host_copy_seconds(MACHINE) == whole / MACHINE.host_bandwidth
+    )
+    assert load.bytes[WITHIN].sum(axis=1).tolist() == [2 * whole] * 2
+    assert load.bytes[ACROSS, 0].tolist() == [whole, 0, 0, 0] and load.minimum_across == whole
+    rates = MACHINE.memory_bandwidth / 2, MACHINE.node_link_bandwidth, MACHINE.cross_link_bandwidth
+    assert load.seconds(MACHINE) == pytest.approx(sum(whole / rate for rate in rates))
+
+
+def test_moves_of_a_run():
+    """Two nodes of eight: the actor's only pipeline spans both, so each node must get the other's half of it once."""
+    layouts = {"actor_train": "d1t2p8", "critic_train": "d4t2p2", "generation": "d8t2p1", "critic_inference": "d8t2p1"}
+    tasks = tuple(Task(name, TASKS[name].role, ParallelLayout.parse(text), (0, 15)) for name, text in layouts.items())
+    ranks = rank_map(training_layouts(tasks))
+    spec = ModelSpec("qwen2", 9, 16, 8, 8, 4, 24, 100, 64, qkv_bias=True)
+    actor, critic = layout_moves(tasks, ranks, {"actor": spec, "critic": spec}, 4, MACHINE)
+    assert actor.traffic.across == actor.traffic.minimum_across
+    whole = sum(s.bytes for s in model_shards(spec, ParallelLayout(1, 1, 1), (((0,),),), 4))
+    assert actor.traffic.across == whole  # half of it to each node; norms too, which both tensor ranks hold, once
+    assert critic.traffic.across == 0 and 0 < critic.seconds < 1
+    wanted = ParallelLayout.parse("d8t2p1")
+    load = check(spec, ParallelLayout.parse("d4t2p2"), ranks.pipelines("critic"), wanted, 8, True, 4)
+    assert critic.seconds == load.seconds(MACHINE) + load.host_copy_seconds(MACHINE)  # it goes on to host memory
+    alone = layout_moves(tuple(t for t in tasks if t.role == "actor"), ranks, {"actor": spec}, 4, MACHINE)
+    assert [move.model for move in alone] == ["actor"]

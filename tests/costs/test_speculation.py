@@ -107,6 +107,23 @@ def test_guesses_that_cost_more_than_they_give_are_turned_off_and_tried_again():
         assert speed > least and fewest <= guessed <= most, (seconds, accepted, speed, guessed)
 
 
+def test_what_begins_to_repeat_itself_is_guessed_soon():
+    """Where none was right they are tried again four times as soon as where they did not pay."""
+    for accepted, fewest, most in ((0, 140, 200), (2, 60, 90)):
+        rows = GuessRows(ROWS, lambda sequences, guesses: 1.0)
+        assert run_steps(rows, 8, 12, 1.5, accepted)[1] < 6
+        assert fewest < run_steps(rows, 8, 200, 1.1, 8)[1] < most, accepted
+
+
+def test_each_number_of_samples_is_measured_by_itself_and_what_pays_later_comes_back():
+    rows = GuessRows(ROWS, lambda sequences, guesses: 1.0 + 0.1 * sequences)
+    assert rows.rows(ROWS) == 0
+    run_steps(rows, 12, 60, 1.5, 2)
+    assert run_steps(rows, 3, 100, 1.2, 3)[1] > 80
+    assert run_steps(rows, 12, 60, 1.1, 12)[1] < 10, "nobody has looked again"
+    assert run_steps(rows, 12, 2000, 1.1, 12)[1] > 1500
+
+
 @pytest.mark.parametrize("accepted", [0, 1, 8])
 def test_ranks_that_measure_differently_do_the_same(accepted):
     """The first rank's decision is everybody's, and all wait for it at the same steps: no rank's clock has a say."""

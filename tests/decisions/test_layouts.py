@@ -8,12 +8,13 @@ import yaml
 from testkit.four_ranks import SPECS, TINY, config
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.auto_layouts import inference_layout
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.decisions.batch_arithmetic import resolve_batch
 from rlhfuse.decisions.layout_rules import LayoutRules
-from rlhfuse.decisions.layouts import planned_world_size
+from rlhfuse.decisions.layouts import divisors, fits_model, planned_world_size, possible_layouts
 
 
 def test_a_good_table_and_its_batch():
@@ -198,3 +199,14 @@ def test_the_number_of_ranks_is_that_of_a_layout_that_is_given(monkeypatch):
         planned_world_size(nothing, None)
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert planned_world_size(nothing, None) == 16
+
+
+def test_possible_layouts_are_those_that_the_model_can_be_cut_into():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(1) == [1]
+    spec, found = SPECS["actor"], {}
+    for chunks in ((), (1,), (1, 2)):
+        found[chunks] = set(map(str, possible_layouts(spec, 8, 4, 8, chunks)))
+        assert all(fits_model(ParallelLayout.parse(text), spec) for text in found[chunks])
+    assert found[()] <= found[(1,)] <= found[(1, 2)] and not any("t8" in text for text in found[(1, 2)])
+    assert {"d8t1p1", "d2t4p1"} <= found[()] and "d2t1p4" in found[(1,)] and "d4t1p2v2" in found[(1, 2)]
+    assert not any(ParallelLayout.parse(text).dp > 2 for text in map(str, possible_layouts(spec, 8, 4, 2, (1,))))

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
-from testkit.weight_shards import holders_of
+from testkit.weight_shards import holders_of, model_shards
 
+from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.layout_moves import MoveLoad
 from rlhfuse.decisions.shards import Shard, tensor_segments
 from rlhfuse.decisions.weight_moves import WeightMoves, in_buckets, plan_moves
@@ -112,3 +114,10 @@ def test_any_shards(sides, node, bucket_bytes):
 def test_what_nobody_has_is_named():
     with pytest.raises(ValueError, match=r"no rank has w\[4:8\], which ranks \[1\] need"):
         planned([Shard("w", 0, ((0, 4),), 1)], [Shard("w", 1, ((0, 8),), 1)], 8)
+
+
+def test_shards_count_every_parameter():
+    for tied, head in ((False, False), (True, False), (False, True)):
+        spec = ModelSpec("qwen3", 5, 16, 8, 4, 4, 24, 128, 64, tied_embeddings=tied, qk_norm=True)
+        shards = model_shards(spec, ParallelLayout(1, 1, 1), (((0,),),), 4, head)
+        assert sum(shard.bytes for shard in shards) == 4 * spec.parameters(head)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from testkit.gen_models import GREEDY, PROMPTS, add_all, engine_of, random_weights, run_out, tiny_spec
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import SamplingParams
 from rlhfuse.tasks.migration import UnfinishedSample
 
@@ -102,6 +103,18 @@ def test_greedy_samples_are_spared_log_probabilities_that_nobody_asked_for():
 def test_greedy_takes_top_k_and_top_p_and_they_change_nothing():
     narrow = replace(GREEDY, top_k=3, top_p=0.4)
     assert engine_of().generate(PROMPTS, GREEDY) == engine_of().generate(PROMPTS, [narrow] * 8)
+
+
+def test_what_other_engines_have_by_default():
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "name, value", [("top_k", 2**63), ("temperature", 10**400), ("stop", [5]), ("max_tokens", None)]
+)
+def test_values_that_no_step_could_take(name, value):
+    with pytest.raises(InputError, match=name):
+        SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])

@@ -3,6 +3,7 @@
 import json
 import os
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -186,6 +187,12 @@ def test_architectures_must_suit_the_role(tmp_path, name):
             continue
         with pytest.raises(InputError, match=f"architectures .*{name} cannot be {role}.path; use a Llama"):
             ModelSpec.from_config(folder, role)
+
+
+def test_a_number_is_no_model():
+    for role, value in product(ROLES, (float("nan"), -1)):
+        with pytest.raises(ValueError, match="path"):
+            with_models().with_(**{role: {"path": value}})
 
 
 # files that cannot be read ------------------------------------------------------------------------------------------

@@ -2,7 +2,29 @@
 
 import torch
 
-from rlhfuse.models.stage import PackedTokens
+from rlhfuse.models.stage import PackedTokens, by_dtype, together
+
+
+def test_tensors_of_one_dtype_travel_in_one_copy():
+    tensors = [
+        torch.arange(5),
+        torch.tensor([1.5, 2.5]),
+        torch.arange(3, dtype=torch.int32),
+        torch.arange(6).view(2, 3)[:, 1:],
+        torch.empty(0),
+    ]
+    sent = []
+
+    def send(flat: torch.Tensor) -> torch.Tensor:
+        sent.append(flat)
+        return flat.clone()
+
+    arrived = by_dtype(tensors, send)
+    assert [flat.dtype for flat in sent] == [torch.int64, torch.float32, torch.int32]
+    for there, here in zip(arrived, tensors):
+        assert there.dtype == here.dtype and torch.equal(there, here)
+    for there, here in zip(together(tensors, torch.device("meta")), tensors):
+        assert there.is_meta and there.shape == here.shape and there.dtype == here.dtype
 
 
 def test_a_pack_knows_its_borders_on_the_host_and_each_tokens_place():

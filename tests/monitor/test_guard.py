@@ -310,3 +310,22 @@ def test_an_iteration_is_finished_after_a_notice_and_ctrl_c_leaves_no_word(tmp_p
     watchdog.guard.forget()  # it was the last
     watchdog.guard.note("late")
     assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    "command, variable, seconds",
+    [
+        ("torchrun --shutdown-timeout 90 a.py", "40", 90),
+        ("torchrun --shutdown_timeout=90 a.py", "", 90),
+        ("torchrun a.py", "40", 40),
+        ("torchrun a.py --shutdown-timeouts 3", "", 30),
+    ],
+)
+def test_the_launchers_patience_is_read_where_it_is_said(monkeypatch, command, variable, seconds):
+    monkeypatch.setattr("rlhfuse.base.launcher.launcher_command", command.split)
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    if variable:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", variable)
+    guard = Guard(0, 600)
+    assert (guard._grace, guard._limit) == (seconds - 5, "--shutdown-timeout")
+    assert Guard(0, 7)._limit == "trainer.grace_seconds"

@@ -1,5 +1,6 @@
 """metrics.jsonl keeps every bit, survives a kill and a resume; the progress line and TensorBoard say the same."""
 
+import io
 import math
 from contextlib import closing
 
@@ -12,6 +13,7 @@ from testkit.profiles import examples
 from testkit.small_disk import small_files
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.monitor.loggers import ProgressPrinter, progress_parts
 from rlhfuse.monitor.metrics import MetricsWriter, read_metrics
 
 
@@ -78,6 +80,15 @@ METRICS = {
     "timing_s/graph_capture": 0.3,  # a part of it
     "timing_s/adv": 0.001,
 }
+
+
+def test_progress_line():
+    stream = io.StringIO()
+    ProgressPrinter(10, stream).log(METRICS)
+    assert stream.getvalue() == (
+        "iteration  3/10  score +0.412  kl 0.0131  length 87.2  (3% cut)  4,210 tokens/s  2.00 s: gen 60%, train 30%\n"
+    )
+    assert progress_parts({"iteration": 1, "critic/score/mean": None}, 9) == [("iteration 1/9", "bold")]
 
 
 def test_tensorboard_reads_back(tmp_path):

@@ -24,7 +24,7 @@ from rlhfuse.monitor.heartbeat import (
     WaitingOutside,
     process_status,
 )
-from rlhfuse.monitor.watchdog import Watchdog
+from rlhfuse.monitor.watchdog import PEERS_PER_TICK, Watchdog
 
 HERE = ProcessName.own()
 FAR = ProcessName("far", "far", 7, "1")
@@ -236,6 +236,23 @@ class CountingStore:
         return beat(rank, counter=counter, progress=counter).to_json().encode()
 
 
+def test_a_large_world_reads_no_more_peers_per_heartbeat(monkeypatch):
+    """640 ranks: a round of readings takes 40 s, longer than the 15 s of silence; the store's load stays linear."""
+    store = CountingStore()
+    monkeypatch.setattr("rlhfuse.monitor.watchdog.time", store)
+    watchdog = Watchdog(store, rank=0, world_size=640, limits=LIMITS, guard=Guard(0, 540))
+    for tick in range(100):
+        store.now, watchdog._counter = float(tick), tick
+        assert watchdog._look(PEERS_PER_TICK) is None
+    assert store.reads == 100 * PEERS_PER_TICK
+    store.dead_since[123] = store.now
+    for tick in range(100, 182):  # two rounds
+        store.now, watchdog._counter = float(tick), tick
+        if verdict := watchdog._look(PEERS_PER_TICK):
+            break
+    assert verdict and "rank 123 (pid 7 on far) died: silent for " in verdict.report
+
+
 @pytest.mark.parametrize("suspended", [True, False])
 def test_a_rank_that_was_suspended_does_not_judge_by_what_it_missed(monkeypatch, suspended):
     """As `scontrol suspend` and `resume`: the other rank slept as well, and wakes two seconds later; or it is dead."""
@@ -254,6 +271,38 @@ def test_a_rank_that_was_suspended_does_not_judge_by_what_it_missed(monkeypatch,
     watchdog._due.wait = sleep
     watchdog._run()
     assert bool(left) == (not suspended)
+
+
+def test_unheard_since_counts_only_running_ranks():
+    peers = table()
+    for known in (beat(1), beat(2, HERE), beat(3, state=TERMINATED)):
+        peers.note(known, 0)
+    peers.note(beat(4, counter=1), 5)
+    assert [b.rank for b in peers.unheard_since(2)] == [1, 2]
+    assert [b.rank for b in peers.elsewhere(peers.unheard_since(2))] == [1]
+
+
+def test_the_lowest_rank_left_reports_the_places():
+    peers = PeerTable(beat(3, HERE), LIMITS, now=0.0, world_size=3)
+    peers.note(beat(0, GONE, doing="step 0"), 0)
+    peers.note(beat(1, state=FAILED, doing="step 1"), 0)
+    assert peers.reporter() == 3
+    peers.note(beat(2, doing="step 2"), 0)
+    assert peers.reporter() == 2 and [b.rank for b in peers.still_to_report()] == [2]
+    peers.note(beat(2, doing="step 2"), 20)
+    assert peers.reporter() == 3  # silent too long
+    peers.note(beat(2, state=LEFT, doing="step 2b"), 20)
+    assert peers.reporter() == 2 and not peers.still_to_report()
+    places = peers.places().splitlines()
+    assert [line.split(") ")[1] for line in places] == ["was last seen in: step 0", "was in: step 1", "was in: step 2b"]
+
+
+def test_places_are_bounded_in_a_large_world():
+    peers = table()
+    for rank in range(1, 256):
+        peers.note(beat(rank), 0)
+    lines = peers.places().splitlines()
+    assert len(lines) == 65 and lines[-1] == "  and 191 more ranks"
 
 
 class SlowDeathStore(ScriptedStore):

@@ -1,13 +1,16 @@
 """Process groups: their order of ranks, on a torch that sorts too; which of them only carry sizes."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.parallel.groups import GroupMaker, ModelGrid, new_group, plain_grid
+from rlhfuse.parallel.device import Device
+from rlhfuse.parallel.groups import GroupMaker, ModelGrid, channel_options, new_group, plain_grid
 from rlhfuse.schedule.ir.ranks import neighbour_pairs, rank_map
 
 L = ParallelLayout.parse
@@ -82,3 +85,33 @@ def test_both_directions_of_a_channel_have_their_own_group(old_torch):
     pairs = list(itertools.permutations(range(3), 2))
     GroupMaker().channels("pipeline", pairs)
     assert old_torch == [sorted(pair) for pair in pairs]
+
+
+class Options(SimpleNamespace):
+    """Has the two things that are set in NCCL's."""
+
+    def __init__(self, is_high_priority_stream: bool):
+        super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
+
+
+@pytest.mark.parametrize("backend, device", [("gloo", "cpu"), ("shared_gpu", "cuda:0")])
+def test_channels_have_options_over_nccl_alone(backend, device):
+    assert channel_options(Device(torch.device(device), backend)) == {}
+
+
+def test_channels_over_nccl_take_few_thread_blocks_in_a_stream_that_goes_first(old_torch, monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    device = Device(torch.device("cuda", 0), "nccl")
+    first, second = channel_options(device), channel_options(device)
+    assert first["backend"] == "nccl" and first["pg_options"].is_high_priority_stream
+    assert vars(first["pg_options"].config) == {"min_ctas": 1, "max_ctas": 4}
+    assert first["pg_options"] is not second["pg_options"], "torch writes a group's timeout into them"
+    GroupMaker().channels("pipeline", [(0, 1), (1, 0)], device)
+    assert old_torch == [[0, 1], [0, 1]]
+
+
+def test_groups_of_one_rank_are_the_same_group_whatever_they_are_for(old_torch):
+    maker = GroupMaker()
+    assert maker.own("tp", [(0,), (1,)], 1) == "group [1]"
+    maker.for_model("actor", plain_grid(L("d2t1p1")), 1)
+    assert old_torch.count([0]) == old_torch.count([1]) == 1

@@ -4,13 +4,15 @@ from functools import cache
 
 import pytest
 from testkit import four_ranks
-from testkit.four_ranks import SPECS, planned, run
+from testkit.four_ranks import SPECS, planned, run, shared_plan
 from testkit.llama3 import llama3
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.price import GenerationPrice, with_schedules
 from rlhfuse.planning.report.report import PlanReport
 
 RUN = """
@@ -40,6 +42,11 @@ def drafted(file, *overrides: str) -> Candidate:
     return four_ranks.drafted(config, read_specs(config), 64)
 
 
+@cache
+def reported(file, *overrides: str) -> PlanReport:
+    return PlanReport.of(make_plan(drafted(file, *overrides)))
+
+
 def static(draft: Candidate) -> dict:
     return {phase.phase: phase for phase in draft.memory.static}
 
@@ -67,6 +74,41 @@ def test_four_models_of_70b_fit_64_gpus_because_the_optimizer_leaves(file):
     assert phases["start"].host == scorers
 
 
+def test_the_plan_tells_where_it_rests_and_what_that_costs(file):
+    report = reported(file)
+    assert PlanReport.from_dict(report.to_dict()).memory.offload == report.memory.offload
+    (line,) = [line for line in report.reasons if "offload_optimizer" in line]
+    assert line.startswith("trainer.offload_optimizer=auto: a phase would not fit beside it, on the host outside")
+    held, seconds = readable_bytes(report.memory.offload.nbytes), f"{report.memory.offload.seconds:.2g}"
+    assert f"rest {held} of optimizer per rank; they leave while the weights move and come back during the" in line
+    moving = sum(move.seconds for move in report.weight_moves)
+    assert moving > report.memory.offload.seconds and f"{seconds} s each way, of which 0 s are not hidden" in line
+    assert report.seconds.weight_moves == pytest.approx(moving)
+
+
+def test_seconds_that_are_hidden(file):
+    offload = drafted(file).memory.offload
+    assert offload.seen_seconds(moving=10.0, minibatch=10.0) == 0
+    assert offload.seen_seconds(moving=0.5, minibatch=10.0) == pytest.approx(offload.seconds - 0.5)
+    assert offload.seen_seconds(moving=0.0, minibatch=0.0) == 2 * offload.seconds
+
+
+def test_it_leaves_before_the_weights_move_where_those_have_no_room_beside_it(file):
+    roomy = drafted(file, "trainer.recompute=full", "trainer.offload_optimizer=true")
+    limit = roomy.memory.needed(static(roomy)["moves"]) / 1e9 - 0.1
+    draft = drafted(file, "trainer.recompute=full", f"trainer.memory_limit_gb={limit}")
+    assert draft.memory.offload.first_phase == "moves" and static(draft)["moves"].optimizer == 0
+    assert draft.memory.offload.seen_seconds(moving=10.0, minibatch=10.0) == draft.memory.offload.seconds
+    generation = GenerationPrice(0, None, "", 1.0, 1.0, None, None)
+    assert with_schedules(draft, generation, 10.0, 10.0).offload == draft.memory.offload.seconds
+    report = PlanReport.of(make_plan(draft))
+    told = "they leave before the weights move and come back during the first mini-batch"
+    seconds = f"{report.memory.offload.seconds:.2g} s"
+    assert f"{told}, {seconds} each way, of which {seconds} are not hidden" in "\n".join(report.reasons)
+    moving = sum(move.seconds for move in report.weight_moves)
+    assert report.seconds.weight_moves == pytest.approx(moving + report.memory.offload.seconds)
+
+
 def test_it_stays_where_all_phases_fit_beside_it(file):
     draft = drafted(file, "trainer.memory_limit_gb=100")
     assert draft.memory.offload is None and static(draft)["inference"].optimizer > 0
@@ -76,6 +118,22 @@ def test_it_stays_where_all_phases_fit_beside_it(file):
     assert forced.memory.offload.nbytes > 0 and static(forced)["inference"].optimizer == 0
     held = {made.training.problem.static_memory for made in (forced, draft)}
     assert len(held) == 1  # of training, which it is back for
+
+
+def test_it_leaves_as_soon_as_a_phase_would_not_leave_the_headroom(file):
+    """And before the weights move where those would not."""
+    base = "trainer.recompute=full"
+    stays = drafted(file, base, "trainer.offload_optimizer=false", "trainer.memory_limit_gb=141")
+    needs = {name: stays.memory.needed(phase) / 1e9 for name, phase in static(stays).items()}
+    beside = max(needs["inference"], needs["moves"])
+    for limit, share, first in (
+        (beside / 0.9 + 0.1, 0.1, None),
+        (beside / 0.9 - 0.1, 0.1, "generation" if needs["moves"] < needs["inference"] else "moves"),
+        (needs["moves"] / 0.9 - 0.1, 0.1, "moves"),
+        (beside / 0.9 - 0.1, 0.0, None),
+    ):
+        offload = drafted(file, base, f"trainer.memory_limit_gb={limit}", f"parallel.headroom={share}").memory.offload
+        assert (offload and offload.first_phase) == first, (limit, share)
 
 
 def test_room_for_the_cache_is_cut_before_the_optimizer_leaves(file):
@@ -99,3 +157,39 @@ def test_on_a_cpu_only_where_it_is_asked_for(asked):
 
 
 # models that score, loaded before generation ends ------------------------------------------------------------------
+
+
+def test_as_many_as_have_room_beside_generation(file):
+    """In the order in which they score; a tenth of the limit stays free."""
+    draft = drafted(file)
+    weights = [draft.analytic[f"{role}_inference"].memory.weights_bytes() for role in ("reference", "critic", "reward")]
+    none = drafted(file, "rollout.kv_blocks_per_instance=60000")
+    assert none.memory.early == () and none.generation.limits.early_models == 0
+    before = static(draft)["generation"].weights - sum(draft.memory.early)
+    assert before == static(none)["generation"].weights
+    for limit, count in ((80, 1), (90, 2), (110, 3)):
+        roomy = drafted(file, f"trainer.memory_limit_gb={limit}", "trainer.offload_optimizer=true")
+        assert roomy.memory.early == tuple(weights[:count]) and roomy.generation.limits.early_models == count
+        phase = static(roomy)["generation"]
+        assert phase.weights == before + sum(weights[:count])
+        assert roomy.memory.needed(phase) + roomy.memory.generation.graphs <= 0.9 * limit * 1e9
+        assert count == 3 or roomy.memory.needed(phase) + weights[count] > 0.9 * limit * 1e9 - 1e9
+
+
+def test_the_plan_tells_which_come_early(file):
+    report = reported(file)
+    assert report.generation.limits.early_models == 1
+    (line,) = [line for line in report.reasons if line.startswith("loading ")]
+    assert line.startswith("loading reference, critic, reward takes 1 s of an instance: reference (16.4 GiB)")
+    assert line.endswith("beneath the end of generation; critic, reward after it, for want of room")
+    report = reported(file, "rollout.kv_blocks_per_instance=60000")
+    (line,) = [line for line in report.reasons if line.startswith("loading ")]
+    assert "after generation: beside it not even reference has room in 90% of the limit" in line
+
+
+def test_on_a_cpu_none_comes_early():
+    """Copies there take the cores that decode."""
+    plan = PlanReport.of(shared_plan())
+    assert plan.generation.limits.early_models == 0 and not [
+        line for line in plan.reasons if line.startswith("loading ")
+    ]

@@ -67,6 +67,12 @@ def test_training_is_for_what_a_past_run_leaves_out_where_this_one_does(tmp_path
     assert PlannedLengths.seen(*planned.trained, longest, "a run").trained == planned.trained
 
 
+def test_what_is_assumed_is_said():
+    planned = lengths_of(config())
+    assert planned.samples == assumed_lengths(128, 256) and not planned.known
+    assert planned.told.startswith("lengths are assumed: responses lognormal with median 26 and p99.9 256 tokens,")
+
+
 def test_lengths_that_cannot_be_read_are_refused_by_their_key(tmp_path):
     with pytest.raises(InputError, match="parallel.lengths=/nowhere.csv: /nowhere.csv does not exist"):
         lengths_of(config(parallel__lengths="/nowhere.csv"))

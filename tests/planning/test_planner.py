@@ -12,19 +12,24 @@ from testkit.sim_helpers import linear_file, long_tail
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
+from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.machine import Host, memory_limit
 from rlhfuse.costs.profiled import ProfiledCost
+from rlhfuse.costs.speculation import guess_bytes
 from rlhfuse.planning.plan import Plan
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.training.training_problem import TICK_SECONDS
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Kind
+from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import greedy, min_memory, serial_1f1b
+
+MB = 10**6
 
 
 def problem_of(made):
@@ -56,6 +61,61 @@ def test_lengths_give_a_threshold():
     assert plan.seconds.gen_infer_fused == pytest.approx(plan.threshold.curve.fused_seconds)
     assert 0 < plan.seconds.generation_fused < plan.seconds.gen_infer_fused
     assert "lengths are those of 500 samples of past runs" in plan.render()
+
+
+@pytest.mark.parametrize(
+    "keys, needed, limit",
+    [
+        ({"trainer__memory_limit_gb": 2.0}, lambda phase: phase.device + phase.host + 720_000_000, 2e9),
+        # a context; groups of replicas 1, of all ranks 1; two neighbours, both ways
+        ({"trainer__hardware": "a100"}, lambda phase: phase.device + 2000 * MB + 2 * 250 * MB + 4 * 40 * MB, 80e9),
+    ],
+)
+def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):
+    plan = PlanReport.of(shared_plan(**keys))
+    budget = drafted(run(**keys), SPECS, 4).memory
+    assert all(budget.needed(phase) == needed(phase) for phase in budget.static)
+    for phase in plan.memory.phases:
+        assert plan.memory.needed_bytes(phase) == needed(phase) and plan.memory.limit == limit
+        rows = [line for line in plan.render().splitlines() if line.startswith(f"  {phase.phase} ")]
+        assert any(row.endswith(f" {needed(phase) / limit:.1%}") for row in rows)
+    offloaded = readable_bytes(4 * plan.memory.phases[0].host)
+    assert (f"{offloaded} on a node of 4 ranks" in plan.render()) == (plan.ranks.hardware == "a100")
+
+
+def test_memory_by_hand():
+    """float32 on 4 ranks: the actor is cut in 4 stages, the critic in 2, generation copies whole."""
+    made = planned(run())
+    moves, generation, inference, training = PlanReport.of(made).memory.phases
+    spec = SPECS["actor"]
+    whole, layer, ends = spec.parameters(), spec.layer_parameters, 512 * 64
+    actor = [2 * layer + ends, 2 * layer, 2 * layer, 2 * layer + ends + 64]
+    critic = [4 * layer + ends, 4 * layer + 64 + 64]
+    places = [made.ranks.locate("critic", rank)[1] for rank in range(4)]
+    assert places == [1, 0, 1, 0]
+    fullest = 3  # of those whose phases differ by what they train: actor's last stage, critic's first
+    trained = 4 * (actor[fullest] + critic[0])
+    assert moves.optimizer == 8 * actor[fullest] + 8 * critic[0] // 2
+    critic_copy = 4 * spec.parameters(scalar_head=True)
+    standing = 6 * 512 * spec.head_dim * 4  # cosines and sines of each model that runs, of 384 tokens
+    assert moves.weights == trained + 4 * whole + critic_copy
+    assert moves.buckets == 4 * whole + standing  # less than 64 MiB
+    assert moves.gradients == generation.gradients == inference.gradients == 0
+    assert generation.weights == trained + 4 * whole
+    assert generation.kv == 16 * 384 * spec.kv_bytes_per_token(4)
+    assert generation.host == 4 * whole + 2 * critic_copy + guess_bytes(run().samples_per_iteration * 256)
+    assert inference.weights == trained + 4 * whole + 2 * critic_copy  # reference, reward, critic; no generation copy
+    longest = 4 * 384  # tokens of a micro-batch
+    attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads  # its output's log-sums last
+    layer_kept = 4 * (2 * (2 * spec.hidden + 1) + attention + 3 * spec.mlp)
+    totals = []  # of training: weights, gradients, moments; the schedule's activations; what passes
+    for rank, kept in enumerate(evaluate(made.likeliest).node_peak_memory):
+        logits = 2 * 4 * (512 if rank == 3 else places[rank])  # and their gradient; a scalar where the critic ends
+        held = 8 * (actor[rank] + critic[places[rank]]) + 8 * actor[rank] + 8 * critic[places[rank]] // 2
+        totals.append(held + int(kept) + longest * (layer_kept + logits))
+    assert inference.kv == 0 and training.device == max(totals) + standing
+    rank = totals.index(max(totals))
+    assert training.weights == training.gradients == 4 * (actor[rank] + critic[places[rank]])
 
 
 def generation_of(memory):
@@ -90,25 +150,50 @@ def test_phases_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("layout", ["d4t1p1", "d2t2p1"])
 def test_the_cache_gets_what_memory_leaves(layout):
-    """Room for all samples as long as there is any, then what generation leaves; more that is given is refused."""
+    """Room for all samples as long as there is any; then what generation leaves; less than a sample is for no run."""
     keys = {"trainer__hardware": "a100", "rollout__prompts_per_iteration": 256, "algorithm__minibatches": 64}
     keys |= {f"parallel__{row}": layout for row in ROWS} | {"trainer__offload_optimizer": "false"}
-    roomy = drafted(run(**keys), SPECS, 4)
-    generation, longest = generation_of(roomy.memory), -(-(128 + 256) // 16)
-    wanted = roomy.batch.samples // roomy.batch.instances * longest
-    assert roomy.generation.cache.left == 0
-    assert roomy.generation.limits.kv_capacity_bytes == wanted * 16 * roomy.generation.limits.kv_bytes_per_token
-    early = sum(roomy.memory.early)  # weights that come in where the cache leaves room
-    limit = (roomy.memory.needed(generation) - early - generation.kv / 2) / (1 - roomy.memory.headroom) / 1e9
-    tight = drafted(run(**keys, trainer__memory_limit_gb=limit), SPECS, 4)
+    draft = drafted(run(**keys), SPECS, 4)
+    memory = before_early_loading(draft.memory)  # which gets what the cache leaves
+    longest, generation = -(-(128 + 256) // 16), generation_of(memory)
+    wanted = draft.batch.samples // draft.batch.instances * longest
+    assert draft.generation.cache.left == 0
+    assert draft.generation.limits.kv_capacity_bytes == wanted * 16 * draft.generation.limits.kv_bytes_per_token
+    block_bytes, beside = generation.kv / wanted, generation.device - generation.kv + memory.process
+
+    def limit(blocks):
+        return (beside + (blocks + 0.5) * block_bytes) / (1 - memory.headroom)
+
+    def fitting_blocks(memory):
+        smaller = draft.generation.cache.fitting(generation.kv, memory.needed(generation) - memory.cap)
+        return smaller and smaller.blocks
+
+    for blocks in (wanted - 1, wanted // 2, longest + 1):
+        fitting = fitting_blocks(replace(memory, limit=limit(blocks)))
+        left, part = blocks - 1, wanted // 16  # a GPU's cache has a block for padding, and whole 16ths of what it wants
+        assert left - part < fitting <= left and (fitting % part == 0 if left >= part else fitting == left)
+    assert fitting_blocks(replace(memory, limit=limit(wanted))) is None
+    for blocks in (longest, longest // 2):  # which the longest sample needs, whatever there is
+        assert fitting_blocks(replace(memory, limit=limit(blocks))) == longest
+    tight = drafted(run(**keys, trainer__memory_limit_gb=limit(wanted // 2) / 1e9), SPECS, 4)
     kept = tight.config.rollout.kv_blocks_per_instance
-    assert longest < kept == tight.generation.cache.blocks <= wanted / 2
-    assert wanted / 2 - kept <= wanted / 16 + 1, "a GPU's cache has whole 16ths of what it wants"
+    assert kept == 7 * wanted // 16 and tight.generation.cache.blocks == kept
+    assert tight.generation.limits.kv_capacity_bytes == kept * 16 * draft.generation.limits.kv_bytes_per_token
     assert tight.memory.needed(generation_of(tight.memory)) <= tight.memory.cap
     assert f"rollout.kv_blocks_per_instance = {kept}: what memory leaves" in PlanReport.of(make_plan(tight)).render()
-    given = {**keys, "rollout__kv_blocks_per_instance": wanted, "trainer__memory_limit_gb": limit * 0.9}
+    given = {**keys, "rollout__kv_blocks_per_instance": wanted, "trainer__memory_limit_gb": limit(wanted // 2) * 0.9e-9}
     with pytest.raises(InputError, match="memory: generation needs .* lower rollout.kv_blocks_per_instance"):
         drafted(run(**given), SPECS, 4)
+
+
+def before_early_loading(memory):
+    ranks = []
+    for rank in memory.ranks:
+        kept = [
+            replace(p, weights=p.weights - sum(memory.early)) if p.phase == "generation" else p for p in rank.static
+        ]
+        ranks.append(replace(rank, static=tuple(kept)))
+    return replace(memory, ranks=tuple(ranks), early=())
 
 
 ON_GPU = dict(trainer__hardware="a100", rollout__kv_blocks_per_instance=24, rollout__max_batched_tokens=64)
@@ -151,6 +236,22 @@ def test_a_given_schedule_that_does_not_fit_is_refused(tmp_path, source):
     with pytest.raises(InputError, match=f"with {source}.*set fusion.intra_stage=search without fusion.schedule"):
         drafted(run(**ON_GPU, **keys, trainer__memory_limit_gb=between), SPECS, 4)
     assert PlanReport.of(shared_plan(**ON_GPU, trainer__memory_limit_gb=between)).memory.limit == between * 1e9
+
+
+def test_weight_moves_are_in_the_plan():
+    plan = PlanReport.of(shared_plan())
+    actor, critic = plan.weight_moves
+    assert plan.seconds.weight_moves == actor.seconds + critic.seconds > 0
+    for seconds, side in ((plan.seconds.serial, "serial"), (plan.seconds.fused, "fused")):
+        parts = (getattr(plan.seconds, f"{part}_{side}") for part in ("gen_infer", "training"))
+        assert seconds == pytest.approx(actor.seconds + critic.seconds + sum(parts))
+    (row,) = (line.split() for line in plan.render().splitlines() if "weights moved   " in line)
+    assert row[2:] == [f"{plan.seconds.weight_moves:.4g}"] * 2
+    assert (actor.source, actor.target) == ("actor_train d1t1p4", "generation d4t1p1")
+    whole = 4 * SPECS["actor"].parameters()
+    assert actor.traffic.stays == whole and actor.traffic.within == 3 * whole and actor.traffic.across == 0
+    assert critic.traffic.stays == critic.traffic.within == 2 * 4 * SPECS["actor"].parameters(scalar_head=True)
+    assert "critic_train d2t1p2 -> critic_inference d4t1p1" in PlanReport.of(shared_plan()).render()
 
 
 ROWS = ("generation", "reference_inference", "reward_inference", "critic_inference")
@@ -287,6 +388,20 @@ def test_programs_for_a_gpu_run_with_one_queue_per_rank(hardware, reduce):
     assert plan.programs == {4: lower(plan.likeliest, plan.ranks, reduce=reduce)}
     assert Plan.parse(plan.to_text()).programs == plan.programs
     assert verify(plan.programs[4], plan.likeliest, plan.ranks).one_queue or reduce == "early"
+
+
+def test_the_start_on_gpus_by_hand():
+    """bfloat16: weights, the first model's float32 main weights, gradients of the one built last; no moments yet."""
+    draft = drafted(run(**ON_GPU, trainer__dtype="bfloat16"), SPECS, 4)
+    spec = SPECS["actor"]
+    actor, critic = 2 * spec.layer_parameters + 512 * 64, 4 * spec.layer_parameters + 128  # first stage, last stage
+    rank = draft.memory.of((0, 1))
+    start = rank.static[0]
+    assert start.phase == "start" and start.gradients == 4 * critic
+    assert start.weights == 2 * (actor + critic) and start.optimizer == 4 * actor
+    assert drafted(run(), SPECS, 4).memory.ranks[0].static[0].phase == "moves"  # on CPUs
+    phases = draft.memory.phases([0.0] * 4)
+    assert [phase.phase for phase in phases] == ["start", "moves", "generation", "inference", "training"]
 
 
 def test_a_search_begins_with_what_the_library_knows_and_keeps_what_it_finds(tmp_path):

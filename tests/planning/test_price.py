@@ -13,10 +13,12 @@ from rlhfuse.planning import candidate as drafts
 from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.price import (
+    ideal_limits,
     minibatch_seconds,
     price,
     price_generation,
     reached,
+    simulate_generation,
     weight_moves,
 )
 from rlhfuse.planning.report.report import PlanReport
@@ -100,6 +102,16 @@ def test_less_memory_is_never_priced_as_faster(seed, inter_stage):
         seconds.append(made.fused)
         assert made.fused >= ideal.fused and made.serial >= ideal.serial
     assert len(seconds) > 1 and len(cut) > 1, "the cache is cut down"
+
+
+def test_a_luckier_order_in_less_room_is_not_priced_as_faster():
+    draft = with_memory(long_run(22), 70.0).setting.draft(TABLE)
+    ideal = ideal_limits(draft)
+    small = replace(ideal, kv_capacity_bytes=ideal.kv_capacity_bytes // 32)
+    lucky, whole = simulate_generation(draft, small), simulate_generation(draft, ideal)
+    assert lucky.fused < whole.fused and lucky.serial == whole.serial
+    made = price_generation(replace(draft, generation=replace(draft.generation, limits=small)))
+    assert (made.fused, made.serial) == (whole.fused, whole.serial)
 
 
 def test_a_rank_trains_no_faster_than_its_host_launches():

@@ -5,65 +5,32 @@ from dataclasses import replace
 
 import pytest
 from testkit.four_ranks import SPECS, drafted, planned, run, shared_plan
+from testkit.plan_sweep import plan_of
 from testkit.sim_helpers import linear_cost, linear_file
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
+from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.device_defaults import resolve_device
-from rlhfuse.config.load import ALL_AUTO
-from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec
+from rlhfuse.config.load import load_config
 from rlhfuse.costs.hardware import hardware_by_name, load_hardware, save_hardware
 from rlhfuse.costs.profiled import made_for
 from rlhfuse.decisions.layouts import given_tasks, planned_world_size
-from rlhfuse.planning.candidate import draft_plan
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.memory_plan import NEARLY_FULL
-from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.settle import settle, settle_but_layouts
-from rlhfuse.schedule.ir.evaluate import loosen
+from rlhfuse.planning.training.passing import with_room
+from rlhfuse.planning.training.training_orders import short_search
+from rlhfuse.schedule.ir.evaluate import loosen, memory_profile
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.rules.builders import min_memory, one_at_a_time
 from rlhfuse.simulator.threshold import load_threshold
 
 ON_GPU = dict(trainer__hardware="a100", rollout__kv_blocks_per_instance=24, rollout__max_batched_tokens=64)
-SHAPES = {  # family, layers, hidden, heads, kv_heads, head_dim, mlp, vocab, tied; as published
-    "llama-3.2-1b": ("llama", 16, 2048, 32, 8, 64, 8192, 128256, True),
-    "llama-3.2-3b": ("llama", 28, 3072, 24, 8, 128, 8192, 128256, True),
-    "qwen2.5-1.5b": ("qwen2", 28, 1536, 12, 2, 128, 8960, 151936, True),
-    "qwen2.5-7b": ("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, False),
-    "qwen3-0.6b": ("qwen3", 28, 1024, 16, 8, 128, 3072, 151936, True),
-}
-
-
-def config_of(algorithm: str) -> RunConfig:
-    """1,024 samples of 1,024 + 2,048 tokens; everything is left to the plan. GRPO has no critic; both have a function
-    as reward."""
-    config = RunConfig().with_(
-        data={"max_prompt_tokens": 1024},
-        reward={"function": "rewards:one", "signature": "verl"},
-        rollout={"prompts_per_iteration": 256, "samples_per_prompt": 4, "max_response_tokens": 2048},
-        algorithm={"name": algorithm, "minibatches": 4},
-        fusion={"search_seconds": 1.0, "library": ""},
-        parallel=ALL_AUTO,
-        trainer={"device": "cuda", "hardware": "h100", "recompute": "auto"},
-    )
-    return resolve_device(config.with_(parallel=dict.fromkeys(("reference_inference", "critic_inference"), "auto")))
-
-
-def spec_of(model: str) -> ModelSpec:
-    family, layers, hidden, heads, kv_heads, head_dim, mlp, vocab, tied = SHAPES[model]
-    bias, norm = family == "qwen2", family == "qwen3"
-    return ModelSpec(family, layers, hidden, heads, kv_heads, head_dim, mlp, vocab, 32768, tied, bias, False, norm)
-
-
-def plan_of(model: str, gpus: int, algorithm: str) -> PlanReport:
-    config = config_of(algorithm)
-    run = settle(Job(config, dict.fromkeys(config.roles(), spec_of(model)), gpus))
-    return PlanReport.of(make_plan(draft_plan(run)))
-
-
+GIVEN = ("actor.path=x", "reward.function=r:f", "data.train_files=[p.jsonl]")
 CELLS = [  # each filled 99.6 to 105% of a GPU, or its inboxes had no room
     ("llama-3.2-3b", 8, "grpo"),
     ("qwen2.5-7b", 4, "grpo"),
@@ -79,6 +46,26 @@ def test_no_plan_of_a_real_model_is_above_its_headroom(cell):
     for phase in memory.phases:
         assert memory.needed_bytes(phase) <= loosen(0.9 * memory.limit), phase.phase
     assert not memory.warnings()
+
+
+def test_what_stages_receive_has_room_beside_the_schedule():
+    """The fullest schedule under the cap has a little more than its inboxes leave; a leaner one is taken."""
+    draft = drafted(run(**ON_GPU), SPECS, 4)
+    passing, problem = draft.memory.passing, draft.training.problem
+    passing = replace(passing, received={name: 20 * held for name, held in passing.received.items()})
+    static, least = max(map(max, zip(draft.memory.training_bytes))), max(min_memory(problem))
+    made = [short_search(0, replace(problem, memory_cap=static + part * least)) for part in (3.0, 2.0, 1.5, 1.0)]
+    peaks = [[max(memory_profile(one, node)) for node in range(problem.nodes)] for one in made]
+    rooms = [held - 0.1 * (held - peak) for held, peak in zip(passing.held_by(made[0]), peaks[0])]
+    capped = replace(problem, memory_cap=tuple(room + problem.node_static(n) for n, room in enumerate(rooms)))
+
+    def find(stated):
+        fits = (all(peak <= stated.node_cap(n) for n, peak in enumerate(row)) for row in peaks)
+        return next((one for one, fit in zip(made, fits) if fit), one_at_a_time(problem))
+
+    assert find(capped) is made[0] and passing.over(Schedule(capped, made[0].orders))
+    found = with_room(passing, capped, find, find)
+    assert not passing.over(found) and found.problem == capped and found.orders != one_at_a_time(problem).orders
 
 
 def test_a_plan_above_95_percent_warns_and_below_does_not():
@@ -147,6 +134,12 @@ def test_a_number_of_ranks_below_one_is_refused():
     for ranks in (0, -4):
         with pytest.raises(InputError, match=f"--world-size {ranks} "):
             planned_world_size(run(), ranks)
+
+
+def test_nothing_after_an_equals_sign_is_the_empty_text(tmp_path):
+    assert load_config(None, [*GIVEN, "fusion.library=", "trainer.output_dir="]).fusion.library == ""
+    with pytest.raises(InputError, match="trainer.iterations='' must be a whole number"):
+        load_config(None, [*GIVEN, "trainer.iterations="])
 
 
 def test_a_layout_that_is_given_is_kept_or_refused():
@@ -227,3 +220,8 @@ def test_machines_that_cannot_be_are_refused(tmp_path, key, value):
     write_json(tmp_path / "m.json", raw | {key: value})
     with pytest.raises(InputError, match=f"m.json.*{key}"):
         load_hardware(tmp_path / "m.json")
+
+
+def test_bytes_are_told_without_exponents():
+    for count, told in ((1023, "1023 B"), (1000 << 10, "1000 KiB"), (1023.4 * 2**30, "1023 GiB"), (1536, "1.5 KiB")):
+        assert readable_bytes(count) == told

@@ -5,17 +5,19 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testkit.four_ranks import SPECS, config
+from testkit.four_ranks import SPECS, config, drafted
 from testkit.profiles import examples
 from testkit.search_cases import OPEN, SCORERS, SearchCase
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.auto_layouts import searched_keys
+from rlhfuse.config.auto_layouts import layout_rows, searched_keys
 from rlhfuse.config.values import AUTO
 from rlhfuse.planning.candidate import draft_plan
 from rlhfuse.planning.job import Job, StoredLayouts
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.settle import settle
+from rlhfuse.schedule.io import save_schedule
+from rlhfuse.schedule.rules.builders import greedy
 from rlhfuse.tasks.task import TASKS
 
 GIVEN = {"generation": "d2t2p1", "actor_train": "d1t1p4", "critic_train": "d2t1p2", **dict.fromkeys(SCORERS, "d4t1p1")}
@@ -92,6 +94,21 @@ def test_what_is_given_stays_and_all_else_is_decided_the_same_every_time(rows, r
     draft_plan(found)
 
 
+def test_minibatches_follow_from_the_samples_whatever_table_is_chosen():
+    assert settled(everything()).config.algorithm.minibatches == 4
+    few = everything(rollout__prompts_per_iteration=6, rollout__samples_per_prompt=1)
+    assert settled(few).config.algorithm.minibatches == 1
+
+
+def test_rows_of_models_that_the_run_has_not_are_as_if_nothing_was_said():
+    specs = {role: SPECS[role] for role in ("actor", "reference")}
+    made = everything(algorithm__name="grpo", reward__function="m:f")
+    found = settled(made, specs).config
+    assert is_settled(found) and found.parallel.critic_train == "d1t1p1"
+    assert found.parallel.reward_inference == found.parallel.inference == found.parallel.reference_inference
+    assert "critic" not in "".join(layout_rows(found))
+
+
 @pytest.mark.parametrize(
     "keys, message",
     [
@@ -107,6 +124,22 @@ def test_what_cannot_be_is_refused_in_a_line(keys, message):
     with pytest.raises(InputError) as caught:
         settled(everything(**keys))
     assert all(part in str(caught.value) for part in message.split(".*")) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("split", ["true", "false"])
+def test_a_schedule_that_is_given_is_of_the_table_that_is_found(split, tmp_path):
+    """Whether backwards are split is what the file says."""
+    keys = {"parallel__actor_train": "d1t1p4", "parallel__critic_train": "d2t1p2", "fusion__split_backward": split}
+    problem = drafted(config(**keys), SPECS, 4).training.problem
+    save_schedule(tmp_path / "schedule.json", greedy(problem))
+    minibatches = config().algorithm.minibatches
+    rows = dict.fromkeys((f"parallel__{row}" for row in ("generation", "inference", *SCORERS)), "d4t1p1")
+    made = everything(fusion__schedule=str(tmp_path / "schedule.json"), algorithm__minibatches=minibatches, **rows)
+    found = settled(made).config
+    layouts = [getattr(found.parallel, row).partition(":")[0] for row in ("actor_train", "critic_train")]
+    assert layouts == ["d1t1p4", "d2t1p2"]
+    draft = drafted(found, SPECS, 4)
+    assert draft.training.given and all(p.split == (split == "true") for p in draft.training.problem.pipelines)
 
 
 # of a checkpoint --------------------------------------------------------------------------------------------------
@@ -134,6 +167,22 @@ def test_a_resumed_run_cuts_its_mini_batches_as_it_did(rows, name, value):
     assert {"microbatch_tokens": AUTO, "actor_microbatches": AUTO, name: value} == {
         key: getattr(found, key) for key in ("microbatch_tokens", "actor_microbatches")
     }
+
+
+def test_recomputation_is_searched_beside_the_layouts_of_a_checkpoint():
+    found = settled(everything(trainer__recompute=AUTO), stored=STORED)
+    assert found.config.parallel.actor_train == "d1t1p4:1,2,3,2" and found.config.trainer.recompute == "none"
+    assert len(found.lines) == 2 and "layouts of the search: recompute=none" in found.lines[1]
+    alone = settled(config(trainer__recompute=AUTO), stored=STORED)
+    assert alone.config.parallel.actor_train == "d1t1p4" and alone.config.trainer.recompute == "none"
+    assert not any("checkpoints" in line for line in alone.lines), "no layout is open"
+
+
+def test_rows_that_are_given_stay_beside_those_of_a_checkpoint():
+    made = everything(parallel__critic_train="d1t1p4", fusion__actor_microbatches=4)
+    found = settled(made, stored=STORED).config
+    assert (found.parallel.critic_train, found.fusion.actor_microbatches) == ("d1t1p4", 4)
+    assert found.parallel.actor_train == "d1t1p4:1,2,3,2"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.ppo.advantage import add_advantages
-from rlhfuse.ppo.metrics import batch_metrics
+from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards
 
@@ -57,3 +57,12 @@ def test_a_failed_sample_is_in_the_lengths_alone():
     }
     none = metrics(rollout(0, 2, 1.0, failed=True))
     assert "critic/score/mean" not in none and "actor/ref_kl" not in none and none["response_length/mean"] == 2.0
+
+
+def test_balance_metrics():
+    assert balance_metrics([9, 8, 1, 2], [10, 10]) == {
+        "global_seqlen/min": 3,
+        "global_seqlen/max": 17,
+        "global_seqlen/balanced_min": 10,
+        "global_seqlen/balanced_max": 10,
+    }

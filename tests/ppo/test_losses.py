@@ -150,3 +150,17 @@ def test_no_token_at_all():
     ):
         losses.sum().backward()
         assert len(losses) == 0 and all(value.item() == 0.0 for value in stats.values())
+
+
+def test_metrics_of_one_token():
+    _, stats = clipped_loss(wide(-1.0), wide(-2.0), wide(3.0), 0.2)
+    metrics = loss_metrics("actor", stats, 1)
+    assert metrics["actor/pg_loss"] == pytest.approx(-3.0 * 1.2) and metrics["actor/ppo_kl"] == -1.0
+    assert metrics["actor/pg_clipfrac"] == 1.0
+    _, stats = value_loss(wide(1.0), wide(1.0), wide(3.0), 0.0)
+    assert loss_metrics("critic", stats, 1) == {
+        "critic/vf_loss": 2.0,
+        "critic/vf_clipfrac": 0.0,
+        "critic/vpred_mean": 1.0,
+        "critic/vf_explained_var": 0.0,
+    }

@@ -12,10 +12,12 @@ from run_report.report import render_report
 from run_report.run_files import RunFiles
 from testkit.runs_table import BEST, HELD_OUT, assert_same_bits, begin_again, by_function, metrics_of
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.monitor.samples import read_samples
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.run.checkpoint.checkpoint import checkpoints_in
-from rlhfuse.run.evaluation import evaluation_metrics
+from rlhfuse.run.evaluation import evaluation_metrics, noise_seed
+from rlhfuse.run.iteration_recorder import IterationRecorder
 
 ENDS = ("left alone", "ended", "ended twice")
 
@@ -51,6 +53,21 @@ def test_a_failed_sample_is_in_no_score():
     assert metrics["val/score/std_error"] == pytest.approx(0.5) and metrics["val/samples"] == 6
     lost = RolloutBatch.from_rollouts(rollouts[2:4]).with_fields(scores=scores[2:4])
     assert math.isnan(evaluation_metrics(lost, 2)["val/score/mean"])
+
+
+def test_noise_of_held_out_samples_is_none_of_trainings():
+    seeds = {noise_seed(seed) for seed in range(1000)}
+    assert len(seeds) == 1000 and all(1000 <= seed < 2**63 for seed in seeds)
+
+
+def test_what_runs_between_iterations_is_not_counted_as_their_books(monkeypatch):
+    clock, recorder = Clock(), IterationRecorder.__new__(IterationRecorder)
+    monkeypatch.setattr(clock, "now", lambda: 10.0)
+    recorder._clock, recorder._log = clock, clock.begin()
+    recorder.skip(4.0)
+    monkeypatch.setattr(clock, "now", lambda: 14.5)
+    recorder.begin()
+    assert recorder._logging == 0.5
 
 
 def test_training_does_not_notice(runs):

@@ -1,5 +1,7 @@
 """A disk that is full: one line says which file and what to do, and what was written before stays as it was."""
 
+import errno
+import os
 import re
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -11,7 +13,7 @@ from testkit.small_disk import small_disk, small_files
 from testkit.tiny import write_checkpoint, write_run
 
 from rlhfuse.base.clock import Span
-from rlhfuse.base.errors import InputError
+from rlhfuse.base.errors import InputError, writing
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf import hf_tensors, load_weights
 from rlhfuse.models.hf_folder import export_checkpoint
@@ -108,6 +110,13 @@ def test_an_export_that_finds_no_room_leaves_the_one_before(narrow, model):
         export_checkpoint(tensors, False, like, out)
     assert files_in(folder) == ["actor"] and files_in(out) == ["config.json"]
     assert next(tensors, None) is None, "ranks that send tensors are left waiting"
+
+
+@pytest.mark.parametrize("number, fix", [(errno.ENOSPC, "free space there"), (errno.EACCES, "make it writable")])
+def test_the_fix_is_that_of_the_error(number, fix):
+    with pytest.raises(InputError) as caught, writing("a/b"):
+        raise OSError(number, os.strerror(number))
+    assert str(caught.value) == f"cannot write a/b: {os.strerror(number)}; {fix}"
 
 
 # whole runs -----------------------------------------------------------------------------------------------------

@@ -13,13 +13,17 @@ from rlhfuse.parallel.optimizer import StepResult
 from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.run.iteration_metrics import (
     IterationStats,
+    failing_tools,
+    fusion_metrics,
     lengths_of,
+    memory_metrics,
     mfu_metrics,
     reward_metrics,
     spared_metrics,
     training_metrics,
     turn_metrics,
 )
+from rlhfuse.run.sampling.tool_caller import ToolStats
 from rlhfuse.simulator.lengths import Turn
 
 SECONDS = {"timing_s/train": 4.0, "fusion/gen_infer_seconds": 2.0, "timing_s/step": 10.0}
@@ -60,6 +64,22 @@ def test_what_was_left_out_counts_in_scores_and_not_in_means_of_training():
     assert made["global_seqlen/max"] == made["global_seqlen/balanced_max"] == 2
 
 
+def test_recorded_graphs_are_told_where_some_were():
+    report = GenInferReport(generation_seconds=3.0, total_seconds=4.0, capture_seconds=0.5)
+    found = fusion_metrics(report, 0, 1)
+    assert (found["timing_s/graph_capture"], found["timing_s/gen"]) == (0.5, 3.0)
+    assert "timing_s/graph_capture" not in fusion_metrics(GenInferReport(), 0, 1)
+
+
+def test_memory_is_that_of_the_fullest_rank():
+    peaks = {"base": 10**9, "generation": 3 * 10**9}, {"base": 2 * 10**9, "generation": 2500 * 10**6}
+    assert memory_metrics([IterationStats([], {}, 0.0, of_rank, []) for of_rank in peaks]) == {
+        "perf/peak_memory_gb/base": 2.0,
+        "perf/peak_memory_gb/generation": 3.0,
+        "perf/max_memory_allocated_gb": 3.0,
+    }
+
+
 def test_turns_are_told_where_there_are_tools():
     """By sample id, in order of the batch."""
     batch = batch_of([0.0, 1.0])
@@ -69,6 +89,11 @@ def test_turns_are_told_where_there_are_tools():
     turns = {second: [[tokens[1], 0.0, 0]], first: [[tokens[0], 0.0, 0]]}
     assert turn_metrics(batch, GenInferReport(turns=turns)) == {"lengths/turns": [turns[first], turns[second]]}
     assert lengths_of(batch, turns=turns).turns == ((Turn(tokens[0], 0.0, 0),), (Turn(tokens[1], 0.0, 0),))
+
+
+def test_tools_that_always_fail_are_told():
+    leaders = [ToolStats(failed={"a": "x", "b": "y"}, answered={"c"}), ToolStats(failed={"a": "z"}, answered={"b"})]
+    assert failing_tools(leaders) == {"a": "z"} and failing_tools([]) == {}
 
 
 def test_a_failed_sample_is_in_no_part_of_a_mixed_score():

@@ -1,14 +1,14 @@
 """What R_t does while a run goes on, without a run: what it starts from, steadiness and the words of the log."""
 
 import statistics
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 import torch
 from testkit.flat_profile import facts_of
 from testkit.four_ranks import SPECS, planned, run
 from testkit.manual_clock import ManualClock
-from testkit.sim_helpers import linear_file, long_tail
+from testkit.sim_helpers import limits, linear_cost, linear_file, long_tail, with_turns
 
 from rlhfuse.base.files import write_json
 from rlhfuse.base.time_budget import TimeBudget
@@ -16,11 +16,15 @@ from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.costs.table import RewardCost
 from rlhfuse.fusion.inter.report import OBSERVED, GenInferReport
 from rlhfuse.parallel.device import choose_device
+from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.run.threshold_controller import (
     LOOK_SHARE,
+    WORTH_MOVING,
     ThresholdController,
+    with_hysteresis,
 )
+from rlhfuse.simulator.threshold import sweep_threshold
 
 PREFILL = [1, 10, 10, 1e-3]  # a step
 
@@ -62,6 +66,17 @@ def test_it_starts_from_the_profile(alone, tmp_path):
     assert analytic.limits.move_cost != priced.limits.move_cost
 
 
+def test_instances_are_the_plans_whatever_the_costs(alone):
+    """On a GPU models come early to score; costs change BS_max and how a sample moves."""
+    config = run(trainer__hardware="h100")
+    controller, planned_limits = control(config), PlanReport.of(planned(resolve_device(config))).generation.limits
+    assert planned_limits.early_models > 0 and controller._instance_limits() == planned_limits
+    observe(controller, 0)
+    fitted = controller._instance_limits()
+    priced = {"bs_max": planned_limits.bs_max, "move_cost": planned_limits.move_cost}
+    assert replace(fitted, **priced) == planned_limits and fitted.bs_max != planned_limits.bs_max
+
+
 def restored(controller, unseen: str = "", unpriced: str = ""):
     """Another one, from its checkpoint as of before there was this kind of observation, or of cost."""
     state = controller.state()
@@ -86,6 +101,27 @@ def test_it_learns_what_the_reward_function_takes(alone):
     assert later._costs.reward == RewardCost(0.05, 1)
 
 
+def test_it_remembers_what_recording_a_graph_took(alone):
+    """The mean of all shapes; where generation keeps them only the first iteration records any."""
+    learning = control(run())
+    for number, rows in enumerate(([[9, 9.0]], [], [], [[4, 0.2], [1, 0.3]], [])):
+        observe(learning, number, capture=rows)
+        assert learning._costs.capture == pytest.approx(1.0 if number < 3 else 0.1)
+    assert restored(learning, "capture")._costs.capture == pytest.approx(0.1)
+
+
+def test_pauses_of_its_samples_are_simulated_and_kept(alone):
+    """Samples wait for two thirds of their time: fewer instances hold as many."""
+    lengths = with_turns(long_tail(64, longest=256), 0, seconds=0.2)
+    turns = {number: [list(turn) for turn in own] for number, own in enumerate(lengths.turns)}
+    paused, plain = control(run()), control(run())
+    observe(paused, 0, lengths, turns)
+    observe(plain, 0, lengths)
+    assert paused._lengths[0] == lengths and plain._lengths[0] == replace(lengths, turns=())
+    assert paused.limits.active_share < 0.5 and plain.limits.active_share == 1
+    assert restored(paused)._lengths[0] == lengths and restored(paused).limits == paused.limits
+
+
 def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypatch):
     """The first two iterations, and then when a hundred times what a look took has passed; costs follow each time."""
     followed = control(run())
@@ -107,6 +143,35 @@ def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypa
         clock.seconds += 48.0
     assert looked == [0, 1, 4, 7] and said[0].startswith("R_t ")
     assert not any(said[number] for number in (2, 3, 5, 6))
+
+
+def test_small_gains_do_not_move_it():
+    found = sweep_threshold(long_tail(64), 4, linear_cost(), limits())
+    best = found.fused_seconds
+    assert with_hysteresis(found, 7, best * (1 + WORTH_MOVING)) == 7
+    assert with_hysteresis(found, 7, best * (1 + 2 * WORTH_MOVING)) == found.threshold
+    assert with_hysteresis(found, 0, found.serial_seconds) == found.threshold != 0
+
+
+def test_iterations_without_a_decode_step_keep_the_line_of_those_before(alone):
+    """A policy that ends every sample with its first token: longer than what is remembered."""
+    followed = control(run())
+    observe(followed, 0)
+    before = followed._costs
+    for number in range(1, 8):
+        assert "warning" not in observe(followed, number, replace(long_tail(64), output=(1,) * 64), step=[PREFILL])
+        for work in ((1, 30), (4, 900)):
+            assert followed._costs.decode_step_seconds(*work) == pytest.approx(before.decode_step_seconds(*work))
+    restored(followed)
+
+
+def test_nothing_that_was_ever_seen_keeps_the_costs_of_the_plan(alone):
+    followed = control(run())
+    before = followed._costs
+    assert "warning" not in observe(followed, 0, step=[PREFILL], score=[], load=[])
+    assert followed._costs.decode_step_seconds(1, 64) == pytest.approx(before.decode_step_seconds(1, 64), rel=0.5)
+    assert followed._costs.score_seconds(512, 8) == pytest.approx(before.score_seconds(512, 8), rel=0.5)
+    assert followed._costs.swap_in == before.swap_in
 
 
 @pytest.mark.parametrize("part", ["_fit", "_choose", "_instance_limits"])

@@ -12,7 +12,7 @@ from run_report.run_files import RunFiles
 from safetensors.torch import load_file, save_file
 from testkit.paths import ROOT
 from testkit.programs import call_tool
-from testkit.runs_table import TABLE, in_the_checkout, metrics_of, plan_of, stages
+from testkit.runs_table import FUSED, TABLE, in_the_checkout, metrics_of, plan_of, printed, stages
 from testkit.tiny import write_checkpoint, write_run, write_tokenizer
 
 from rlhfuse.monitor.samples import read_samples
@@ -82,6 +82,15 @@ def test_a_run_leaves_what_it_promises(runs):
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"measured"}
 
 
+def test_it_says_what_it_does_with_its_settings(runs):
+    """With responses of one token, the one that their prompts' prefill gives, no step decodes."""
+    settings = "trainer.keep_checkpoints=3 trainer.iterations=3 rollout.max_response_tokens=1"
+    ((said,), _) = runs.start("without a decode step", settings, FUSED, watch=printed)
+    assert "R_t = 8: fusion.threshold says so" in said and "warning: costs" not in said, said
+    assert said.count("warning: without effect here: trainer.keep_checkpoints=3") == 1
+    assert len(metrics_of(runs.folder / "without a decode step")) == 3
+
+
 def test_little_sums_are_trained_and_evaluated(runs):
     """The example, end to end but short: a function reward, held-out sums, and the report of both."""
     short = "trainer.iterations=2 trainer.eval_every=1 rollout.prompts_per_iteration=4 trainer.export=false"
@@ -131,6 +140,12 @@ def test_work_of_a_paced_run_lasts_as_long_as_its_file_says(runs):
     assert costs["decode"]["constant"] + costs["decode"]["slopes"][0] >= 0.019 and costs["swap_in"] >= 0.02
     assert costs["score"]["constant"] + 99 * costs["score"]["slopes"][0] >= 0.04
     assert "Paced run: its times are no measurement of hardware." in render_report(RunFiles.read(run))
+
+
+@pytest.mark.parametrize("other, code", [("ppo serial", 0), ("ppo of another seed", 1)])
+def test_the_tool_tells_runs_apart(runs, other, code):
+    compared = call_tool("compare_runs", runs["ppo"], runs[other])
+    assert compared.returncode == code, compared.stdout + compared.stderr
 
 
 def test_samples_that_were_cut_do_not_count(runs):
@@ -197,6 +212,15 @@ def test_a_mixed_reward_is_the_sum_of_its_parts(runs):
     mixed = 0.5 * row["reward/model/mean"] + 2 * row["reward/function/mean"]
     assert row["critic/score/mean"] == pytest.approx(mixed, rel=1e-5)
     assert row["critic/vf_loss"] > 0 and row["actor/pg_clipfrac_lower"] >= 0
+
+
+@pytest.mark.slow
+def test_nothing_scores_but_the_function_and_what_steers_moves(runs):
+    for name in ("rloo", "reinforce"):
+        assert [folder.name for folder in (runs[name] / "export").iterdir()] == ["actor"]
+        assert "actor/ref_kl" not in metrics_of(runs[name])[0]
+    for name in ("actor/kl_coef", "critic/score_scale"):
+        assert len({row[name] for row in metrics_of(runs["steered"])}) == 3, name
 
 
 def actor_in(checkpoint: Path) -> dict:

@@ -54,6 +54,14 @@ def test_one_instance_has_only_zero_and_small_batches_sweep_each_count_once():
         assert [point.threshold for point in found.sweep] == counts and found.threshold in counts
 
 
+def test_a_slow_reward_function_is_no_slower_for_the_tail():
+    """Who began a sample has it rewarded, so the tail's do not stand in line at the few instances that keep it."""
+    fast, slow = (sweep_threshold(long_tail(64), 4, linear_cost(reward=r), limits()) for r in (0.01, 0.25))
+    assert fast == sweep_threshold(long_tail(64), 4, linear_cost(), limits()), "hidden behind generation"
+    ends = [point.fused_seconds for point in slow.sweep]
+    assert fast.threshold == 51 and max(ends) - min(ends) < 0.25 < min(ends) - fast.fused_seconds
+
+
 @examples(25)
 @given(lengths_strategy(16), st.integers(2, 5), st.sampled_from([0.5, 5.0]))
 def test_never_slower_than_serial_and_reproducible(lengths, instances, swap_in):

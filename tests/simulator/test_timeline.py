@@ -1,7 +1,9 @@
 """Serial and fused time lines of generation and inference: closed forms and what every time line must keep."""
 
+import hashlib
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,12 +11,14 @@ from run_report.timeline import simulate_gen_infer
 from testkit.profiles import examples
 from testkit.sim_helpers import (
     equal,
+    exact_costs,
     lengths_strategy,
     limits,
     linear_cost,
     long_tail,
     spans_of,
     tight,
+    with_turns,
 )
 
 from rlhfuse.base.errors import InputError
@@ -109,6 +113,54 @@ def test_every_time_line_keeps_the_rules(lengths, instances, ratio, capacity):
     assert line.total_seconds >= line.generation_seconds
     assert line == simulate_gen_infer(lengths, instances, linear_cost(), lim, threshold)
     assert not line.plan or len(line.plan.moves) + len(line.plan.stays) <= threshold
+
+
+def drawn_line(draw: np.random.Generator, pauses: bool, rewards: bool):
+    """The time line of a random batch in exact costs: cramped caches, so that samples are preempted, moved and sent."""
+    samples, instances = int(draw.integers(1, 25)), int(draw.integers(1, 6))
+    prompt, output = (tuple(draw.integers(1, most + 1, samples).tolist()) for most in (60, 80))
+    lengths = SampleLengths(prompt, output)
+    if pauses:
+        lengths = with_turns(lengths, int(draw.integers(1 << 20)), seconds=float(draw.choice([0.01, 0.3, 3.0])))
+    models = int(draw.choice([1, 2, 4]))  # in powers of two, which sums and quotients are exact in
+    lim = tight(
+        int(draw.integers(140, 900)),
+        bs_max=int(draw.integers(1, 9)),
+        scoring_models=models,
+        early_models=int(draw.integers(models)),
+        max_sequences=int(draw.integers(1, 9)),
+        reward_workers=int(draw.integers(1, 4)),
+        active_share=float(draw.choice([1.0, 0.5])),
+    )
+    swap_in, reward = (1 << int(draw.integers(10, 22)) for _ in range(2))
+    costs = exact_costs(swap_in, int(draw.choice([16, 1024, 8192])), reward * rewards, int(draw.integers(1, 4)))
+    return simulate_gen_infer(lengths, instances, costs, lim, int(draw.integers(0, samples + 1)))
+
+
+def told(line) -> str:
+    """All that a time line says, of numbers that are exact."""
+    spans = [(span.instance, span.kind, span.start, span.end) for span in line.spans]
+    seconds = line.sample_seconds, line.total_seconds, line.reward_seconds, line.migrated_bytes
+    return repr((str(line.plan), sorted(spans), seconds, line.scored_before_generation_end))
+
+
+@pytest.mark.parametrize(
+    "pauses, rewards, digest",
+    [
+        (False, False, "e847894fde0ece44"),
+        (False, True, "cacd440ccaef09f1"),
+        (True, False, "b2477c4a9c1e6161"),
+        (True, True, "0cc9ae9a066dd1c6"),
+    ],
+)
+def test_time_lines_are_the_recorded_ones(pauses, rewards, digest):
+    """Recorded when each of these lines was equal to one that ran prefill by prefill and step by step."""
+    draw, found, moved = np.random.default_rng(0), hashlib.sha256(), 0
+    for _ in range(200):
+        line = drawn_line(draw, pauses, rewards)
+        found.update(told(line).encode())
+        moved += line.plan is not None and bool(line.plan.moves)
+    assert moved > 40 and found.hexdigest()[:16] == digest
 
 
 def test_move_cost_reads_linear_costs_exactly():

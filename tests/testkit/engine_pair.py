@@ -10,9 +10,8 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,18 +22,6 @@ from testkit.moves import move_sequences
 from testkit.scripted_guesses import KINDS, ScriptedGuesser
 
 SPEC = tiny_spec(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=40, vocab=61, context=96, eos_token_ids=())
-
-
-def letters(tokens: list[int]) -> str:
-    """The text of tokens, for stop texts."""
-    return "".join(chr(97 + token % 26) for token in tokens)
-
-
-def same_sample(found: GenerationResult, wanted: GenerationResult) -> None:
-    """The same tokens; numbers may differ in their last bits, as they do in other batches."""
-    assert replace(found, logprobs=(), entropies=()) == replace(wanted, logprobs=(), entropies=())
-    for numbers, others in ((found.logprobs, wanted.logprobs), (found.entropies, wanted.entropies)):
-        assert len(numbers) == len(others) and np.allclose(numbers, others, rtol=0, atol=1e-4)
 
 
 @dataclass(frozen=True)

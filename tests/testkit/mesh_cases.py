@@ -7,10 +7,11 @@ from itertools import product
 
 from placements.mesh import Mesh
 from placements.problem import Call, MeshPlan, MeshProblem, Option
-from placements.run_problem import SOURCES
+from placements.run_problem import SOURCES, RunProblem
 from placements.run_work import RunWork
 
 from rlhfuse.base.parallel_layout import ParallelLayout
+from rlhfuse.costs.hardware import machines_by_name
 from rlhfuse.planning.candidate import Candidate
 
 PHASES = (
@@ -25,6 +26,11 @@ def work_of(draft: Candidate) -> RunWork:
     asked = {"sequence_parallel": draft.run.given.parallel.sequence_parallel}
     inputs = replace(draft.inputs, measured=None)
     return RunWork(draft.run.with_config(draft.run.config.with_(parallel=asked)), inputs)
+
+
+def run_problem_of(draft: Candidate) -> RunProblem:
+    trainer = draft.config.trainer
+    return RunProblem.of(work_of(draft), machines_by_name(trainer.hardware, trainer.device, draft.run.world_size))
 
 
 def random_problem(

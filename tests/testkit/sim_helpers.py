@@ -35,6 +35,20 @@ def linear_file(swap_in: float = 0.5, score_token: float = 1e-3, reward: float |
 TICK = 2.0**-20  # every cost is a whole multiple of it, so every sum of them is exact
 
 
+def exact_costs(swap_in: int, per_token: int, reward: int = 0, at_once: int = 1, release: int | None = None):
+    """Costs in ticks."""
+    return MeasuredCost(
+        decode=Line(10000 * TICK, (1000 * TICK, 2 * TICK)),
+        prefill=Line(2048 * TICK, (128 * TICK, 0.0)),
+        score=Line(4096 * TICK, (per_token * TICK, 64 * TICK)),
+        migration=Line(1024 * TICK, (TICK,)),
+        swap_in=swap_in * TICK,
+        meeting=3072 * TICK,
+        release=(swap_in // 2 if release is None else release) * TICK,
+        reward=RewardCost(reward * TICK, at_once) if reward else None,
+    ).table
+
+
 def limits(**changes) -> InstanceLimits:
     base = dict(
         max_sequences=64,

@@ -1,5 +1,6 @@
 """The forward pass that CUDA runs, run on CPU: against the CPU kernels, and its padding, graphs and memory."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from testkit import triton_interpreter  # noqa: F401
 from testkit.gen_models import PROMPTS, add_all, assert_near, engine_of, random_weights, tiny_spec
 from testkit.recorded_decode import CPU, WIDE, Repeater, torch_engine
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
@@ -159,6 +161,26 @@ def test_draws_of_one_shape_do_not_reach_into_another():
         assert engine.generate(PROMPTS[:count], params) == plain.generate(PROMPTS[:count], params)
 
 
+def test_seconds_of_a_step_leave_recording_out(monkeypatch):
+    """On a clock that recording moves by 100 and the work of a step by 1."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class Slow(Repeater):
+        def record(self, work):
+            now[0] += 100
+            return super().record(work)
+
+    engine = torch_engine(Slow())
+    launch = engine.forward.launch
+    engine.forward.launch = lambda *batch: now.append(now.pop() + 1) or launch(*batch)
+    engine.add(0, PROMPTS[1], GREEDY)
+    for recorded in (0, 100):  # the first decode step records
+        engine.step()
+        engine.settle()
+        assert engine.last_step.seconds == pytest.approx(1) and engine.forward.recording_seconds == recorded
+
+
 def on_rank(rank: int) -> tuple:
     repeater = Repeater()
     engine = torch_engine(repeater, tp_group=dist.group.WORLD)
@@ -232,6 +254,43 @@ def launches(monkeypatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *_, **__: found.append(self.fn.__name__))
     return found
+
+
+class Operators(TorchDispatchMode):
+    """Counts what torch launches: every operator but those that only look at memory or take it."""
+
+    LOOKS = set("flatten chunk view _unsafe_view t transpose select slice split unsqueeze detach reshape".split())
+    TAKES = {"empty", "empty_like", "new_empty"}
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in self.LOOKS | self.TAKES:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spec", [tiny_spec(), WIDE], ids=["plain", "wide"])
+def test_a_decode_layer_is_nine_launches(monkeypatch, spec):
+    """On CUDA the same functions are called; a product is one launch."""
+    names = launches(monkeypatch)
+
+    def step(layers: int) -> list[str]:
+        shape = replace(spec, layers=layers)
+        forward, inputs = meta_forward(shape, "triton"), inputs_without_numbers(DecodeShape(4, 16))
+        names.clear()
+        with torch.inference_mode(), Operators(names):
+            forward.decode(inputs, meta_cache(shape, 16))
+        return ["product" if name in ("linear", "mm", "addmm") else name for name in names]
+
+    one, three = step(1), step(3)
+    first = one.index("add_norm_kernel")
+    layer = ["add_norm_kernel", "product", "place_heads_kernel", "_decode_kernel", "product"]
+    layer += ["add_norm_kernel", "product", "swiglu_kernel", "product"]
+    assert one[first : first + 9] == layer and three == one[:first] + 3 * layer + one[first + 9 :]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """An engine whose memory stays over the iterations of a run: decode steps are recorded once."""
 
 import pytest
+import torch
 from testkit import triton_interpreter  # noqa: F401
-from testkit.gen_models import PROMPTS, engine_of, random_weights
+from testkit.gen_models import PROMPTS, engine_of, random_weights, tiny_spec
 from testkit.moves import move_sequences
 from testkit.recorded_decode import WIDE, Repeater, torch_engine
 
-from rlhfuse.gen.engine import SamplingParams
+from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 
 NINE = SamplingParams(max_tokens=9, ignore_eos=True)
 
@@ -60,3 +61,14 @@ def test_a_paused_engine_that_keeps_its_memory_is_a_paused_engine(kernels):
         assert engine.free_blocks == 200
         engine.scheduler.check_integrity()
     assert paused.cache_bytes > 0 and dropped.cache_bytes == 0
+
+
+def test_an_engine_without_weights_takes_its_cache_when_it_begins():
+    engine = Engine(tiny_spec(), None, EngineOptions(num_blocks=8, keep_memory=True), dtype=torch.float32)
+    assert engine.cache_bytes == 0
+    engine.load_weights(random_weights(tiny_spec()))
+    engine.resume()
+    cache = engine._cache
+    engine.pause()
+    engine.resume()
+    assert engine._cache is cache and engine.cache_bytes == cache.keys.nbytes + cache.values.nbytes

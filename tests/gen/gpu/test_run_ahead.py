@@ -8,19 +8,25 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from testkit import triton_interpreter  # noqa: F401
-from testkit.engine_pair import EnginePair, Request, Workload, draw_pair, draw_requests, letters, same_sample, serve
+from testkit.engine_pair import EnginePair, Request, Workload, draw_pair, draw_requests, serve
 from testkit.gen_models import PROMPTS, add_all, engine_of, random_weights, run_out
 from testkit.profiles import share
 from testkit.recorded_decode import WIDE, Repeater, torch_engine
 
 from rlhfuse.gen.engine import Engine, EngineOptions, GenerationResult, SamplingParams
 from rlhfuse.gen.gpu import sampling
+from rlhfuse.gen.gpu.decode_graphs import Staging
 from rlhfuse.gen.gpu.draws import DrawKernels
 
 CASES = 100
+
+
+def letters(tokens: list[int]) -> str:
+    return "".join(chr(97 + token % 26) for token in tokens)
 
 
 def with_stop_texts(requests: list[Request]) -> list[Request]:
@@ -53,6 +59,12 @@ class AheadPair(EnginePair):
             self.seen["in flight and preempted"] += sum(seq in engine.scheduler.waiting for seq, *_ in flying.drawing)
 
 
+def same_sample(found: GenerationResult, wanted: GenerationResult) -> None:
+    assert replace(found, logprobs=(), entropies=()) == replace(wanted, logprobs=(), entropies=())
+    for numbers, others in ((found.logprobs, wanted.logprobs), (found.entropies, wanted.entropies)):
+        assert len(numbers) == len(others) and np.allclose(numbers, others, rtol=0, atol=1e-4)
+
+
 def test_random_lives_end_as_they_do_without_running_ahead():
     workload, seen = AheadWorkload(with_stop_texts(draw_requests(60, seed=3, longest_stem=20))), Counter()
     cases = share(CASES)
@@ -73,6 +85,25 @@ def test_triton_draws_in_a_running_engine_are_the_cpus():
     engines = [torch_engine(Repeater()) for _ in range(2)]
     engines[0].forward._kernels = DrawKernels(sampling.feed, sampling.draw)
     assert engines[0].generate(PROMPTS[:3], params) == engines[1].generate(PROMPTS[:3], params)
+
+
+def test_a_decode_step_is_one_copy_and_one_replay_and_reads_the_one_before(monkeypatch):
+    repeater, log = Repeater(), []
+    engine = torch_engine(repeater)
+    send, end = Staging.send, engine.loop._end
+    monkeypatch.setattr(Staging, "send", lambda *args: log.append("copy") or send(*args))
+    engine.loop._end = lambda step: log.append("read") or end(step)
+    add_all(engine, PROMPTS, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    engine.step()
+    assert log == ["copy"] and repeater.replayed == 0 and engine.last_step.batch == 0, "the prompts, not read yet"
+    engine.step()
+    assert engine.last_step.prefill_tokens == sum(map(len, PROMPTS))
+    for steps in range(2, 30):
+        log.clear()
+        engine.step()
+        assert log == ["copy", "read"] and repeater.replayed == steps and repeater.recorded == 1
+        assert (engine.last_step.batch, engine.last_step.prefill_tokens) == (8, 0)
+        assert all(seq.tokens[-1] < 0 and len(seq.tokens) == steps + 1 for seq in engine.scheduler.running)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])

@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from testkit import triton_interpreter  # noqa: F401
 from testkit.draw_batches import draw_batch
 from testkit.triton_compile import compiled_launches
@@ -105,6 +107,17 @@ def test_kept_tokens_are_the_cpus(rows, vocab):
         assert cutoffs[row] == wanted, (row, temperature, top_k, top_p)
 
 
+def test_exact_shares_and_ties():
+    """Half of four equal tokens is two of them: the third is likelier than nothing, so ties keep all."""
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [-0.0, 0.0, 1.0, -5.0], [2.0, 1.0, 1.0, 0.0], [0.0, -0.0, -1.0, -2.0]])
+    batch = draw_batch([dict(top_p=0.5), dict(top_k=2), dict(top_k=2, top_p=0.8), dict(top_p=0.9)])
+    cutoffs = torch.empty(4)
+    packed = inputs_of(batch, np.arange(4), 4).packed
+    sampling._cutoffs[(4,)](logits, 4, 4, packed, 4, cutoffs, BLOCK=4)
+    rows = zip(logits.numpy(), batch.top_ks, batch.top_ps)
+    assert cutoffs.tolist() == [cpu.row_cutoff(row, np.float32(1), k, p) for row, k, p in rows] == [0, 0, 1, -1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wider_buffers_and_rows_that_draw_nothing(dtype):
     logits = random_logits(9, 400, 3).to(dtype)[:, :333]
@@ -129,6 +142,24 @@ def test_rows_that_are_not_finite(drawn_by):
     tokens, *numbers = drawn_by(logits, batch)
     assert tokens[:5].tolist() == [-1] * 5 and np.isnan(np.array(numbers)[:, :5]).all()
     assert tokens[5] >= 0 and all(abs(abs(found[5]) - math.log(5000)) < 1e-5 for found in numbers)
+
+
+@triton.jit
+def _noise(keys, hashes, noise, count, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    key0, key1 = tl.load(keys).to(tl.uint32, bitcast=True), tl.load(keys + 1).to(tl.uint32, bitcast=True)
+    h = sampling._noise_hash(key0, key1, index.to(tl.uint32))
+    tl.store(hashes + index, h.to(tl.int32, bitcast=True), mask=index < count)
+    tl.store(noise + index, sampling._gumbel(h), mask=index < count)
+
+
+def test_noise_is_the_cpus():
+    keys, hashes, noise = np.array([2**31 + 5, 77], np.uint32), torch.zeros(3000, dtype=torch.int32), torch.zeros(3000)
+    _noise[(1,)](torch.from_numpy(keys.view(np.int32)), hashes, noise, 3000, BLOCK=4096)
+    expected = [cpu.noise_hash(keys[0], keys[1], index) for index in range(3000)]
+    assert hashes.numpy().view(np.uint32).tolist() == expected
+    exact = -np.log([-np.log1p(-min((h + 0.5) / 2**32, 1 - 2**-24)) for h in expected])
+    assert np.abs(noise.numpy() - exact).max() < 1e-6 * 20
 
 
 def test_tokens_that_are_places_are_fed():

@@ -80,3 +80,8 @@ def test_two_ranks(workers):
     assert found["switch"][0] == "sums of tensor ranks: by the NVLink switch"
     assert found["switch"][1:] == found["plain"][1:]  # of two ranks the order of a sum is one
     assert found["sums made"] == 1 + 2 * SPEC.layers * 11  # the first tokens come from steps with more rows
+
+
+def test_one_rank_sums_nothing():
+    made, line = choose_parallel(None, "auto", CPU, 8, 64, torch.float32)
+    assert type(made) is TensorParallel and line == ""

@@ -67,6 +67,15 @@ def test_what_the_destination_knows_is_not_sent(siblings):
     assert run_out(source, destination) == siblings
 
 
+def test_moved_samples_are_a_known_prefix_for_later_ones(siblings):
+    source, destination = running_siblings(8, samples=1), small_blocks()
+    move_sequences(source, destination, [0])
+    destination.add(1, PROMPT, PARAMS)
+    destination.step()
+    assert destination.last_step.prefill_tokens == 1  # 60 of 61 came with sample 0
+    assert run_out(destination) == siblings[:2]
+
+
 def test_a_destination_that_is_full_takes_what_it_can(siblings):
     source, destination = running_siblings(8), small_blocks(num_blocks=15 + 2 * 6)
     recomputed = move_sequences(source, destination, range(16))

@@ -103,3 +103,37 @@ def test_history_of_earlier_iterations_is_a_cache():
     found, fewer, _ = serve(knows, params)
     assert found == expected == serve(fresh, params)[0]
     assert fewer < 0.5 * steps
+
+
+def test_guesses_that_are_slower_by_the_engines_clock_are_turned_off():
+    """Steps with guesses take five times as long, which right ones do not make up for."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=6)
+    expected, steps = plain(params)
+    for slow, least, most in ((5.0, 4, 20), (1.0, 25, steps)):
+        engine, now = make(), [0.0]
+        guess = ScriptedGuesser(TINY.vocab, 16, "right", lambda i: expected[i].tokens[:-1], random.Random(0))
+        guesser = engine.loop.guesser
+        assert guesser
+
+        def propose(*asked, guess=guess, guesser=guesser):
+            guesser.searched = True
+            return [tokens[:1] for tokens in guess.propose(*asked)]
+
+        guesser.propose = propose
+        engine.loop._now = lambda now=now: now[0]
+        launch, guessed = engine.forward.launch, []
+
+        def timed(batch, *rest, launch=launch, slow=slow, now=now, guessed=guessed):
+            guessed.append(batch.guesses is not None)
+            now[0] += slow if guessed[-1] else 1.0
+            return launch(batch, *rest)
+
+        engine.forward.launch = timed
+        guesser.told = guess.told
+        assert serve(engine, params)[0] == expected
+        assert least <= sum(guessed) <= most, (slow, sum(guessed))
+
+
+def test_an_engine_that_never_guesses_right_is_as_fast_in_steps():
+    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=6)
+    assert serve(scripted("wrong", params), params)[:2] == plain(params)

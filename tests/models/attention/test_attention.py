@@ -12,8 +12,9 @@ from testkit.flat import attention
 from testkit.paged_case import PagedCase, causal
 from testkit.profiles import examples
 
-from rlhfuse.models.attention.packed import flash_attention
-from rlhfuse.models.attention.packed.sequences import SequenceBorders
+from rlhfuse.models.attention import backends
+from rlhfuse.models.attention.packed import dense, flash_attention
+from rlhfuse.models.attention.packed.sequences import PackedShape, SequenceBorders
 from rlhfuse.models.attention.paged import cpu as paged_cpu
 from rlhfuse.models.attention.paged.cache import PagedQueries
 from rlhfuse.models.attention.paged.gathered import GatheredAttention
@@ -118,6 +119,13 @@ def by_sequence(q, k, v, borders, longest):
     return torch.cat([causal(q[a:b], k[a:b], v[a:b]) for a, b in pairs]).to(q.dtype)
 
 
+@pytest.fixture
+def fresh_choice():
+    backends.choose_packed.cache_clear()
+    yield
+    backends.choose_packed.cache_clear()
+
+
 @pytest.mark.parametrize(
     "kernel, groups, dim",
     [
@@ -153,6 +161,27 @@ def test_packed_attention_and_its_gradients_are_the_formula(monkeypatch, kernel,
     assert out.dtype == dtype and (out - wanted).abs().max() < limit
     for ours, theirs in zip(made, exact):
         assert (ours.grad - theirs.grad).abs().max() <= limit * theirs.grad.abs().max()
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, dim, slow, words",
+    [
+        ((9, 0), torch.bfloat16, 64, True, "flash-attn is not installed"),
+        ((7, 5), torch.bfloat16, 64, True, "compute capability 8.0"),
+        ((9, 0), torch.float32, 64, True, "computes in 16 bits, not in float32"),
+        ((9, 0), torch.bfloat16, 288, True, "up to 256, not 288"),
+    ],
+)
+def test_the_kernel_is_chosen_by_name_and_told_once(
+    monkeypatch, fresh_choice, capsys, recwarn, capability, dtype, dim, slow, words
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    for _ in range(2):
+        kernel = backends.choose_packed(PackedShape(CUDA, dtype, dim))
+    assert (kernel is dense.dense_attention) == slow
+    told = capsys.readouterr().out + "".join(str(warning.message) for warning in recwarn)
+    assert words in told and told.count("packed attention of training and scoring") == 1
 
 
 def test_packed_attention_is_the_same_with_three_threads_and_with_one():

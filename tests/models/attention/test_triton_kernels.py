@@ -63,6 +63,14 @@ def test_contexts_cut_into_parts_give_what_they_give_whole():
     assert (whole - cut).abs().max() < 1e-6 and torch.equal(cut, case.decode(processors=132))
 
 
+@pytest.mark.parametrize(
+    "rows, groups, tokens, splits",
+    [(1, 8, 256, 2), (1, 8, 8192, 33), (64, 8, 8192, 4), (256, 8, 1024, 1), (1, 1, 1 << 20, 32), (300, 1, 64, 1)],
+)
+def test_parts_follow_from_the_shape(rows, groups, tokens, splits):
+    assert kernels.decode_splits(rows, groups, tokens, 132) == min(splits, kernels.MOST_SPLITS)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads, dim, block", [((2, 2), 16, 16), ((7, 1), 64, 16), ((5, 1), 96, 5)])
 def test_mixed(heads, dim, block, dtype):

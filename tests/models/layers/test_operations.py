@@ -6,8 +6,13 @@ from testkit.flat import rms_norm
 
 from rlhfuse.models import stage
 from rlhfuse.models.layers.norm import exact_rms_norm
-from rlhfuse.models.layers.operations import EXACT, TORCH
+from rlhfuse.models.layers.operations import EXACT, TORCH, operations_for
 from rlhfuse.models.stage import PackedTokens
+
+
+def test_the_device_chooses():
+    assert operations_for(torch.device("cpu")) is EXACT
+    assert operations_for(torch.device("cuda", 1)) is TORCH
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

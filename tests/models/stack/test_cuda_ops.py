@@ -10,8 +10,9 @@ from testkit.triton_compile import compiled_launches
 
 from rlhfuse.models.attention.packed.dense import dense_attention
 from rlhfuse.models.attention.packed.sequences import SequenceBorders
-from rlhfuse.models.stack import cuda_ops
+from rlhfuse.models.stack import cuda_ops, handle
 from rlhfuse.models.stack.cuda_ops import CudaOps
+from rlhfuse.models.stack.handle import Handle
 from rlhfuse.models.stack.torch_ops import HeadShape
 
 CPU, EPS = torch.device("cpu"), 1e-5
@@ -208,6 +209,40 @@ def test_no_tokens_are_no_launches():
     assert q.shape == (0, shape.heads, 16) and ops.join((q, k, v), saved, None, batch).shape == wide.shape
     assert ops.swiglu(x).shape == (0, 4) and ops.swiglu_backward(x, x[:, :4], None)[0].shape == x.shape
     assert dense_attention(q, k, v, batch[0]).shape == q.shape and (scale.main_grad == 0.5).all()
+
+
+def test_a_handle_launches_the_kernel_where_it_serves_and_leaves_the_rest_to_triton(monkeypatch):
+    said = []
+
+    class Kernel:
+        arg_names, __name__ = ["x", "y", "count", "SIZE"], "kernel"
+        params = [
+            SimpleNamespace(name=name, do_not_specialize=name == "count", do_not_specialize_on_alignment=name == "y")
+            for name in arg_names
+        ]
+
+        def __getitem__(self, grid):
+            def launch(*arguments, **options):
+                said.append("triton")
+                return SimpleNamespace(run=lambda *words: said.append(words), function="f", packed_metadata="m")
+
+            return launch
+
+    active = SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: 10 * device)
+    monkeypatch.setattr(handle, "driver", SimpleNamespace(active=active))
+    x, odd = torch.zeros(8), torch.zeros(8)[1:]
+    launch = Handle(Kernel(), 1, SIZE=7, num_warps=2)
+    launch(5, 6, odd, odd, 1)
+    launch(5, 6, x, odd, 1)
+    assert said == ["triton"] * 2, "the first was for addresses that are not aligned"
+    launch(5, 6, x, odd, 2)
+    assert said[2:] == [(5, 6, 1, 30, "f", "m", None, None, None, x, odd, 2, 7)]
+    launch(5, 6, odd, odd, 2)
+    launch(5, 6, x.half(), odd, 2)
+    assert said[3:] == ["triton"] * 2
+    Kernel.params[2].do_not_specialize = False
+    with pytest.raises(TypeError, match="count"):
+        Handle(Kernel(), 1, SIZE=7)(5, 6, x, odd, 1)
 
 
 def launch_all() -> None:

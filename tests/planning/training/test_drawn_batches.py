@@ -6,14 +6,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testkit.four_ranks import SPECS, drafted, run
+from testkit.four_ranks import SPECS, drafted, on_slow_cores, run
 from testkit.profiles import examples
 from testkit.sim_helpers import equal, long_tail
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.planning.planned_lengths import assumed_lengths
+from rlhfuse.planning.training import drawn_batches
 from rlhfuse.planning.training.drawn_batches import DRAWS, DrawnBatches
 from rlhfuse.planning.training.training_problem import equal_microbatch
+from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.tasks.balance import deal, split_minibatches
 from rlhfuse.tasks.microbatch_cut import MicrobatchCut
@@ -82,8 +84,30 @@ def test_what_training_leaves_out_takes_no_time(tokens):
         assert next(rungs) < 0.9 * next(rungs), "fewer micro-batches"
 
 
+def test_batches_without_any_gradient_are_priced_with_what_fills_micro_batches():
+    lengths = SampleLengths((10,) * 8, (10, 20, 30, 40) * 2, spared=(True,) * 8)
+    micro = DrawnBatches((lengths,), 1, 0).microbatch(by_samples(8, 1, 2), 2, 1, 1)
+    assert micro == pytest.approx((20.0, 20 / 35, 20 * 25 / 35))
+
+
 def by_samples(samples: int, pipelines: int, microbatches: int) -> MicrobatchCut:
     return MicrobatchCut.by_samples(microbatches, pipelines, samples, 1)
+
+
+def test_samples_that_do_not_divide_make_some_heavier():
+    drawn = DrawnBatches((equal(10, 0, 10),), 1, 0)
+    micro = drawn.microbatch(by_samples(10, 1, 4), 4, 1, 2)  # 3 + 3 + 2 + 2 samples, and 3 once more, in five steps
+    assert micro == pytest.approx((26.0, 2.6, 26.0))
+
+
+def test_what_was_cut_once_is_not_cut_again(monkeypatch):
+    drawn, asked, cut = DrawnBatches(TAIL.draw(64, 2, 1), 4, 1), [], by_samples(16, 2, 4)
+    split = drawn_batches.split_microbatches
+    monkeypatch.setattr(drawn_batches, "split_microbatches", lambda *cutting: asked.append(1) or split(*cutting))
+    for pipelines, depth in ((2, 1), (2, 4), (4, 4), (4, 4)):
+        drawn.microbatch(cut, 4, pipelines, depth)
+    drawn.rungs(replace(cut, tokens=cut.tokens + 1))  # cuts alike
+    assert len(asked) == 2 * 4
 
 
 def test_batches_that_cannot_be_cut_are_refused():
@@ -101,6 +125,33 @@ def test_a_draft_prices_and_predicts_the_same_batches():
         whole = made.analytic[f"{share.model}_train"].stage_costs(micro)
         pipeline = next(p for p in made.training.problem.pipelines if p.model == share.model)
         assert pipeline.forward == whole.forward and pipeline.backward == whole.backward
+
+
+@pytest.mark.parametrize("critic, depth", [("d1t1p4v2", 4), ("d1t2p2", 2), ("d2t1p2", 1)])
+def test_a_pipeline_is_as_deep_as_it_has_nodes(critic, depth):
+    """Chunks add none, and stages that are merged on one node are one; d2t1p2 is merged beside an actor of tp 2."""
+    actor = {"d2t1p2": "d1t2p2"}.get(critic, "d1t1p4" if "v2" in critic else "d1t2p2")
+    draft = drafted(run(parallel__actor_train=actor, parallel__critic_train=critic), SPECS, 4, TAIL)
+    share = draft.ranks.shape.share("critic")
+    wanted = draft.inputs.drawn.microbatch(draft.batch.cut, 4, share.layout.dp, depth)
+    assert equal_microbatch(draft.inputs.drawn, draft.batch, 4, share) == wanted
+
+
+def mean_tokens(drawn: DrawnBatches, cut: MicrobatchCut, rung: int, *_: int) -> float:
+    """Tokens of a micro-batch, as if samples could be split."""
+    return drawn.tokens / (drawn.minibatches * cut.pipelines * rung)
+
+
+def test_the_real_cut_chooses_other_microbatches_than_the_mean(monkeypatch):
+    """Many micro-batches leave the longest sample alone in one, for which each stage of the pipeline waits."""
+    on_slow_cores(monkeypatch)
+    drafts = {m: drafted(run(fusion__actor_microbatches=m), SPECS, 4, TAIL) for m in (2, 4, 8, 16)}
+    real = {m: float(latency_bound(draft.training.problem)) for m, draft in drafts.items()}
+    monkeypatch.setattr(DrawnBatches, "_tokens", mean_tokens)
+    again = {m: replace(draft.work, drawn=replace(draft.inputs.drawn)) for m, draft in drafts.items()}
+    mean = {m: float(latency_bound(work.problem(m, drafts[m].training.split.models))) for m, work in again.items()}
+    chosen, believed = min(real, key=real.__getitem__), min(mean, key=mean.__getitem__)
+    assert chosen < believed and real[believed] > 1.01 * real[chosen]
 
 
 def test_groups_that_are_drawn_again_are_generated_and_not_trained_on():

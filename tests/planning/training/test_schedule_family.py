@@ -1,6 +1,7 @@
 """Schedules of a run: one a rung, each valid and within the cap; the likeliest are searched, the others derived."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from testkit.four_ranks import SPECS, drafted, run
@@ -85,3 +86,26 @@ def test_the_plan_says_what_will_occur_and_what_it_takes():
     assert summary.makespan_seconds == pytest.approx(mean)
     received = Plan.parse(plan.to_text())
     assert received.schedules == plan.schedules and received.programs == plan.programs
+
+
+def test_a_tenth_of_the_mini_batches_gets_a_tenth_of_the_search(monkeypatch):
+    from rlhfuse.planning.training import schedule_family as module
+
+    asked = {}
+    real = module.search
+    monkeypatch.setattr(module, "SearchSettings", lambda time_limit, **more: (time_limit, more))
+
+    def search(problem, settings, start, comm):
+        asked[problem.pipelines[0].microbatches] = settings[0]
+        made, report = real(problem, module_settings(iterations=500))
+        return made, replace(report, seconds=report.kernel_seconds)  # it takes no time
+
+    from rlhfuse.schedule.search.search import SearchSettings as module_settings
+
+    monkeypatch.setattr(module, "search", search)
+    draft = by_tokens(fusion__search_seconds=10.0)
+    family_of(draft)
+    order = sorted(draft.training.shares, key=lambda m: (-draft.training.shares[m], -m))
+    assert list(asked) == order
+    assert asked[order[0]] == pytest.approx(10 * draft.training.shares[order[0]])
+    assert asked[order[-1]] == pytest.approx(10.0), "what others leave"

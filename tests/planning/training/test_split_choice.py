@@ -1,17 +1,23 @@
 """Which models train with split backwards, what the plan says of it, and what is refused."""
 
 import itertools
+import json
+from dataclasses import replace
 
 import pytest
 from testkit import four_ranks
+from testkit.flat_profile import trained, training
 from testkit.four_ranks import SPECS, full, on_slow_cores, planned, run
 
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import write_json
 from rlhfuse.planning.plan import Plan
 from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.planning.training import split_choice
 from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Kind
-from rlhfuse.schedule.rules.builders import min_memory
+from rlhfuse.schedule.rules.builders import greedy, min_memory
 
 
 @pytest.fixture(autouse=True)
@@ -86,11 +92,28 @@ def test_the_plan_says_what_splitting_gains_and_what_it_holds():
     assert Plan.parse(plan.to_text()) == plan
 
 
+def test_splitting_costs_what_it_costs():
+    """B and W of a layer together take longer than its whole backward, and what W needs is held in bytes of its own."""
+    draft = drafted(fusion__split_backward="true")
+    for pipeline, whole in zip(draft.training.problem.pipelines, draft.training.split.whole.pipelines):
+        for b, w, together in zip(pipeline.backward, pipeline.weight_gradient, whole.backward):
+            assert together < b + w < 1.2 * together
+        assert pipeline.activation == whole.activation
+        assert all(0 < kept for kept in pipeline.weight_activation)
+
+
 def test_false_and_rules_leave_backwards_whole():
     assert drafted(fusion__split_backward="false").training.split.why.endswith("all backwards are whole")
     serial = drafted(fusion__intra_stage="serial")
     assert not split_models(serial.training.problem)
     assert "fusion.intra_stage=serial is no search" in serial.training.split.why
+
+
+@pytest.mark.parametrize("rule", ["serial", "time_sharing"])
+def test_a_rule_trains_with_split_backwards_where_they_are_asked_for(rule):
+    layouts = {f"parallel__{model}_train": "d1t1p4" for model in ("actor", "critic")}
+    plan = planned(run(**layouts, fusion__intra_stage=rule, fusion__split_backward="true"))
+    assert split_models(plan.likeliest.problem) == {"actor", "critic"}
 
 
 def test_a_cap_without_room_for_what_w_keeps_leaves_backwards_whole():
@@ -107,3 +130,42 @@ def test_a_cap_without_room_for_what_w_keeps_leaves_backwards_whole():
     for limit, expected in ((split + 1, 2), (split - 1, 1), (whole + 1, 0)):
         tight = drafted(**keys, trainer__memory_limit_gb=limit / 1e9)
         assert len(split_models(tight.training.problem)) == expected, tight.training.split.why
+
+
+def test_a_schedule_file_says_what_is_split(tmp_path):
+    file, free = tmp_path / "schedule.json", drafted()
+    save_schedule(file, greedy(replace(free.training.problem, memory_cap=None)))
+    plan = planned(run(fusion__schedule=str(file), fusion__actor_microbatches=4), lengths=full(run()))
+    assert split_models(plan.likeliest.problem) == {"actor", "critic"} and str(file) in PlanReport.of(plan).render()
+    save_schedule(file, greedy(replace(free.training.split.whole, memory_cap=None)))
+    assert not split_models(drafted(fusion__schedule=str(file)).training.problem)
+    with pytest.raises(InputError, match="has split False, this run has True"):
+        drafted(fusion__schedule=str(file), fusion__split_backward="true")
+
+
+def profile_file(folder, *split: float) -> str:
+    """Layers that take a second forwards and two back; `split`: B and W, or nothing."""
+    made, grids = run(), training(1.0, 1.0, *split, backward=2.0)
+    write_json(folder / "profile.json", trained(made, SPECS, dict.fromkeys(made.trained(), grids)).to_dict())
+    return str(folder / "profile.json")
+
+
+def test_a_profile_prices_both_parts_or_none_is_split(tmp_path):
+    old = profile_file(tmp_path)
+    raw = json.loads((tmp_path / "profile.json").read_text())
+    for grids in raw["training"].values():  # as a file that is older than split backwards
+        del grids["layer_backward_input"], grids["layer_weight_gradient"]
+    write_json(tmp_path / "profile.json", raw)
+    draft = drafted(fusion__profile=old)
+    split = draft.training.split
+    assert not split.models and "has no times of split backwards; run tools/profile_costs.py" in split.why
+    with pytest.raises(InputError, match="fusion.split_backward=true: .*profile.json has no times of split backwards"):
+        drafted(fusion__profile=old, fusion__split_backward="true")
+    measured = profile_file(tmp_path, 1.1, 1.0)
+    draft = drafted(fusion__profile=measured)
+    actor = draft.training.problem.pipeline("actor")
+    assert (
+        draft.training.split.models and actor.backward[0] == 2 * 1_100_000 and actor.weight_gradient == (2_000_000,) * 4
+    )
+    slow = profile_file(tmp_path, 2.5, 1.0)
+    assert not drafted(fusion__profile=slow).training.split.models

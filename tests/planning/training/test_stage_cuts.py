@@ -6,6 +6,7 @@ import pytest
 from testkit import flat_profile
 from testkit.four_ranks import SPECS, TINY, drafted, full, planned, run
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.planning.plan import Plan
 from rlhfuse.planning.report.report import PlanReport
@@ -43,6 +44,25 @@ def test_a_cpu_run_has_the_even_cut_unless_another_is_faster():
     assert training(run(), SPECS) == {"actor": (2, 2, 2, 2), "critic": (4, 4)}
     five = dict.fromkeys(SPECS, replace(TINY, layers=8, vocab=2_000_000))
     assert training(run(trainer__memory_limit_gb=1e3), five)["actor"][-1] == 1
+
+
+def test_even_and_a_cut_that_the_layout_lists():
+    assert training(run(parallel__stage_layers="even", **H100)) == {"actor": (2, 2, 2, 2), "critic": (4, 4)}
+    given = dict(parallel__actor_train="d1t1p4:1,3,3,1", parallel__critic_train="d2t1p2:4,4")
+    assert training(run(**H100, **given)) == {"actor": (1, 3, 3, 1), "critic": (4, 4)}
+    layouts = [str(task.layout) for task in drafted(run(**H100, **given), WIDE, 4).tasks if task.training]
+    assert layouts == ["d1t1p4:1,3,3,1", "d2t1p2"]
+    with pytest.raises(InputError, match=r"actor_train=d1t1p4:1,3,3,3: 10 layers in all stages != layers\(8\)"):
+        drafted(run(parallel__actor_train="d1t1p4:1,3,3,3"), WIDE, 4)
+
+
+def test_memory_is_that_of_the_cut():
+    """The fullest rank of an explicit cut holds what the cut gives it."""
+    layouts = dict(parallel__generation="d4t1p1", parallel__critic_train="d4t1p1")
+    lopsided = drafted(run(parallel__actor_train="d1t1p4:5,1,1,1", **H100, **layouts), WIDE, 4).memory
+    even = drafted(run(parallel__stage_layers="even", **H100, **layouts), WIDE, 4).memory
+    most, evenly = (max(rank.static[-1].gradients for rank in memory.ranks) for memory in (lopsided, even))
+    assert most - evenly == pytest.approx(3 * 4 * WIDE["actor"].layer_parameters, rel=0.01)
 
 
 def test_a_profile_decides_the_cut(tmp_path):

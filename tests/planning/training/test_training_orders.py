@@ -45,6 +45,28 @@ def test_a_rule_is_planned_and_compared(rule, layouts):
     assert f"fusion.intra_stage=search: at most {found:.4g} s" in PlanReport.of(plan).render()
 
 
+def test_what_is_promised_is_what_the_choice_takes():
+    fused = shared_plan(**FLAT, fusion__split_backward="false")
+    assert list(promised(fused)) == ["interleaved", "time_sharing", "serial"]
+    for rule in ("time_sharing", "serial"):
+        chosen, other = PlanReport.of(shared_plan(**FLAT, fusion__intra_stage=rule)).schedule, promised(fused)[rule]
+        assert other.makespan_seconds == pytest.approx(chosen.makespan_seconds)
+        assert other.peak_activation_bytes == chosen.peak_activation_bytes
+        line = f"fusion.intra_stage={rule}: {other.makespan_seconds:.4g} s (x"
+        assert line in fused.summary
+    why = "parallel.actor_train=d1t1p4 has no virtual stages; give it some, as in d1t1p2v2"
+    assert promised(fused)["interleaved"].why_not == why
+    assert f"fusion.intra_stage=interleaved: not here: {why}" in fused.summary
+
+
+def test_both_models_of_a_time_shared_run_stand_alike_on_the_ranks():
+    plan = shared_plan(**FLAT, fusion__intra_stage="time_sharing")
+    for rank in range(4):
+        assert plan.ranks.locate("critic", rank) == plan.ranks.locate("actor", rank)
+    assert not PlanReport.of(plan).schedule.alternates and PlanReport.of(shared_plan(**FLAT)).schedule.alternates
+    assert sum(move.traffic.stays + move.traffic.within for move in PlanReport.of(plan).weight_moves) > 0
+
+
 @pytest.mark.parametrize(
     "keys, words",
     [

@@ -267,6 +267,12 @@ def test_a_run_that_is_made_longer_than_its_schedule_is_told_so(copy):
         assert line(*decays, "min_lr_ratio=0.1") == line(f"lr_scheduler_type={kind}") == line() == ""
 
 
+def test_all_settings_that_changed_are_named_with_the_way_to_go_on(copy):
+    message = refused(*copy, "actor.optim.lr=0.5", "algorithm.kl_coef=0.25")
+    assert "this run has 0.5" in message and "this run has 0.25" in message
+    assert f"convert_checkpoint.py {copy[1]}/checkpoints/iteration-4" in message
+
+
 def test_a_missing_manifest_and_lost_lines_of_metrics(copy):
     config, run_dir = copy
     folder, metrics = run_dir / "checkpoints", run_dir / "metrics.jsonl"

@@ -1,20 +1,25 @@
 """Writing a checkpoint is progress, piece by piece; what keeps it from being written ends all ranks with its cause."""
 
+import io
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from testkit.programs import eventually
 from testkit.small_disk import small_files
+from testkit.tiny import write_checkpoint
 from testkit.writing import STATE, part_of, writer_of, writing_by
 
 from rlhfuse.base.errors import InputError, JointError
+from rlhfuse.models.hf_folder import write_folder
 from rlhfuse.monitor.guard import Guard
 from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.monitor.watchdog import Watchdog
@@ -159,6 +164,33 @@ def test_every_rank_names_the_checkpoint_that_is_being_committed(workers, tmp_pa
     assert said == [f"{good if succeeds else 'no checkpoint was saved'}: start again with trainer.resume=auto"] * 4
 
 
+def prune_in_vain(rank: int, out: Path) -> str:
+    """Four checkpoints, of which two stay; the first cannot be removed when its turn comes, but then it can."""
+    writer, rmtree = writer_of(rank, out), shutil.rmtree
+    said = io.StringIO()
+
+    def busy(folder, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(39, os.strerror(39), str(folder))
+
+    for iteration in (1, 2, 3, 4):
+        with mock.patch.object(shutil, "rmtree", busy if iteration == 3 else rmtree), redirect_stdout(said):
+            writer.start(iteration, STATE, part_of(rank))
+            writer.finish()
+        if iteration == 3 and rank == 0:
+            left = sorted(one.name for one in (out / "checkpoints").iterdir() if "iteration-4" not in one.name)
+            print(*left, file=said)  # the other ranks may have begun the next one
+    return said.getvalue()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(workers, tmp_path):
+    said = workers.run(prune_in_vain, tmp_path)[0]
+    old = tmp_path / "checkpoints" / "iteration-1.partial"
+    assert f"warning: cannot remove {old}: Directory not empty; the next save tries again" in said
+    assert "iteration-1.partial iteration-2 iteration-3 latest" in said
+    assert [one.name for one in checkpoints_in(tmp_path)] == ["iteration-3", "iteration-4"] and not old.exists()
+
+
 def test_a_checkpoint_that_was_read_is_not_held(workers, tmp_path):
     assert workers.run(fail, tmp_path, "nothing") == ["nothing was raised"] * 4
     checkpoint = Checkpoint.open(tmp_path / "checkpoints" / "latest")
@@ -171,6 +203,13 @@ def test_a_checkpoint_that_was_read_is_not_held(workers, tmp_path):
 
 
 # slow storage is no hang
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def start_one(folder, **more):
@@ -259,3 +298,11 @@ def test_a_checkpoint_learns_what_an_evaluation_after_it_found(alone, tmp_path):
             release.set()
             writer.finish()
             assert Checkpoint.open(tmp_path / "checkpoints" / "iteration-1").metrics_bytes == number
+
+
+def test_an_export_tells_of_every_weight_file(tmp_path):
+    like, out, told = write_checkpoint(tmp_path / "like"), tmp_path / "out", []
+    out.mkdir()
+    tensors = [(f"w{number}", torch.zeros(10)) for number in range(5)]
+    write_folder(out, tensors, like, 80, scalar_head=False, progress=told.append)
+    assert len(told) == 3 and all(text.startswith("exporting models: ") for text in told)

@@ -142,6 +142,19 @@ def test_table_3_serial_and_bounds(row):
     assert latency_bound(problem) == bound and memory_bound(problem, bound) == proved <= serial_memory
 
 
+def test_a_schedule_file_says_its_gaps():
+    problem = table_3(2)
+    told = schedule_dict(greedy(problem))
+    assert told["latency_gap"] == pytest.approx(told["makespan"] / TABLE_3[2][2] - 1) and told["latency_gap"] > 0
+    assert told["memory_gap"] == pytest.approx(told["peak_memory"] / told["memory_lower_bound"] - 1)
+    assert told["memory_gap"] > 0 and not told["optimal"] and not told["memory_optimal"]
+    alone = replace(problem, pipelines=problem.pipelines[:1])
+    told = schedule_dict(serial_1f1b(alone))
+    assert told["optimal"] and told["memory_optimal"] and told["latency_gap"] == told["memory_gap"] == 0
+    told = schedule_dict(serial_1f1b(replace(alone, memory_cap=15.59)))  # breaks its cap, so it proves nothing
+    assert told["makespan"] <= told["lower_bound"] and not told["optimal"]
+
+
 @examples(60)
 @given(st.integers(0, 10**6))
 def test_bounds_move_with_what_they_are_asked(seed):
@@ -167,6 +180,21 @@ def test_a_node_visited_twice_holds_both():
     assert latency_bound(replace(problem, memory_cap=5)) == 8
     with pytest.raises(InputError, match="node 0: the memory cap leaves 4 .* one micro-batch needs 5"):
         latency_bound(replace(problem, memory_cap=4))
+
+
+def test_times_without_a_common_tick_are_bounded_to_the_last_digit():
+    """The bound under a cap is found by bisection; scaling all times must scale it."""
+    problem = replace(table_3_problem(4, 2, 8, 4, 5, 4, 2, 2), memory_cap=5)
+    whole = latency_bound(problem)
+    shrunk = with_facts(problem, lambda times: [0.7 * time for time in times], ["forward", "backward"])
+    assert whole * 0.7 * (1 - EDGE) - 0.7 <= latency_bound(shrunk) <= whole * 0.7 * (1 + EDGE)
+
+
+def test_large_problems_are_bounded():
+    problem = table_3_problem(64, 32, 256, 128, 2, 2, 1.64, 2)
+    bound = latency_bound(problem)
+    memory = memory_bound(problem, bound)
+    assert bound <= evaluate(greedy(problem)).makespan and memory > 64
 
 
 def one_machine(rng, count):

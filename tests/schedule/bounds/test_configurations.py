@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 from testkit.profiles import share
-from testkit.schedule_cases import capped_greedy, random_problem
+from testkit.schedule_cases import capped_greedy, capped_halfway, random_problem, table_3
 
+from rlhfuse.schedule.bounds import configurations
 from rlhfuse.schedule.bounds.bounds import latency_bound, quick_bound
 from rlhfuse.schedule.bounds.configurations import configurations_bound
 from rlhfuse.schedule.bounds.windows import Windows
@@ -76,3 +77,24 @@ def test_it_proves_that_nothing_overlaps_where_two_do_not_fit():
     assert latency_bound(problem) == makespan
     rules = Windows.of(problem).within([3] * problem.nodes)
     assert rules and not rules.excludes(0.8 * makespan, disjunctions=True)
+
+
+def test_whole_numbers_prove_more_than_memory_times_time(monkeypatch):
+    problem = closed_problem()
+    whole = configurations_bound(problem)
+    monkeypatch.setattr(configurations, "MOST_CONFIGURATIONS", 0)
+    assert 0 < configurations_bound(problem) < whole
+
+
+def test_prices_that_are_cut_short_prove_less_and_nothing_false(monkeypatch):
+    problems = [capped_halfway(table_3(row)) for row in range(0, 12, 3)] + [tight_problem(seed) for seed in range(8)]
+    whole = [configurations_bound(problem) for problem in problems]
+    monkeypatch.setattr(configurations, "MOST_EXCHANGES", 1)
+    short = [configurations_bound(problem) for problem in problems]
+    assert all(a <= b * (1 + EDGE) for a, b in zip(short, whole)) and sum(short) < sum(whole)
+
+
+def test_room_for_everything_says_nothing():
+    problem = table_3(2)
+    assert configurations_bound(problem) == configurations_bound(replace(problem, memory_cap=1e6)) == 0
+    assert latency_bound(replace(problem, memory_cap=1e6)) == latency_bound(problem)

@@ -3,19 +3,20 @@
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from testkit.profiles import share
 from testkit.program_cases import random_schedule
-from testkit.schedule_cases import random_group, random_problem, table_3, table_3_problem, with_facts
+from testkit.schedule_cases import capped_greedy, random_group, random_problem, table_3, table_3_problem, with_facts
 
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.io import load_family, load_schedule, save_schedule
-from rlhfuse.schedule.ir.action import Action
-from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.action import Action, Kind
+from rlhfuse.schedule.ir.evaluate import evaluate, memory_profile
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.builders import greedy
+from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 
 
 def two_by_two():
@@ -42,6 +43,16 @@ def test_schedule_text_parses_back_and_is_the_docstrings():
     assert timeline.makespan == 4 and timeline.node_peak_memory == (2, 2)
     assert timeline.starts == ((0, 1, 2, 3), (0, 1, 2, 3))
     assert greedy(two_by_two()) == schedule
+
+
+def test_serial_orders_are_1f1b():
+    problem = FusionProblem(3, (Pipeline("a", "a", (0, 1, 2), 4, (1,) * 3, (2,) * 3, (1,) * 3),))
+    assert serial_1f1b(problem).text().splitlines() == [
+        "node 0: a:0F0 a:0F1 a:0F2 a:0B0 a:0F3 a:0B1 a:0B2 a:0B3",
+        "node 1: a:1F0 a:1F1 a:1B0 a:1F2 a:1B1 a:1F3 a:1B2 a:1B3",
+        "node 2: a:2F0 a:2B0 a:2F1 a:2B1 a:2F2 a:2B2 a:2F3 a:2B3",
+    ]
+    assert capped_greedy(problem, 9).text().splitlines()[2] == "node 2: a:2F0 a:2F1 a:2F2 a:2F3 a:2B0 a:2B1 a:2B2 a:2B3"
 
 
 @pytest.mark.parametrize(
@@ -179,3 +190,14 @@ def test_damaged_schedule_files_are_refused(tmp_path, damage):
     path.write_text(unknown if damage == "an unknown kind" else damage)
     with pytest.raises(InputError, match="schedule.json"):
         load_schedule(path)
+
+
+def test_whole_activations_are_multiplied():
+    """Eight times 1.95 is 15.6, B or no B between."""
+    split = Pipeline("a", "a", (0,), 8, (1,), (1,), (1.95,), (1,))
+    last = [Action("a", 0, Kind.W, m) for m in range(8)]
+    orders = [[Action("a", 0, kind, m) for kind in (Kind.F, Kind.B) for m in range(8)] + last]
+    for held, peak in ((None, 15.6), ((1.95,), 15.6), ((0.65,), 15.6), ((2.05,), 16.4)):
+        problem = FusionProblem(1, (replace(split, weight_activation=held),))
+        profile = memory_profile(Schedule(problem, tuple(map(tuple, orders))), 0)
+        assert max(profile) == peak and profile[-1] == 0

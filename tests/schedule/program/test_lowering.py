@@ -6,16 +6,21 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from testkit.profiles import examples
 from testkit.program_cases import GROUPS, MODELS, fused, random_case
 from testkit.schedule_cases import with_facts
 
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.graph import build_graph
+from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import rank_map
-from rlhfuse.schedule.program.lowering import lower
+from rlhfuse.schedule.program.lowering import TotalOrder, lower
 from rlhfuse.schedule.program.program import Instruction, Program
-from rlhfuse.schedule.program.verify import verify
+from rlhfuse.schedule.program.verify import Verified, verify
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 
 L = ParallelLayout.parse
@@ -29,6 +34,12 @@ def pair(actor, critic, m1, **more):
     return fused((actor, critic), m1, (5, 4), **more)
 
 
+def with_program(programs, text):
+    """The programs, that of one rank replaced."""
+    program = Program.parse(text)
+    return replace(programs, by_rank={**programs.by_rank, program.rank: program})
+
+
 def test_four_ranks_match_the_design():
     ranks = rank_map(both("d1t1p4", "d2t1p2"))
     assert ranks.pipelines("actor") == (((0,), (1,), (2,), (3,)),)
@@ -37,6 +48,14 @@ def test_four_ranks_match_the_design():
     assert ranks.dp_groups("actor") == (((0,),), ((1,),), ((2,),), ((3,),))
     assert [ranks.locate("critic", r) for r in range(4)] == [(0, 1, 0), (0, 0, 0), (1, 1, 0), (1, 0, 0)]
     assert [ranks.pipeline_of("critic", r) for r in range(4)] == ["critic.0", "critic.0", "critic.1", "critic.1"]
+
+
+def test_merged_stages_hold_what_their_fullest_part_holds():
+    layouts = both("d1t2p2", "d1t1p4")
+    actor = StageCosts((1, 1), (2, 2), (1, 1))
+    critic = StageCosts((1, 2, 3, 4), (1,) * 4, (4, 3, 2, 1), (1, 2, 1, 2), (0, 5, 1, 1))
+    _, merged = fused_problem(layouts, 2, {"actor": actor, "critic": critic}).pipelines
+    assert merged.activation == (4, 2) and merged.weight_gradient == (3, 3) and merged.weight_activation == (5, 1)
 
 
 @pytest.mark.parametrize("layouts", GROUPS)
@@ -98,6 +117,52 @@ def test_three_models_and_chunks_have_their_ranks():
         ranks.locate("d", 0)
     with pytest.raises(InputError, match="rank 4 is not in a's layout d1t1p4"):
         ranks.locate("a", 4)
+
+
+@examples(60)
+@given(st.integers(0, 10**6))
+def test_steps_do_not_lengthen_the_schedule(seed):
+    """Run the programs with the schedule's times, ST and TE as barriers of no duration: the makespan is the same.
+
+    One model's step only: two barriers near each other may share the slack of one action.
+    """
+    schedule, ranks, _ = random_case(seed)
+    model = schedule.problem.models[seed % len(schedule.problem.models)]
+    total_order = TotalOrder(schedule)
+    ends = list(total_order.actions())
+    ready = max(end for end, action in ends if schedule.problem.pipeline(action.pipeline).model == model)
+    moment = total_order.free_time(ready, range(schedule.problem.nodes))
+    makespan = evaluate(schedule).makespan
+    assert ready <= moment <= makespan * (1 + 1e-9)
+    assert stopped_at(schedule, ends, moment) == pytest.approx(makespan, rel=1e-6)
+
+
+def stopped_at(schedule, ends, moment):
+    """Makespan when all nodes wait for each other between the actions that end by `moment` and the later ones."""
+    graph = build_graph(schedule.problem)
+    clock, done, stopped = [0.0] * schedule.problem.nodes, {}, False
+    for end, action in ends:
+        if end > moment * (1 + 1e-9) and not stopped:
+            clock, stopped = [max(clock)] * len(clock), True
+        o = graph.number[action]
+        node, source = graph.node[o], graph.upstream[o]
+        begin = max(clock[node], done[source] + graph.lag[o] if source >= 0 else 0.0)
+        done[o] = clock[node] = begin + graph.duration[o]
+    return max(clock)
+
+
+def test_crossed_sends_need_a_queue_for_each_communicator():
+    """Both ranks send first: fine when sends are issued, a hang when every rank has one queue."""
+    problem, ranks = pair("d1t1p2", "d1t1p2", 1)
+    programs = lower(greedy(problem), ranks)
+    other = (
+        "rank 0: actor:0F0 actor:0SF0>1 critic:1RF0<1 critic:1F0 critic:1B0 critic:1SB0>1 critic:1RG "
+        "actor:0RB0<1 actor:0B0 actor:0RG critic:1ST actor:0ST"
+    )
+    found = verify(with_program(programs, other), greedy(problem), ranks)
+    assert not found.one_queue
+    assert found.hang.startswith("never happens: rank 0 at 1 waits in actor:0SF0>1; rank 1 at 1 waits in critic:0SF0>0")
+    assert verify(programs, greedy(problem), ranks) == Verified(4, 6, True)
 
 
 def test_programs_for_anything_else_are_refused():

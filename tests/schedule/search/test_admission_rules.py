@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
-from testkit.schedule_cases import capped_halfway, random_problem
+from testkit.schedule_cases import capped_halfway, random_problem, table_3
 from testkit.solutions import check_found
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
@@ -50,3 +50,10 @@ def test_a_cap_that_nothing_can_break_changes_nothing(seed):
     assert reached_by_rule(idle, 40).sequence.tolist() == reached_by_rule(bare, 40).sequence.tolist()
     tight = replace(problem, memory_cap=tuple(held * 0.99 for held in most))
     assert tight.without_idle_cap() == tight or not any(most)
+
+
+def test_more_decodes_come_nearer_and_enough_ends_them():
+    problem = table_3(1, memory_cap=12)
+    few, more = (reached_by_rule(problem, tries).makespan for tries in (8, 600))
+    assert latency_bound(problem) <= more < few
+    assert reached_by_rule(problem, 600, enough=few).makespan == few

@@ -9,7 +9,7 @@ from testkit.solutions import finds, solution_in
 from rlhfuse.schedule.ir.evaluate import loosen
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
-from rlhfuse.schedule.search.capped_run import CappedRun
+from rlhfuse.schedule.search.capped_run import LONGEST_RUN_MOVES, SHARES, CappedRun
 from rlhfuse.schedule.search.solution import Objective
 
 _, SERIAL, _, _, LEAST_MEMORY = TABLE_3[5]  # (8, 8, 8, 8): 15.6 is proved at the bound of latency
@@ -43,3 +43,21 @@ def test_it_comes_to_the_least_memory_in_few_jumps():
     assert best.peak_memory > 20
     improved = follow(run_of(table_3(5)), best, 200, 50_000)
     assert improved[-1].peak_memory <= LEAST_MEMORY + 1e-6 and len(improved) <= 4
+
+
+def test_fruitless_runs_go_less_far_and_last_longer(monkeypatch):
+    """Where the least memory is proved nothing can be found: the caps rise, twice over, and then it is exhausted."""
+    run, best = run_of(table_3(5), latency=SERIAL), solution_in(serial_1f1b(table_3(5)))
+    monkeypatch.setattr("rlhfuse.schedule.search.solution.memory_bound", lambda *_: 1.0)  # far too low
+    caps, lengths, shares = [], [], len(SHARES)
+    for _ in range(2 * shares):
+        assert not run.exhausted
+        run.spent = run.length  # as if the run before had ended
+        assert run.advance(best, [], 1).solution is None
+        caps.append(run.cap)
+        lengths.append(run.length)
+    run.spent = run.length
+    run.advance(best, [], 1)
+    assert run.exhausted
+    assert caps[: shares - 1] == sorted(set(caps[: shares - 1])) and caps[:shares] == caps[shares:]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1] == LONGEST_RUN_MOVES * run.graph.size

@@ -10,7 +10,8 @@ from testkit.schedule_cases import capped_halfway, random_problem
 from testkit.solutions import check_found
 
 from rlhfuse.schedule.ir.graph import build_graph
-from rlhfuse.schedule.search.dispatch import Rules
+from rlhfuse.schedule.search.dispatch import Dispatcher, Rules
+from rlhfuse.schedule.search.heads_tails import new_state, refresh
 from rlhfuse.schedule.search.under_cap.mirror import Mirror
 
 
@@ -30,6 +31,21 @@ def test_what_comes_out_is_valid_and_fits(seed):
     mirror = Mirror.of(graph)
     made = mirror.dispatch(rules_of(mirror.dispatcher, np.random.default_rng(seed).random(graph.size)), np.inf)
     check_found(graph, made)
+
+
+@examples(40)
+@given(st.integers(0, 10**6))
+def test_the_aims_of_a_schedule_give_it_back_from_its_end(seed):
+    """Latest starts, mirrored, are where the mirror's list scheduler has nothing to choose."""
+    graph = build_graph(whole(random_problem(seed)))
+    dispatcher, mirror = Dispatcher(graph), Mirror.of(graph)
+    start = dispatcher.dispatch(rules_of(dispatcher, np.random.default_rng(seed).random(graph.size)))
+    state = new_state(start.sequence, 1)
+    refresh(graph.tables, state)
+    aim = mirror.aims(start.makespan - state.tail - graph.duration, start.makespan)
+    unbound = np.maximum(0.0, aim - 1e-6), mirror.dispatcher.any_window, mirror.dispatcher.unreserved
+    again = mirror.dispatch(Rules(aim, *unbound), np.inf)
+    assert again.sequence.tolist() == start.sequence.tolist()
 
 
 def test_a_split_backward_has_no_mirror():
