@@ -93,8 +93,8 @@ def take_turns(sides: Mapping[str, Callable[[int], T]], rounds: int, warm_up: bo
 class Measurement:
     """Figures and tables of one benchmark program; prints them as they come and writes them at the end."""
 
-    def __init__(self, name: str, arguments: argparse.Namespace, timed: bool = True) -> None:
-        """`arguments`: of `options`; `timed`: other programs matter. Raises InputError where --out has no folder."""
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        """`arguments`: of `options`. Raises InputError where --out has no folder."""
         self.name, self.quick, self.arguments = name, bool(arguments.quick), arguments
         self.out = Path(arguments.out) if arguments.out else None if self.quick else RESULTS / f"{name}.json"
         RESULTS.mkdir(exist_ok=True)
@@ -105,7 +105,7 @@ class Measurement:
         self._tables: dict[str, dict[str, Any]] = {}
         self._facts: dict[str, Any] = {}
         self._begun, self._load = time.monotonic(), os.getloadavg()[0]
-        self._machine_seconds = machine_cpu_seconds() if timed else None
+        self._machine_seconds = machine_cpu_seconds()
         self._own_seconds = own_cpu_seconds()
 
     def say(self, text: str) -> None:

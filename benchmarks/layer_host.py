@@ -14,24 +14,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Figure, Measurement, counting, options, take_turns
+from harness import ROOT, Figure, Measurement, options, take_turns
 from processes import environment
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.tools.program import run_program
 
 SIDE = ROOT / "benchmarks" / "layer_host_side.py"
+LAYERS = 8  # of the stage
 GOALS = {"forward": 8.0, "backward": 5.0, "scoring": 8.0}  # times less
 
 
 class Side:
     """The process of a checkout."""
 
-    def __init__(self, checkout: Path, layers: int) -> None:
+    def __init__(self, checkout: Path) -> None:
         if not (checkout / "rlhfuse").is_dir():
             raise InputError(f"--beside {checkout}: there is no rlhfuse in it; name a checkout")
         pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(1))
-        self._process: Any = subprocess.Popen([sys.executable, SIDE, checkout, str(layers)], **pipes)
+        self._process: Any = subprocess.Popen([sys.executable, SIDE, checkout, str(LAYERS)], **pipes)
 
     def times(self, round: int) -> dict[str, float]:
         """Microseconds a layer."""
@@ -50,11 +51,10 @@ class Side:
 def main() -> None:
     parser = options(__doc__, rounds=7, seed=False)
     parser.add_argument("--beside", metavar="CHECKOUT", type=Path, help="another checkout, to compare with")
-    parser.add_argument("--layers", type=counting, default=8, help="of the stage [%(default)s]")
     arguments = parser.parse_args()
     measurement = Measurement("layer_host", arguments)
     checkouts = {"here": ROOT} | ({"before": arguments.beside.resolve()} if arguments.beside else {})
-    sides = {name: Side(checkout, arguments.layers) for name, checkout in checkouts.items()}
+    sides = {name: Side(checkout) for name, checkout in checkouts.items()}
     found = take_turns({name: side.times for name, side in sides.items()}, arguments.rounds, warm_up=True)
     for side in sides.values():
         side.close()
@@ -69,7 +69,7 @@ def main() -> None:
             )
         rows.append([phase, *cells])
     head = ["CPU us a layer", *sides, *(["times less"] if "before" in sides else [])]
-    measurement.table("host", f"A layer of 8B on the host, 2,048 tokens, a stage of {arguments.layers}", head, rows)
+    measurement.table("host", f"A layer of 8B on the host, 2,048 tokens, a stage of {LAYERS}", head, rows)
     measurement.finish()
 
 

@@ -1,13 +1,11 @@
 """How good the chosen tables of layouts are, measured: all that two ranks can have, run by the trainer.
 
     python benchmarks/planner_regret.py [--settings balanced,tail]
-    python benchmarks/planner_regret.py --measured benchmarks/results/planner_regret.json
 
 Two ranks of one thread each train random Llamas of 33 million parameters, with lengths that the planner knows. A run
 is a training table (layouts x M1) with one of generation, so that every phase of every table is measured, each by
 runs that take turns: the seconds of a table are the sum of its phases, means over the batches that the planner draws.
-Prices are of a profile of this machine made before, and of analytic costs. `--measured` runs nothing: it sets the
-analytic prices of now beside seconds that were measured, so that a change of prices is judged in a minute.
+Prices are of a profile of this machine made before, and of analytic costs.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from random_models import write_llama
 from scipy.stats import spearmanr
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.json_values import read_json
 from rlhfuse.config.load import load_config, read_specs
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.tokenizer import load_tokenizer
@@ -144,8 +141,7 @@ def priced_phases(price: Price) -> Phased:
 
 def main() -> None:
     arguments = parse_arguments()
-    measured = arguments.measured and read_measured(arguments.measured)
-    measurement = Measurement("planner_prices" if measured else "planner_regret", arguments, timed=not measured)
+    measurement = Measurement("planner_regret", arguments)
     cases = named("--settings", arguments.settings, QUICK_CASES if arguments.quick else CASES)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -153,9 +149,6 @@ def main() -> None:
         write_llama(folder / "actor", 1, False, TOKENIZER, **shape)
         write_llama(folder / "reward", 2, True, TOKENIZER, **shape)
         configs = {case: write_config(folder, case, arguments) for case in cases}
-        if measured:
-            compare_again(measurement, configs, measured)
-            return
         longest = max(cases, key=lambda case: case.response)  # a profile holds for shorter samples too
         profile = measure_profile(folder, configs[longest], arguments)
         costs = {PROFILE: [f"fusion.profile={profile}"], ANALYTIC: []}
@@ -165,28 +158,10 @@ def main() -> None:
     measurement.finish()
 
 
-def read_measured(file: str) -> dict[str, Any]:
-    """A results file of this program. Raises InputError for any other."""
-    found = read_json(file)
-    if not isinstance(found, dict) or found.get("benchmark") != "planner_regret":
-        raise InputError(f"--measured {file}: no results of planner_regret")
-    return found
-
-
-def compare_again(measurement: Measurement, configs: Mapping[Case, Path], measured: Mapping[str, Any]) -> None:
-    """Prices of now beside the seconds of a results file."""
-    measurement.facts(measured_commit=measured["commit"], measured_on=measured["date"])
-    for case, config in configs.items():
-        rows = measured["facts"].get(f"{case.name}.tables", [])
-        Comparison(measurement, case, config, {ANALYTIC: []}).compare({row[0]: row[1] for row in rows})
-    measurement.finish()
-
-
 def parse_arguments() -> Any:
     parser = options(__doc__, rounds=2)
     parser.add_argument("--settings", default=",".join(CASES), help="[%(default)s]")
     parser.add_argument("--lengths", default=str(TRACE), metavar="FILE", help="of the tail's responses [arXiv's]")
-    parser.add_argument("--measured", metavar="FILE", help="results of this program: only prices are anew")
     parser.add_argument("--profile-seconds", type=float, default=120.0, help="for the profile [%(default)s]")
     arguments = parser.parse_args()
     if "tail" in arguments.settings:
@@ -287,19 +262,7 @@ class Comparison:
         for table in covering:
             for metrics in rounds[table.text]:
                 measured.add(table, metrics)
-        seconds = {table.text: measured.of(table) for table in self._tables}
-        totals = self.compare(seconds)
-        rows = [[table.text, seconds[table.text], *(one[table] for one in self._prices.values())] for table in totals]
-        self._measurement.facts(**{f"{self._case.name}.tables": rows})
-
-    def compare(self, measured: Mapping[str, Phased]) -> dict[Table, float]:
-        """Keep figures; `measured`: by the text of a table. Seconds of all tables, the fastest first.
-
-        Raises InputError where one of them was not measured.
-        """
-        if missing := [table.text for table in self._tables if table.text not in measured]:
-            raise InputError(f"{self._case.name}: {missing[0]} was not measured; measure all tables again")
-        seconds = {table: measured[table.text] for table in self._tables}
+        seconds = {table: measured.of(table) for table in self._tables}
         totals = {table: sum(seconds[table].values()) for table in self._tables}
         order = sorted(self._tables, key=totals.__getitem__)
         best = self._figures.value("best", totals[order[0]], "s")
@@ -307,7 +270,8 @@ class Comparison:
         self._figures.value("worst_over_best", Figure(totals[order[-1]] / best, "x").at_least(SPREAD_GOAL))
         for kind, prices in self._prices.items():
             self._compare(kind, prices, seconds, totals)
-        return {table: totals[table] for table in order}
+        rows = [[table.text, seconds[table], *(one[table] for one in self._prices.values())] for table in order]
+        self._measurement.facts(**{f"{self._case.name}.tables": rows})
 
     def _covering(self) -> list[Table]:
         """Tables that have every phase of all: each training row with the generation that adds most, then the rest."""

@@ -1,11 +1,11 @@
 """CPU seconds of the exact search of layouts for 8 to 1024 GPUs, interpreter and imports included.
 
-    python benchmarks/planner_speed.py [--sizes 8,64] [--examples llama3_8b_8gpus] [--beside ../before]
+    python benchmarks/planner_speed.py [--sizes 8,64] [--examples llama3_8b_8gpus]
 
 Every search is a process of its own with one thread (planner_speed_search.py); all of one size must print the same
 bytes. Layouts, micro-batches and recomputation are auto; models are shapes of LLaMA, lengths are drawn from a
 lognormal. Kernels are compiled before, a first search of each size is not counted; no training schedule is annealed.
-Examples are searched as users do it, by tools/plan.py --search, of this checkout and of another one `--beside` it.
+Examples are searched as users do it, by tools/plan.py --search.
 """
 
 from __future__ import annotations
@@ -85,13 +85,11 @@ def main() -> None:
     parser = options(__doc__, rounds=3)
     parser.add_argument("--sizes", default=",".join(str(size.ranks) for size in SIZES), help="GPUs [%(default)s]")
     parser.add_argument("--examples", default=",".join(EXAMPLES), help="names of files in examples/ [%(default)s]")
-    parser.add_argument("--beside", metavar="CHECKOUT", type=Path, help="another checkout, to compare with")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.sizes, arguments.examples, arguments.rounds = "8", "llama3_8b_8gpus", 2
     measurement, rows = Measurement("planner_speed", arguments), []
     examples = named("--examples", arguments.examples, {name: name for name in EXAMPLES})
-    checkouts = {"here": ROOT} | ({"before": arguments.beside.resolve()} if arguments.beside else {})
     sizes = named("--sizes", arguments.sizes, {str(size.ranks): size for size in SIZES})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -99,14 +97,8 @@ def main() -> None:
         compile_apart([kernel_group()])
         sides = {str(size.ranks): lambda _, size=size: search(size, folder) for size in sizes}
         found = take_turns(sides, arguments.rounds, warm_up=True)
-        taken = {
-            name: take_turns(
-                {side: lambda _, at=at, name=name: search_example(name, at, folder) for side, at in checkouts.items()},
-                arguments.rounds,
-                warm_up=True,
-            )
-            for name in examples
-        }
+        asked = {name: lambda _, name=name: search_example(name, folder) for name in examples}
+        taken = take_turns(asked, arguments.rounds, warm_up=True)
     for size in sizes:
         printed, seconds = zip(*found[str(size.ranks)])
         if len(set(printed)) > 1:
@@ -114,8 +106,7 @@ def main() -> None:
         rows.append(row(measurement, size, json.loads(printed[0]), Figure.of(seconds, "s")))
     head = ("GPUs", "actor/critic", "samples", "tables", "drafted", "priced", "best s", "all others", "CPU s", "table")
     measurement.table("sizes", "The search of layouts, in one process and thread", head, rows)
-    head = ("example", *(f"CPU s, {side}" for side in checkouts))
-    lines = [[name, *example_row(measurement, name, taken[name])] for name in examples]
+    head, lines = ("example", "CPU s, here"), [example_row(measurement, name, taken[name]) for name in examples]
     measurement.table("examples", "tools/plan.py --search of the examples, in one process and thread", head, lines)
     measurement.finish()
 
@@ -125,11 +116,10 @@ def search(size: Size, folder: Path) -> tuple[str, float]:
     return searched([SEARCH, size.write(folder), str(size.ranks)], environment(1))
 
 
-def search_example(name: str, checkout: Path, folder: Path) -> tuple[str, float]:
-    """The same of the fastest tables of an example, as a checkout finds them; models are in `folder`."""
-    more = {"PYTHONPATH": str(checkout)}
-    command = [checkout / "tools/plan.py", "--config", ROOT / f"examples/{name}.yaml", "--search", "--json"]
-    said, seconds = searched(command, environment(1, more), folder)
+def search_example(name: str, folder: Path) -> tuple[str, float]:
+    """The same of the fastest tables of an example, whose models are in `folder`."""
+    command = [ROOT / "tools/plan.py", "--config", ROOT / f"examples/{name}.yaml", "--search", "--json"]
+    said, seconds = searched(command, environment(1), folder)
     return json.dumps(json.loads(said)["tables"]), seconds
 
 
@@ -144,15 +134,13 @@ def searched(command: Sequence[str | Path], variables: Mapping[str, str], folder
     return finished.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def example_row(measurement: Measurement, name: str, sides: Mapping[str, list[tuple[str, float]]]) -> list[str]:
-    """Keep the figures of an example; its CPU seconds by side. All sides must find the same tables."""
-    if len({said for answers in sides.values() for said, _ in answers}) > 1:
+def example_row(measurement: Measurement, name: str, answers: Sequence[tuple[str, float]]) -> list[str]:
+    """Keep the figure of an example; its line of the table."""
+    printed, seconds = zip(*answers)
+    if len(set(printed)) > 1:
         raise RuntimeError(f"{name}: searches found different tables")
-    figures, cells = measurement.part(name), []
-    for side, answers in sides.items():
-        figure = Figure.of([seconds for _, seconds in answers], "s")
-        cells.append(figures.figure(side, figure.at_most(EXAMPLES[name]) if side == "here" else figure).text(".1f"))
-    return cells
+    figure = Figure.of(seconds, "s").at_most(EXAMPLES[name])
+    return [name, measurement.part(name).figure("here", figure).text(".1f")]
 
 
 def row(measurement: Measurement, size: Size, found: dict[str, Any], seconds: Figure) -> list[str]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import signal
 import sys
 import tempfile
@@ -58,8 +57,6 @@ class Outcome:
     name: str
     seed: int
     rank_seconds: float  # of all ranks together, spent on moves
-    setup_seconds: float  # until the first schedule stood: no move was tried before
-    peak_rss_bytes: int  # the largest of a rank
     makespan: Number
     lower_bound: Number
     peak_memory: Number
@@ -248,7 +245,6 @@ class Search:
     latency: Number | None = None
     enough: Number | None = None
     until: Number | None = None  # ends at a schedule at the latency bound with no more memory
-    objective: str = "memory"
 
 
 def launch(searches: Sequence[Search], measurement: Measurement) -> list[Outcome]:
@@ -283,16 +279,13 @@ def rank_main(asked: Path, answers: Path, ranks: int, seconds: float) -> None:
         observer = Watcher(one.until)
         if one.enough is not None and last[0] == one.name and last[1] <= one.enough * (1 + TOLERANCE):
             continue
-        settings = SearchSettings(time_limit=seconds, seed=one.seed, objective=one.objective, latency=one.latency)
+        settings = SearchSettings(time_limit=seconds, seed=one.seed, objective="memory", latency=one.latency)
         _, report = search(one.problem, settings, comm=comm, observer=observer)
         last = one.name, report.peak_memory
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         facts = {
             "name": one.name,
             "seed": one.seed,
             "rank_seconds": (report.seconds - observer.seconds) * ranks,
-            "setup_seconds": observer.seconds,
-            "peak_rss_bytes": max(comm.allgather(rss)) if comm is not None else rss,
             **{key: getattr(report, key) for key in REPORTED},
         }
         if comm is None or comm.Get_rank() == 0:

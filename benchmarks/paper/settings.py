@@ -12,6 +12,7 @@ MINIBATCHES, GPUS, MAX_PROMPT, ELEMENT_BYTES = 8, 256, 1024, 2
 CONTEXT = 8192
 SHAPES = {  # layers, hidden, heads, KV heads, MLP
     "7B": (32, 4096, 32, 32, 11008),
+    "Llama 3 8B": (32, 4096, 32, 8, 14336),
     "13B": (40, 5120, 40, 40, 13824),
     "33B": (60, 6656, 52, 52, 17920),
     "34B": (48, 8192, 64, 8, 22016),

@@ -6,7 +6,6 @@ import pytest
 from inter_stage import Point, Run, fit_costs
 from intra_stage import QUICK, SIDES, Case, cut
 from intra_stage_rank import MODELS
-from learning import Rise
 from run_report.timeline import simulate_gen_infer
 
 from rlhfuse.simulator.lengths import SampleLengths
@@ -44,28 +43,12 @@ def test_ideal_of_generation_with_inference():
     assert fused.ideal_seconds(0.4) == pytest.approx((0.25 + 0.05 + 0.4) / 2)
 
 
-def test_runs_of_generation_with_inference():
-    plan = str(point(1).predicted.plan)
-    migrated, slower = observed_run(plan=plan), observed_run(0.6)
-    assert migrated.migration_seconds == pytest.approx(0.03), "from the last step before to the first behind it"
-    assert observed_run().migration_seconds == 0.0
-    found = point(1, slower, observed_run(0.2), migrated)
-    assert found.seconds == 0.4
-
-
-def trained(actor, weights=(1,), microbatches=2):
-    """Micro-batches of a critic whose forward takes 1 ms and whose backward 2 ms, and an actor `actor` times it; of
-    micro-batches that are not alike so many times that by `weights`."""
+def trained(actor):
+    """Two micro-batches of a critic whose forward takes 1 ms and whose backward 2 ms, and an actor `actor` times it."""
     seconds = {"F": 0.001, "B": 0.002, "B of input": 0.001, "W": 0.001}
     sizes = dict(zip(MODELS, (actor, 1)))
-    times = {
-        (m, s, what): [sizes[m] * value * weight for weight in (weights if what in "FBW" else weights[:1])]
-        for m in MODELS
-        for s in (0, 1)
-        for what, value in seconds.items()
-        if len(weights) == 1 or what in "FB"
-    }
-    return Case.of(microbatches, times, seed=1)
+    times = {(m, s, what): [sizes[m] * value] for m in MODELS for s in (0, 1) for what, value in seconds.items()}
+    return Case.of(2, times, seed=1)
 
 
 def test_predictions_of_training_by_hand():
@@ -76,22 +59,6 @@ def test_predictions_of_training_by_hand():
     assert predicted == pytest.approx(plain) and equal.bounds == pytest.approx({"fused": 0.012, "split": 0.012})
     for side, seconds in (("fused", 0.0225), ("split", 0.0215)):
         assert larger.predicted(side) == pytest.approx(seconds) == pytest.approx(larger.bounds[side])
-
-
-def test_unequal_microbatches_of_training_by_hand():
-    """A forward is 3 ms of the first two and 1 ms of the others, on each of two ranks. Serial 1F1B, one of the models:
-
-    sorted   F0 0-3, F1 3-6, B0 12-18, F2, B1 21-27, F3, B2 28-30, B3 31-33 on the first rank
-    mixed    F2 0-1, F0 1-4, B2 4-6, F3 6-7, B0 13-19, F1 19-22, B3 22-24, B1 31-37
-    """
-    case, mixed = trained(1, weights=(3, 3, 1, 1), microbatches=4), (2, 0, 3, 1)
-    assert case.predicted("serial", range(4)) == pytest.approx(2 * 0.033)
-    assert case.predicted("serial", mixed) == pytest.approx(2 * 0.037)
-    assert case.predicted("fused", range(4)) == pytest.approx(0.048), "nobody waits"
-    assert 0.048 < case.predicted("fused", mixed) < 0.06
-    equal = (8 + 3) / 5  # of the heaviest one more, for the second rank
-    assert case.planned("serial") == pytest.approx(2 * 0.003 * equal * 5)
-    assert set(case.schedules) == {"serial_no_barrier", "fused"}, "without times of split backwards"
 
 
 def test_a_trace_is_cut_as_a_run_would_and_drawn_order_is_known():
@@ -115,8 +82,3 @@ def test_sides_of_training_run_the_same_instructions():
     assert words["serial"] == words["serial_no_barrier"] == words["fused"]
     weights = {f"{m}:{s}W{mb}" for m in MODELS for s in (0, 1) for mb in (0, 1)}
     assert set(words["split"]) - set(words["fused"]) == weights and len(case.phases("serial")) == 2
-
-
-def test_the_rise_of_held_out_scores():
-    rise = Rise("sums", 1, [-1, 1], [0.25, 0.5], [0.03, 0.04])
-    assert rise.standard_errors == pytest.approx(5) and rise.row() == ["sums", "1", "0.250", "0.500", "5.0"]

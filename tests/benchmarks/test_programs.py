@@ -49,7 +49,6 @@ def measured(programs, tmp_path):
         ("schedule_search.py", "seeds --ranks 1 --rows 4", "8/8.x8.as_published"),
         ("schedule_search.py", "curve --ranks 1 --rows 1", "8/4.x8.whole.memory 8/4.x8.split.makespan"),
         ("planner_speed.py", "", "8.cpu_seconds 8.best 8.tables 8.drafted 8.priced"),
-        ("planner_regret.py", "--settings balanced --measured MEASURED", "balanced.analytic.chosen_over_best"),
         ("inter_stage.py", "--sizes 1:2 --lengths TRACE", "1to2.speedup 1to2.mean_error 1to2.chosen_over_best"),
         ("generation.py", "--threads 1 --trace TRACE", "a.over_transformers a.greedy.rlhfuse b.rlhfuse"),
         ("intra_stage.py", "--sizes 2.5:1 --microbatches 2", "2_5to1_m2.speedup 2_5to1_m2.instruction"),
@@ -67,8 +66,7 @@ def measured(programs, tmp_path):
     ],
 )
 def test_quick_run(measured, program, arguments, figures, trace):
-    given = {"TRACE": trace, "MEASURED": BENCHMARKS / "results" / "planner_regret.json"}
-    result = measured(program, *(given.get(word, word) for word in arguments.split()))
+    result = measured(program, *(str(trace) if word == "TRACE" else word for word in arguments.split()))
     assert result["quick"] and result["tables"] and set(figures.split()) <= set(result["figures"])
 
 
@@ -131,7 +129,6 @@ def test_results_are_of_a_whole_run_of_a_program_that_still_takes_its_arguments(
         ("inter_stage.py", "--rounds 0", "0 is not at least 1"),
         ("planner_speed.py", "--sizes 8,9", "'9' is unknown; give some of 8, 64, 256, 1024"),
         ("planner_regret.py", "--rounds 6 --settings balanced", "--rounds 6: rounds share 5 batches; give at most as"),
-        ("planner_regret.py", "--settings balanced --measured nowhere.json", "nowhere.json"),
         ("planner_regret.py", "--lengths nowhere.csv", "nowhere.csv does not exist"),
         ("intra_stage.py", "--microbatches 2,1", "'1' is not a number of at least 2, samples or tokens"),
         ("intra_stage.py", "--microbatches tokens --lengths nowhere.csv", "nowhere.csv does not exist"),

@@ -100,11 +100,6 @@ def test_layouts_that_are_auto_are_those_that_the_run_would_choose(run_yaml, len
     assert calibrated(run_yaml, lengths_csv, tmp_path / "given.json", *layouts)[0] == found
 
 
-def test_one_instance_says_once_that_fusion_is_off(run_yaml, lengths_csv, tmp_path):
-    raw, told = calibrated(run_yaml, lengths_csv, tmp_path / "t.json", "parallel.generation=d1t4p1")
-    assert told.count("inter-stage fusion is off") == 1 and raw["threshold"] == 0 and len(raw["sweep"]) == 1
-
-
 @pytest.mark.slow
 def test_a_generation_trial(programs, tmp_path):
     """The tiny actor of this repository writes eight responses; their lengths and steps are used."""
@@ -115,12 +110,6 @@ def test_a_generation_trial(programs, tmp_path):
     assert "8 prompts generated here" in done.stdout and "a decode step took" in done.stdout
     raw = json.loads(out.read_text())
     assert 1 <= raw["lengths"]["max"] <= 24 and raw["samples"] == 64
-
-
-def test_lengths_come_from_one_place_and_the_program_says_so(programs, tmp_path):
-    words = ("--config", "x.yaml", "--trial", 8, "--lengths", "x.csv", "--out", tmp_path / "t.json")
-    both = programs.tool("calibrate_threshold", *words)
-    assert both.returncode == 2 and "not allowed with" in both.stderr
 
 
 def test_a_real_trace(run_yaml, tmp_path):

@@ -33,10 +33,6 @@ mpi = pytest.mark.mpi
 no_mpirun = pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python: pip install rlhfuse[mpi]")
 
 
-def test_one_process_does_it_all():
-    assert MpiRanks().from_first(lambda: 3) == 3
-
-
 def test_a_launcher_of_one_rank_needs_no_mpi(monkeypatch):
     monkeypatch.setenv("PMIX_RANK", "0")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")

@@ -235,17 +235,6 @@ def seconds_of(told: str) -> float:
     return float(lines["iteration"][2]) - graphs
 
 
-def test_as_json_beside_the_plan(on_eight):
-    raw = json.loads(on_eight("--what-if", "--json").stdout)
-    found = {row["name"]: row for row in raw["what_if"]["placements"]}
-    assert raw["ranks"]["count"] == 8 and "free" in found
-    assert "what_if" not in json.loads(on_eight("--json").stdout)
-    calls = found["critic across iterations"]["calls"]
-    assert calls["generation"]["ranks"] == calls["actor_train"]["ranks"] != calls["critic_train"]["ranks"]
-    assert calls["critic_train"]["ranks"] in ([0, 3], [4, 7])
-    assert found["free"]["seconds"] <= found["split training"]["seconds"]
-
-
 @pytest.mark.parametrize("words", [(), ("--search",)])
 def test_a_run_without_room_is_refused_beside_its_placements(on_eight, words):
     """Whoever has no room where all tasks are on all ranks needs to see others most."""

@@ -1,10 +1,9 @@
 """tools/show_schedule.py: text, pictures, trace and refusals."""
 
 import json
-from dataclasses import replace
 
 import pytest
-from schedule_drawing import _held, chrome_trace, draw_schedule, draw_timelines
+from schedule_drawing import draw_timelines
 from testkit.programs import call_tool
 
 from rlhfuse.base.parallel_layout import ParallelLayout
@@ -52,16 +51,6 @@ def test_pictures_and_trace(schedule, tmp_path):
         assert max(levels) == peak and levels[-1] == 0
 
 
-def test_a_window_of_nodes_and_times(schedule, tmp_path):
-    result = show(tmp_path, "--text", "--nodes", "1", "--from", 2, "--to", 5, "--svg", tmp_path / "a.svg")
-    assert result.returncode == 0, result.stderr
-    timeline = evaluate(schedule)
-    row = zip(schedule.orders[1], timeline.starts[1], timeline.ends[1])
-    seen = [str(action) for action, start, end in row if start < 5 and end > 2]
-    grid = [line for line in result.stdout.splitlines() if line.startswith("node ")]
-    assert grid == [f"node 1: {' '.join(seen)}"] and 0 < len(seen) < len(schedule.orders[1])
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -78,32 +67,6 @@ def test_a_window_of_nodes_and_times(schedule, tmp_path):
 def test_what_cannot_be_shown_exits_2(schedule, tmp_path, arguments, message):
     result = show(tmp_path, *arguments)
     assert result.returncode == 2 and message in result.stderr and result.stderr.count("\n") == 1
-
-
-def test_pictures_and_traces_show_what_weight_gradients_hold(schedule):
-    actor, critic = schedule.problem.pipelines
-    problem = replace(schedule.problem, pipelines=(actor, replace(critic, weight_activation=(3, 3))))
-    fuller = Schedule(problem, schedule.orders)
-    assert draw_schedule(fuller, "svg") != draw_schedule(schedule, "svg")
-    times, levels = _held(fuller, evaluate(fuller), 0)
-    assert max(levels.sum(axis=0)) == evaluate(fuller).node_peak_memory[0] > evaluate(schedule).node_peak_memory[0]
-    events = [event for event in json.loads(chrome_trace(fuller))["traceEvents"] if event["name"] == "memory 0"]
-    counted = [(event["ts"], event["args"]["activations"]) for event in events]
-    assert [time for time, _ in counted] == sorted(time for time, _ in counted)
-    start = {str(a): start for a, start in zip(fuller.orders[0], evaluate(fuller).starts[0])}["critic:1B0"]
-    assert (start, 2 + levels.sum(axis=0)[list(times).index(start) - 1]) in counted
-
-
-def test_the_same_schedule_gives_the_same_picture_with_cap_and_static_memory(schedule):
-    capped = replace(schedule.problem, memory_cap=(7, 9), static_memory=(1, 2))
-    pictures = [draw_schedule(Schedule(capped, schedule.orders), "svg") for _ in range(2)]
-    assert pictures[0] == pictures[1] != draw_schedule(schedule, "svg")
-
-
-def test_very_many_tasks_are_an_image_inside_the_svg(schedule, monkeypatch):
-    assert b"<image" not in draw_schedule(schedule, "svg")
-    monkeypatch.setattr("schedule_drawing._MOST_VECTOR_TASKS", 5)
-    assert b"<image" in draw_schedule(schedule, "svg")
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 1, "problem": {}, "tasks": []}'])

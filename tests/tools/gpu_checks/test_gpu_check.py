@@ -1,7 +1,5 @@
 """scripts/gpu_check.sh without a GPU: what it says, how its checks are kept apart, which there are."""
 
-import ast
-import atexit
 import inspect
 import json
 import multiprocessing
@@ -15,18 +13,12 @@ from pkgutil import resolve_name
 
 import gpu_check
 import pytest
-import run_comparison
-import torch
 from gpu_checks import catalog, isolation, migration
-from gpu_checks import programs as whole_programs
 from gpu_checks.isolation import Check
 from gpu_checks.result import require
-from run_comparison import Comparison, Difference
-from testkit.paths import ROOT
 from testkit.programs import eventually
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.parallel.device import choose_device
 
 # the program
 
@@ -93,22 +85,6 @@ def fails(bench):
     require(False, {"error": 2})
 
 
-def own_process(bench):
-    return {"process": os.getpid()}
-
-
-def fails_among_others(bench):
-    """Good in a process that has run nothing else."""
-    require(bench.folder.name.endswith(".alone"), {"state": "left behind"})
-    return {}
-
-
-def waits_for_a_file(bench):
-    while not (bench.folder.parent / "later" / "log.txt").exists():
-        time.sleep(0.01)
-    return {"jobs": os.environ["MAX_JOBS"]}
-
-
 def counts(bench, file, wanted):
     """Good from the run of that number on."""
     with open(file, "a") as stream:
@@ -134,24 +110,6 @@ def test_what_hangs_crashes_or_fails_is_named_and_stops_no_other(session, monkey
     assert "ended by signal 11" in found["crashes"]["detail"] and "about to" in found["crashes"]["detail"]
     assert 'CheckFailed: {"error": 2}' in found["fails"]["detail"]
     assert found["fine"]["ok"] and found["probe"]["ok"]
-
-
-def test_small_checks_share_a_process_until_one_fails(session, capfd):
-    kinds = {"a": own_process, "b": own_process, "bad": fails, "c": own_process, "odd": fails_among_others}
-    small = [made_up(function, name, small=True) for name, function in kinds.items()]
-    report, code = session(*small, made_up(own_process, "large"))
-    found = {check["name"]: check for check in report["checks"]}
-    a, b, c, large = (found[name]["detail"]["process"] for name in ("a", "b", "c", "large"))
-    assert a == b and len({a, c, large, os.getpid()}) == 4
-    assert code == 1 and [name for name, check in found.items() if not check["ok"]] == ["bad"]
-    assert 'odd failed among others, and runs alone: CheckFailed: {"state": "left behind"}' in capfd.readouterr().err
-
-
-def test_what_compiles_runs_beside_the_others_from_the_beginning(session):
-    """Here it ends only because the check that stands before it has begun."""
-    report, code = session(made_up(fine, "later"), made_up(waits_for_a_file, "building", background=True))
-    assert code == 0 and [check["name"] for check in report["checks"]] == ["probe", "later", "building"]
-    assert int(report["checks"][-1]["detail"]["jobs"]) >= 1
 
 
 def test_a_second_call_goes_on_where_the_first_one_stopped(session, tmp_path):
@@ -197,87 +155,6 @@ def test_checks_for_more_gpus_than_there_are_are_refused_where_they_are_all_that
 
 
 # the catalogue
-
-
-def test_the_first_call_says_whether_it_works_and_how_fast():
-    seconds = {name: sum(check.seconds for check in checks) for name, checks in catalog.tiers(8).items()}
-    assert seconds["first"] <= 240 and seconds["first"] + seconds["nccl"] <= 540 - 60  # starts of processes beside
-    assert sum(seconds.values()) <= 1230 and sum(seconds.values()) - seconds["nccl"] <= 20 * 60
-    names = [check.name for check in catalog.all_checks(1)]
-    before = sum(check.seconds for check in catalog.all_checks(1)[: names.index("decode_8b")])
-    assert before <= 150 and names[1:4] == ["host", "rates", "kernels_8192"]  # figures first
-    told = {"decode_8b", "attention_triton", "stage_500", "stage_2048", "stage_8192", "head_8192", "optimizer"}
-    assert told <= {check.name for check in catalog.tiers(1)["first"]}
-
-
-@pytest.mark.parametrize(
-    "gpus, ranks, cannot", [(1, set(), 6), (2, {2}, 3), (4, {4}, 2), (8, {8, 4}, 1), (16, {8, 4}, 0)]
-)
-def test_what_is_checked_and_what_cannot_be_shown_follow_the_number_of_gpus(gpus, ranks, cannot):
-    several = [check for check in catalog.all_checks(gpus) if check.gpus > 1]
-    assert {check.arguments["ranks"] for check in several if "ranks" in check.arguments} == ranks
-    assert all(check.eager and check.name.startswith("nccl_") for check in several)
-    assert ("nccl_cut" in {check.name for check in several}) == (gpus >= 4)
-    assert len(catalog.not_shown(gpus)) == cannot and bool(several) == (gpus > 1)
-    names = [check.name for check in catalog.all_checks(gpus)]
-    assert len(set(names)) == len(names)
-
-
-@pytest.mark.parametrize("visible, first", [(None, "0"), ("5,6,7", "5")])
-def test_ranks_that_share_a_gpu_see_one_of_eight(bench, monkeypatch, visible, first):
-    """`choose_device` of a rank of check_shared, on a node whose GPUs are as many as are visible."""
-    import train_ppo
-
-    def count():
-        return len(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(","))
-
-    def rank_main():
-        device = choose_device("cuda", int(os.environ["LOCAL_RANK"]), 1, share_gpu=True)
-        out = Path(next(a for a in sys.argv if a.startswith("trainer.output_dir=")).partition("=")[2])
-        out.mkdir(exist_ok=True)
-        told = {"device": str(device.torch_device), "visible": os.environ["CUDA_VISIBLE_DEVICES"]}
-        os.write(1, f"({device.backend})".encode())
-        (out / f"{os.environ['RANK']}.json").write_text(json.dumps(told))
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", count)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
-    monkeypatch.setattr(train_ppo, "main", rank_main)
-    monkeypatch.setattr(whole_programs, "metrics", lambda out: [{"fusion/migrated_samples": 1}])
-    ended = bench.folder / "ended"
-    atexit.register(ended.touch)  # for this process to run
-    monkeypatch.setattr(whole_programs, "differences", lambda a, b: {"relative_difference": 0.0, "bit_equal": True})
-    found = whole_programs.check_shared(replace(bench, kind="cuda"), "pipelines")
-    atexit.unregister(ended.touch)
-    assert found["backend"] == "shared_gpu" and not ended.exists()
-    for run in ("fused", "serial"):
-        told = [json.loads((bench.folder / run / f"{rank}.json").read_text()) for rank in range(4)]
-        assert told == [{"device": "cuda:0", "visible": first}] * 4
-
-
-def test_a_digest_of_bits_is_a_difference_without_a_size(monkeypatch, tmp_path):
-    """No bits are promised on a GPU: other ones are told, and how far numbers are apart is said by the numbers."""
-    found = (
-        Difference("iteration 1 rollout/digest", "ab12", "cd34"),
-        Difference("iteration 1 actor/loss", "1.0", "1.5"),
-    )
-    monkeypatch.setattr(run_comparison, "compare_runs", lambda a, b: [Comparison("metrics", 9, found)])
-    told = whole_programs.differences(tmp_path, tmp_path)
-    assert told["different"] == 2 and not told["bit_equal"]
-    assert (told["worst_metric"], told["relative_difference"]) == ("iteration 1 actor/loss", pytest.approx(1 / 3))
-
-
-def test_engines_of_checks_compile_no_library_but_by_name():
-    """flashinfer's kernels take minutes to compile: `auto` would, in each process that first asks for a shape."""
-    for file in (ROOT / "tools" / "gpu_checks").glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "EngineOptions":
-                assert "attention" in {word.arg for word in node.keywords}, f"{file}:{node.lineno}"
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "choose_paged":
-                assert len(node.args) == 2, f"{file}:{node.lineno}"
 
 
 def test_a_budget_leaves_out_what_comes_last(session):

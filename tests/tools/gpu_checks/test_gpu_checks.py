@@ -111,11 +111,6 @@ def test_what_training_does_is_timed(bench, name):
     assert all(one["seconds"] != 0 and one["bytes"] + one["flops"] >= 0 for one in found["figures"])
 
 
-def test_single_calls_of_the_host_are_timed(bench):
-    found = rehearse(bench, "host")
-    assert found["cores"] > 0 and found["loop_nanoseconds"] > 1 and min(found["microseconds"].values()) > 0
-
-
 def test_decode_and_prefill_are_measured_on_a_tiny_shape(bench):
     found = speed.check_decode(bench, "8b")
     names = [one["name"] for one in found["figures"]]
@@ -128,16 +123,6 @@ def test_a_shape_too_large_for_the_card_is_skipped_by_name(bench, monkeypatch):
     monkeypatch.setattr(Bench, "where", torch.device("cuda"))
     found = speed.check_decode(replace(bench, kind="cuda"), "8b")
     assert set(found) == {"skipped"} and "16384 MiB are free" in found["skipped"]
-
-
-def test_what_a_step_reads_and_a_point_needs():
-    small, large = (speed.spec_of(size) for size in ("1b", "8b"))
-    assert 1.2e9 < small.parameters() < 1.3e9 and 8.0e9 < large.parameters() < 8.1e9
-    assert speed.step_bytes(small, 0) == 2 * small.parameters()
-    assert speed.step_bytes(large, 0) == 2 * (large.parameters() - 128256 * 4096)
-    assert speed.step_bytes(large, 10) - speed.step_bytes(large, 0) == 10 * 32 * 2 * 8 * 128 * 2
-    for points in (speed.SHORT, speed.LONG):  # on a card of 80 GB
-        assert speed.needed_bytes(large, points, 16)[0] < 60e9
 
 
 @pytest.mark.slow

@@ -102,40 +102,6 @@ def test_the_machine_that_figures_were_made_of_is_found_and_written(tmp_path):
     assert " ".join(row[5:]) == f"{measured} {at_best} {limit / seconds:.0%} 1 ms {measured} {before} {measured}"
 
 
-def test_few_figures_leave_the_rest_assumed_and_none_goes_beyond_the_data_sheet(tmp_path):
-    slow = [one for one in stand_ins(TRUE) if one.name in ("stage 8192", "weights to the device")]
-    sheet, assumed = report.machine_of(GPU)
-    fast = [replace(one, seconds=one.seconds / 100, device_seconds=one.seconds / 100) for one in slow]
-    found = report.fit_machine(report.figures_of(object_of(fast)["checks"]), sheet, assumed, "x")
-    assert found.measured == ("flops", "host_bandwidth")
-    assert (found.flops, found.host_bandwidth) == (sheet.flops, sheet.host)
-    close(replace(found, flops=assumed.flops, host_bandwidth=assumed.host_bandwidth), assumed)
-
-
-def test_a_stage_without_seconds_of_the_device_fits_nothing_and_the_report_says_so(tmp_path):
-    older = [replace(one, device_seconds=None) if one.name == "stage 8192" else one for one in stand_ins(TRUE)]
-    lines = gpu_check.lines_of(object_of(older), tmp_path / "gpu.json")
-    assert "flops stays as assumed: stage 8192 has no device_seconds here" in lines
-    found = load_hardware(tmp_path / "gpu.json")
-    assert found.flops == ASSUMED.flops and "flops" not in found.measured and "half_rate_tokens" in found.measured
-
-
-def test_a_row_of_actions_takes_as_long_as_the_device_or_the_host():
-    def seconds(machine, tokens):
-        return report.price_seconds(Figure("row", 0, ("in a row", "8b", 4, tokens, 1)), machine)
-
-    fast, slow = replace(TRUE, launch_seconds=0.0, backward_launch_seconds=1e-9), replace(TRUE, launch_seconds=3e-3)
-    assert seconds(slow, 500) == pytest.approx(4 * (3e-3 + 230e-6)) and seconds(fast, 500) < seconds(slow, 500)
-    device = report.price_seconds(Figure("stage", 0, ("training", "8b", 4, 8192, 1)), slow)
-    assert seconds(slow, 8192) == seconds(fast, 8192) == device
-
-
-def test_a_gpu_without_a_data_sheet_is_planned_as_one_of_its_own_memory():
-    sheet, assumed = report.machine_of({**GPU, "name": "NVIDIA L40S", "capability": 8, "memory_bytes": 48e9})
-    assert (sheet.name, sheet.memory_bytes, assumed.switch_sums) == ("NVIDIA L40S", 48e9, False)
-    close(replace(assumed, memory_bytes=ASSUMED.memory_bytes), ASSUMED)
-
-
 def test_the_planner_prices_with_what_was_measured(tmp_path):
     """A machine of half the rates and twice the floors: every price is twice what is assumed of the data sheet."""
     rates = ("flops", "memory_bandwidth", "node_link_bandwidth", "host_bandwidth")

@@ -2,7 +2,7 @@
 
 import pytest
 from layout_search.wishes import DECISIONS, Wish, wishes
-from testkit.search_cases import GPUS, known
+from testkit.search_cases import known
 
 from rlhfuse.planning.search.search import Ranking
 
@@ -24,15 +24,3 @@ def test_another_value_of_each_decision_is_the_first_priced_table_that_has_one(k
             word = str(value(others[0].table))
             assert found[name] == Wish(f"{name}={word.lower() if word in ('True', 'False') else word}", best, others[0])
             assert found[name].cost == pytest.approx(others[0].seconds / best.seconds - 1) and found[name].cost >= 0
-
-
-def test_because_names_the_part_that_grows_most():
-    _, rows = known(4, parallel__generation="d2t2p1", **GPUS)
-    parts, because = [row.price.parts for row in rows], [Wish("any", rows[0], row).because for row in rows]
-    for some, why in zip(parts[1:40], because[1:40]):
-        grown = {name: some[name] - parts[0][name] for name in some}
-        assert (why is None) == (max(grown.values()) <= 0)
-        if why:
-            name, seconds, before = why
-            assert seconds - before == max(grown.values()) and (seconds, before) == (some[name], parts[0][name])
-    assert Wish("nothing else", rows[0], rows[0]).because is None

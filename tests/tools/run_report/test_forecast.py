@@ -3,14 +3,12 @@
 import json
 
 import pytest
-from run_report.forecast import PARTS, PHASES, Forecaster, action_seconds
+from run_report.forecast import PARTS, PHASES, Forecaster
 from run_report.report import render_report
 from run_report.run_files import RunFiles
 from testkit.finished_run import GATHER, START, write_run
 
-from rlhfuse.base.clock import Span
 from rlhfuse.base.errors import InputError
-from rlhfuse.schedule.ir.action import Action, Kind
 
 
 @pytest.fixture(scope="module")
@@ -22,17 +20,6 @@ def test_phases_that_follow_their_rules_are_predicted(run):
     for number in (3, 4):
         found, measured = Forecaster(run).forecast(number).seconds, run.rows[number]
         assert found == pytest.approx({phase: measured[f"timing_s/{phase}"] for phase in PHASES}, abs=1e-6)
-
-
-def test_graphs_that_every_iteration_records_are_predicted(run):
-    found = Forecaster(run).forecast(4)
-    for row in run.rows:
-        row["timing_s/graph_capture"] = 0.5
-    try:
-        assert Forecaster(run).forecast(4).seconds["gen"] == pytest.approx(found.seconds["gen"] + 0.5)
-    finally:
-        for row in run.rows:
-            del row["timing_s/graph_capture"]
 
 
 def test_training_is_predicted_by_the_tokens_that_it_does_not_leave_out(run):
@@ -70,26 +57,6 @@ def test_the_parts_add_up_and_the_first_iteration_counts_while_there_is_no_other
         assert edges == pytest.approx(START + GATHER)
     with pytest.raises(InputError, match="iteration 0 is the run's first"):
         forecaster.forecast(0)
-
-
-def test_predicted_spans_lie_where_the_measured_ones_do(run):
-    measured = run.traced_iterations()[4]
-    predicted = Forecaster(run).spans(4)
-    assert {span.group for span in predicted} == {"predicted"} and len(predicted) == len(measured)
-
-    def places(spans):
-        return sorted((span.rank, span.kind, span.name, span.start_seconds, span.end_seconds) for span in spans)
-
-    for ours, theirs in zip(places(predicted), places(measured)):
-        assert ours[:3] == theirs[:3] and ours[3:] == pytest.approx(theirs[3:], abs=1e-5)
-
-
-def test_an_optimizer_step_takes_what_the_last_rank_to_come_took():
-    spans = [Span("actor:0ST", "actor ST", 0, 0.0, 0.5), Span("actor:1ST", "actor ST", 1, 0.0, 1.5)]
-    spans += [Span(f"actor:1F{i}", "actor F", 1, 2.0, 3.0 + i) for i in (0, 1)]
-    seconds = action_seconds(spans)
-    assert seconds(Action("actor", 1, Kind.ST)) == seconds(Action("actor", 0, Kind.ST)) == 0.5
-    assert seconds(Action("actor", 1, Kind.F, 7)) == 1.5
 
 
 @pytest.mark.parametrize("name", ["costs.json", "plan.json", "schedule.json"])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from run_report.forecast import Forecaster
-from run_report.fusion_gain import FusionGain, gen_infer_gain, training_gain
+from run_report.fusion_gain import gen_infer_gain, training_gain
 from run_report.run_files import RunFiles
 from run_report.timeline import simulate_gen_infer
 from testkit.finished_run import GATHER, RANKS, START, costs_of, lengths_of, write_run
@@ -64,16 +64,3 @@ def test_why_there_is_nothing_to_compare(run):
     alone = replace(run.schedule.problem, pipelines=run.schedule.problem.pipelines[:1])
     assert "only the actor trains" in training_gain(searched(run, schedule=greedy(alone)), None, "").why_not
     assert training_gain(searched(run), None, "no costs.json").why_not == "no costs.json"
-
-
-@pytest.mark.parametrize(
-    "measured, fused, serial, words",
-    [
-        (1.0, 1.0, 1.5, "by simulation serial would take 50% longer"),
-        (1.0, 0.8, 0.9, "12% longer, less than the simulation itself is off (-20%): measure it"),
-        (1.0, 1.0, 0.75, "no gain by simulation: serial would take 25% less"),
-    ],
-)
-def test_it_is_said_in_words(measured, fused, serial, words):
-    assert words in str(FusionGain("x", "", (1,), measured, fused, serial))
-    assert str(FusionGain("x", "it was off")) == "nothing to compare: it was off"
