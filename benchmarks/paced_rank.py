@@ -105,8 +105,7 @@ class PacedStages(ModelRank):
 
     def _work(self, name: str, model: str) -> PipelineWork:
         """A model's pipelines take the micro-batches in turn."""
-        count = self.stages.layouts[model].dp
-        first = int(name.partition(".")[2] or 0)
+        count, first = self.stages.layouts[model].dp, int(name.partition(".")[2] or 0)
         own, loss = self.batches[first::count], self.losses[model]
         rows = (TOKENS,) * len(own)
         return PipelineWork(rows, own.__getitem__, lambda output, n: loss(output, n * count + first), lr=0.0)

@@ -69,8 +69,7 @@ class Policies:
     def prompts(self, iteration: int) -> list[list[int]]:
         config = load_config(self.run / "config.yaml")
         prompts = read_prompts(config, run_tokenizer(config, ModelSpec.from_config(self.folder(0))))
-        copies = config.rollout.samples_per_prompt
-        count = config.rollout.prompts_per_iteration
+        copies, count = config.rollout.samples_per_prompt, config.rollout.prompts_per_iteration
         indices = prompts_from(len(prompts), config.trainer.seed, iteration * count, count)
         return [list(prompts[i].tokens) for i in indices for _ in range(copies)]
 

@@ -93,8 +93,7 @@ def differing() -> dict[Path, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write the pages that are made from code and results.")
     parser.add_argument("--check", action="store_true", help="name the pages that differ and write nothing")
-    check = parser.parse_args().check
-    changed = differing()
+    check, changed = parser.parse_args().check, differing()
     for file, text in changed.items():
         print(f"{file.relative_to(ROOT)} {'differs: run docs/make/generate_docs.py' if check else 'written'}")
         if not check:

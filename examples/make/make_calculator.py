@@ -101,8 +101,7 @@ def draw_calculation(rng: random.Random) -> Calculation:
     """One whose result lies above 0."""
     name, subject, whom = rng.choice(PEOPLE)
     friend, things = rng.choice([other for other, *_ in PEOPLE if other != name]), rng.choice(THINGS)
-    sign = rng.choice("+-")
-    a = rng.randint(100, LARGEST)
+    sign, a = rng.choice("+-"), rng.randint(100, LARGEST)
     b = rng.randint(100, LARGEST) if sign == "+" else rng.randint(10, a - 1)
     text = rng.choice(MORE if sign == "+" else LESS)
     happened = text.format(who=subject if rng.random() < 0.5 else name, him=whom, friend=friend, number=b)

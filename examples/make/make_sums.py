@@ -120,8 +120,7 @@ def train(recipe: Recipe, folder: Path) -> float:
 def model_card(recipe: Recipe, folder: Path, loss: float, started: float) -> str:
     """Facts about the model as saved, measured on the held-out questions."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    sums = draw_files(recipe)[1]
-    answers = []
+    sums, answers = draw_files(recipe)[1], []
     for copy in range(4):
         sampled = sample(folder, [one.question for one in sums], recipe.seed + copy, MAX_RESPONSE_TOKENS)
         answers += [tokenizer.decode(response, skip_special_tokens=True) for _, response in sampled]

@@ -121,8 +121,7 @@ def fit(
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         if (step + 1) % settings.report_every == 0 or step + 1 == settings.steps:
-            recent = losses[-settings.report_every :]
-            elapsed = time.perf_counter() - started
+            recent, elapsed = losses[-settings.report_every :], time.perf_counter() - started
             report(f"  step {step + 1}/{settings.steps}  loss {sum(recent) / len(recent):.4f}  {elapsed:.0f} s")
     model.eval()
     last = losses[-max(1, len(losses) // 10) :]

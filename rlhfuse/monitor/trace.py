@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.clock import GROUPS, Span
-from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_text
-from rlhfuse.base.json_values import from_json, read_json
 
-_MICROSECONDS = 1e6  # the unit of Chrome traces
+MICROSECONDS = 1e6  # the unit of Chrome traces
 
 
 def save_trace(spans: Sequence[Span], path: str | Path) -> None:
@@ -34,32 +32,10 @@ def save_trace(spans: Sequence[Span], path: str | Path) -> None:
             "cat": span.kind,
             "pid": GROUPS.index(span.group),
             "tid": span.rank,
-            "ts": span.start_seconds * _MICROSECONDS,
-            "dur": (span.end_seconds - span.start_seconds) * _MICROSECONDS,
+            "ts": span.start_seconds * MICROSECONDS,
+            "dur": (span.end_seconds - span.start_seconds) * MICROSECONDS,
             "args": span.args,
         }
         for span in sorted(spans, key=lambda span: (span.group, span.rank, span.start_seconds))
     ]
     write_text(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
-
-
-def load_trace(path: str | Path) -> list[Span]:
-    """The spans of a file written by `save_trace`, times exact to the nanosecond. Raises InputError."""
-    raw = read_json(path, fix="a run writes it as trace.json")
-    try:
-        spans = [
-            {
-                "name": event["name"],
-                "kind": event["cat"],
-                "rank": event["tid"],
-                "start_seconds": event["ts"] / _MICROSECONDS,
-                "end_seconds": (event["ts"] + event["dur"]) / _MICROSECONDS,
-                "group": GROUPS[event["pid"]],
-                "args": event["args"],
-            }
-            for event in raw["traceEvents"]
-            if event["ph"] == "X"
-        ]
-    except (KeyError, TypeError, IndexError) as error:
-        raise InputError(f"{path} is not a trace written by this program ({type(error).__name__}: {error})") from None
-    return from_json(list[Span], spans, str(path))

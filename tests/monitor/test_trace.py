@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from run_report.run_files import load_trace
 
 from rlhfuse.base.clock import Span
 from rlhfuse.base.errors import InputError
-from rlhfuse.monitor.trace import load_trace, save_trace
+from rlhfuse.monitor.trace import save_trace
 
 SPANS = [
     Span("generate", "generate", 0, 0.0, 1.5, "measured", {"samples": 3}),

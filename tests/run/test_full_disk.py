@@ -7,6 +7,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
+from run_report.run_files import load_trace
 from testkit.programs import KILLED, ended
 from testkit.runs_table import assert_same_bits, curves_of, metrics_of
 from testkit.small_disk import small_disk, small_files
@@ -20,7 +21,7 @@ from rlhfuse.models.hf_folder import export_checkpoint
 from rlhfuse.monitor.loggers import TensorBoardLogger
 from rlhfuse.monitor.metrics import MetricsWriter, read_metrics
 from rlhfuse.monitor.samples import SampleText, SampleWriter, read_samples
-from rlhfuse.monitor.trace import load_trace, save_trace
+from rlhfuse.monitor.trace import save_trace
 from rlhfuse.run.checkpoint.checkpoint import Checkpoint, checkpoints_in
 
 ROOM = 128 << 10  # bytes

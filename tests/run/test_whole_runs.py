@@ -8,7 +8,7 @@ import pytest
 import torch
 from run_report.forecast import Forecaster
 from run_report.report import render_report
-from run_report.run_files import RunFiles
+from run_report.run_files import RunFiles, load_trace
 from safetensors.torch import load_file, save_file
 from testkit.paths import ROOT
 from testkit.programs import call_tool
@@ -16,7 +16,6 @@ from testkit.runs_table import FUSED, TABLE, in_the_checkout, metrics_of, plan_o
 from testkit.tiny import write_checkpoint, write_run, write_tokenizer
 
 from rlhfuse.monitor.samples import read_samples
-from rlhfuse.monitor.trace import load_trace
 from rlhfuse.schedule.io import load_schedule
 
 

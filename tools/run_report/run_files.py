@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from rlhfuse.base.clock import Span
+from rlhfuse.base.clock import GROUPS, Span
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import read_text
-from rlhfuse.base.json_values import read_json
+from rlhfuse.base.json_values import from_json, read_json
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.monitor.samples import SampleText, read_samples
-from rlhfuse.monitor.trace import load_trace
+from rlhfuse.monitor.trace import MICROSECONDS
 from rlhfuse.planning.report.report import PlanReport
 from rlhfuse.schedule.io import load_family, load_schedule
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -95,3 +95,25 @@ class RunFiles:
 def _plan(file: Path) -> dict[str, Any] | None:
     raw = read_json(file) if file.exists() else {}
     return raw if raw.get("version") == PlanReport.version else None
+
+
+def load_trace(path: str | Path) -> list[Span]:
+    """The spans of a file written by `save_trace`, times exact to the nanosecond. Raises InputError."""
+    raw = read_json(path, fix="a run writes it as trace.json")
+    try:
+        spans = [
+            {
+                "name": event["name"],
+                "kind": event["cat"],
+                "rank": event["tid"],
+                "start_seconds": event["ts"] / MICROSECONDS,
+                "end_seconds": (event["ts"] + event["dur"]) / MICROSECONDS,
+                "group": GROUPS[event["pid"]],
+                "args": event["args"],
+            }
+            for event in raw["traceEvents"]
+            if event["ph"] == "X"
+        ]
+    except (KeyError, TypeError, IndexError) as error:
+        raise InputError(f"{path} is not a trace written by this program ({type(error).__name__}: {error})") from None
+    return from_json(list[Span], spans, str(path))

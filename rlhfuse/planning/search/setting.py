@@ -98,7 +98,7 @@ class Setting:
     def training_cost(
         self, role: Role, layout: ParallelLayout, recompute: Recompute, sequence_parallel: bool
     ) -> AnalyticCost:
-        """Of whole layers cut evenly."""
+        """The price of whole layers that are cut evenly."""
         rooflines = replace(self.rooflines, recompute=recompute, sequence_parallel=sequence_parallel)
         return rooflines.cost(*self._trainings({role: layout}))
 

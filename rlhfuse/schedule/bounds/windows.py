@@ -99,8 +99,8 @@ class Windows:
     @cached_property
     def least_makespan(self) -> float:
         """The largest lower bound of precedence and of the work of a node: no makespan need be supposed for it."""
-        heads, tails, *orders = self._start
-        return least_makespan(heads, tails, self.duration, *orders, self.first)
+        heads, tails, by_head, by_tail = self._start
+        return least_makespan(heads, tails, self.duration, by_head, by_tail, self.first)
 
     def excludes(self, makespan: float, disjunctions: bool = False) -> bool:
         """Whether the rules prove that no schedule has a makespan of at most `makespan`.
@@ -113,10 +113,9 @@ class Windows:
             return False
         links = self.upstream, self.lag, self.previous, self.room
         clashes = self._clashes if disjunctions else np.zeros((0, 10), np.int64)
-        heads, tails, *orders = map(np.copy, self._start)
-        return contradiction(
-            heads, tails, self.duration, *links, *orders, self.first, clashes, float(makespan), MAX_PASSES
-        )
+        heads, tails, by_head, by_tail = map(np.copy, self._start)
+        limit = self.first, clashes, float(makespan), MAX_PASSES
+        return contradiction(heads, tails, self.duration, *links, by_head, by_tail, *limit)
 
     @cached_property
     def _clashes(self) -> np.ndarray:
@@ -138,7 +137,7 @@ class Windows:
         return np.array(rows, np.int64).reshape(-1, 10)
 
     @cached_property
-    def _start(self) -> tuple[np.ndarray, ...]:
+    def _start(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Heads and tails by precedence, and the operations node by node, once by head and once by tail, ascending."""
         heads, tails = np.zeros((2, len(self.node)))
         propagate_precedence(heads, tails, self.duration, self.upstream, self.lag, self.previous, self.room)

@@ -23,7 +23,7 @@ from rlhfuse.schedule.ir.evaluate import loosen
 from rlhfuse.schedule.ir.graph import Lane, OperationGraph, Tables, kinds_of
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.rules.builders import lane_ranks, pipeline_work
-from rlhfuse.schedule.search.draining import Drain, Stages, can_drain, new_drain, stages_of
+from rlhfuse.schedule.search.draining import IN_PLACE, Drain, Stages, can_drain, new_drain, stages_of
 from rlhfuse.schedule.search.solution import Solution
 
 TRIED_OPERATIONS = 2_000_000  # over all tries: a few tenths of a second
@@ -161,7 +161,7 @@ def _takes(lane: Lane, problem: FusionProblem) -> int:
     return int(lane.kind is kinds[0]) - int(lane.kind is kinds[-1])
 
 
-@njit(cache=True, _nrt=False)
+@njit(**IN_PLACE)
 def list_operations(
     t: Tables,
     lanes: _Lanes,
@@ -264,7 +264,7 @@ def list_operations(
     return (makespan if ran == n else np.inf), peak
 
 
-@njit(cache=True, _nrt=False)
+@njit(**IN_PLACE)
 def _next_on(t: Tables, lanes: _Lanes, rules: Rules, s: _Scratch, node: int, now: float, stamp: int) -> int:
     """The operation of the smallest turn that may begin on `node`, of lanes not refused at this stamp; or -1."""
     best = -1
@@ -280,7 +280,7 @@ def _next_on(t: Tables, lanes: _Lanes, rules: Rules, s: _Scratch, node: int, now
     return best
 
 
-@njit(cache=True, _nrt=False)
+@njit(**IN_PLACE)
 def _admitted(
     t: Tables,
     lanes: _Lanes,
@@ -315,7 +315,7 @@ def _admitted(
     return drains
 
 
-@njit(cache=True, _nrt=False)
+@njit(**IN_PLACE)
 def _waits(t: Tables, lanes: _Lanes, rules: Rules, caps: np.ndarray, s: _Scratch, best: int, now: float) -> bool:
     """Whether something of an earlier turn comes, for which there is room, before `best` would be far."""
     node = t.node[best]
@@ -335,7 +335,7 @@ def _waits(t: Tables, lanes: _Lanes, rules: Rules, caps: np.ndarray, s: _Scratch
 # A binary heap in two arrays, the smallest (key, item) first: heapq in numba takes half as long again.
 
 
-@njit(cache=True, _nrt=False)
+@njit(**IN_PLACE)
 def heap_push(keys: np.ndarray, items: np.ndarray, count: int, key: float, item: int) -> int:
     """Insert into the heap of `count` entries; returns the new count."""
     i = count
@@ -349,7 +349,7 @@ def heap_push(keys: np.ndarray, items: np.ndarray, count: int, key: float, item:
     return count + 1
 
 
-@njit(cache=True, _nrt=False)
+@njit(**IN_PLACE)
 def heap_pop(keys: np.ndarray, items: np.ndarray, count: int) -> int:
     """Remove the smallest of `count` entries (read it at index 0 before); returns the new count."""
     last = count - 1

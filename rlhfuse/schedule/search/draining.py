@@ -9,13 +9,15 @@ a schedule that begins nothing after which this fails never comes to an end wher
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
 from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.graph import OperationGraph
+
+IN_PLACE: dict[str, Any] = {"cache": True, "_nrt": False}  # kernels that make no array need no counts of references
 
 
 class Stages(NamedTuple):
@@ -64,10 +66,11 @@ def stages_of(graph: OperationGraph) -> Stages:
 
 def new_drain(graph: OperationGraph) -> Drain:
     """The scratch of tests of the graph's problem."""
-    return Drain(*np.zeros((2, graph.problem.nodes)), np.zeros(len(graph.problem.pipelines), np.int64))
+    nodes, pipelines = graph.problem.nodes, len(graph.problem.pipelines)
+    return Drain(np.zeros(nodes), np.zeros(nodes), np.zeros(pipelines, np.int64))
 
 
-@njit(cache=True, _nrt=False)
+@njit(**IN_PLACE)
 def can_drain(
     stages: Stages,
     done: np.ndarray,
@@ -121,7 +124,7 @@ def can_drain(
     return not waiting
 
 
-@njit(cache=True, _nrt=False)
+@njit(**IN_PLACE)
 def _fits_now(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
     """Whether the micro-batch `drain.oldest[p]` has room for all that it wants yet, before any other is drained and
     before it gives anything back itself."""
@@ -142,7 +145,7 @@ def _fits_now(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
     return fits
 
 
-@njit(cache=True, _nrt=False)
+@njit(**IN_PLACE)
 def _drain_oldest(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
     """Give back what the oldest micro-batch of pipeline `p` holds, if there is room for the forwards that are left."""
     fits = _fits_now(stages, done, p, drain)
@@ -153,7 +156,7 @@ def _drain_oldest(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> boo
     return fits
 
 
-@njit(cache=True, _nrt=False)
+@njit(**IN_PLACE)
 def _drain_growing(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
     """The same where a B may take memory: room is needed for backwards too, each W behind its B."""
     microbatch, fits = drain.oldest[p], True
