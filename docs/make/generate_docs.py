@@ -22,11 +22,11 @@ sys.path.append(str(ROOT / "tools"))  # where svg_text lies
 
 from page_figures import Results, benchmark_page, claims_table, fill_figures, load_results, retired_table
 from page_pictures import PICTURES, picture
+from program import run_program
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_text
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.tools.program import run_program
 
 RESULTS = ROOT / "benchmarks" / "results"
 

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_text
 from rlhfuse.data.gsm8k import exact_match
-from rlhfuse.tools.program import run_program
+from rlhfuse.tools.program import run_program  # pyright: ignore[reportMissingImports]
 
 CONTEXT = 160
 MAX_RESPONSE_TOKENS = 96

@@ -30,7 +30,7 @@ from transformers.utils import logging as quiet
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import check_output_folder, output_folder, write_text
 from rlhfuse.data.gsm8k import exact_match
-from rlhfuse.tools.program import run_program
+from rlhfuse.tools.program import run_program  # pyright: ignore[reportMissingImports]
 
 VOCAB = 448
 CONTEXT = 128

@@ -33,7 +33,7 @@ from transformers.utils import logging as quiet
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import check_output_folder, output_folder
-from rlhfuse.tools.program import run_program
+from rlhfuse.tools.program import run_program  # pyright: ignore[reportMissingImports]
 
 BOS, EOS, PAD = 0, 1, 2
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
