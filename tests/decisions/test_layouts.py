@@ -20,7 +20,7 @@ from rlhfuse.decisions.layouts import divisors, fits_model, planned_world_size, 
 def test_a_good_table_and_its_batch():
     rules = LayoutRules(config(), SPECS, 4)
     tasks = rules.table()
-    assert [str(task).split()[2] for task in tasks] == ["d4t1p1"] * 4 + ["d1t1p4", "d2t1p2"]
+    assert [str(task.layout) for task in tasks] == ["d4t1p1"] * 4 + ["d1t1p4", "d2t1p2"]
     batch = rules.batch(tasks)
     assert (batch.samples, batch.samples_per_minibatch, batch.most_microbatches) == (64, 16, 4)
     assert batch.cut.rungs == (4,) and batch.microbatches_of(4) == {"actor": 4, "critic": 2}

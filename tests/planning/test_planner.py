@@ -364,14 +364,14 @@ def test_ranks_refuse_an_iteration_that_could_hang_or_does_not_run_yet():
     plan = shared_plan()
     assert all(line in plan.summary for line in plan.iteration.lines()) and Plan.parse(plan.to_text()) == plan
     changes = (
-        (0, {"takes": []}, "call actor_move: not executable yet"),
-        (2, {"mesh": "0-1", "layout": "d2t1p1"}, "call generation: not executable yet"),
-        (2, {"mesh": "0-1"}, "call generation: layout d4t1p1 has 4 ranks"),
-        (3, {"takes": [{"field": "responses", "giver": "samples"}]}, "call reference_inference: takes responses of "),
+        (0, {"takes": []}, "task actor_move: not executable yet"),
+        (2, {"mesh": "0-1", "layout": "d2t1p1"}, "task actor_move: not executable yet"),
+        (2, {"mesh": "0-1"}, "task generation: layout d4t1p1 has 4 ranks"),
+        (3, {"takes": [{"field": "responses", "giver": "samples"}]}, "task reference_inference: takes responses of "),
     )
     for number, change, message in changes:
         raw = json.loads(plan.to_text())
-        raw["document"]["iteration"]["calls"][number] |= change
+        raw["document"]["iteration"]["tasks"][number] |= change
         with pytest.raises(InputError, match=message):
             Plan.parse(json.dumps(raw))
 
