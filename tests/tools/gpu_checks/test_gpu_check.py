@@ -143,7 +143,7 @@ def test_a_name_that_is_none_is_refused_with_the_nearest():
     assert found == [*(f"stage_{tokens}" for tokens in (500, 1024, 2048, 4096, 8192)), "head_8192"]
     assert gpu_check.chosen(every, "") == every
     with pytest.raises(InputError, match="--names decod_8b: no check is called so; the nearest is decode_8b"):
-        gpu_check.chosen(every, "hangs,decod_8b")
+        gpu_check.chosen(every, "rates,decod_8b")
 
 
 def test_checks_for_more_gpus_than_there_are_are_refused_where_they_are_all_that_is_asked_for(session):
