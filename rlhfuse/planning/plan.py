@@ -57,7 +57,7 @@ class Plan:
     def world_size(self) -> int:
         return self.document["ranks"]["count"]
 
-    @cached_property
+    @property
     def tasks(self) -> tuple[ModelTask, ...]:
         return self.iteration.models
 

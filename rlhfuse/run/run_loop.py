@@ -45,7 +45,7 @@ from rlhfuse.run.trainer import Trainer
 
 @dataclass
 class Ended:
-    """An iteration behind its training, on this rank."""
+    """An iteration whose training is done, on this rank."""
 
     done: int  # iterations, this one included
     result: IterationResult | None = None  # None: an earlier start ran it
@@ -150,18 +150,20 @@ class RunLoop:
         any_rank(False)
 
     def _asked_to_stop(self, done: int) -> bool:
-        """Whether this rank was asked to end, or the next iteration would outlast trainer.stop_after."""
+        """True if this rank was asked to end, or if the next iteration would outlast trainer.stop_after."""
         guard = self.watchdog.guard
         if done < self.config.trainer.iterations and guard.seconds_left() < self._mean_seconds:
             guard.notice = True
         return guard.stop_asked or guard.notice
 
     def _conclude(self, ended: Ended) -> bool:
-        """Walk the blocks behind training; whether the run is to stop. A collective.
+        """Run the blocks that follow training. Returns True if the run ends here. A collective.
 
-        Line and checkpoint come before the evaluation, which may fail, and learn of it afterwards.
+        Line and checkpoint come before the evaluation, which may fail; its results are added to them afterwards.
         """
         for block in self.program:
+            if not block.on_turn:
+                self.watchdog.progress(f"iteration {ended.done - 1}: {block}")
             self.executors[block.kind](ended)
         return ended.stop
 
@@ -189,7 +191,7 @@ class RunLoop:
         return ended.stop, threshold.in_force
 
     def _is_due(self, ended: Ended) -> bool:
-        """Whether it is the turn of a checkpoint."""
+        """True if a checkpoint is due."""
         return not ended.saved and (self.config.saves_after(ended.done) or (ended.stop and self._can_save()))
 
     def _run_checkpoint(self, ended: Ended) -> None:

@@ -97,10 +97,8 @@ class Iteration:
         rows = []
         for block, task in ((one, task) for one in self.blocks for task in one.tasks):
             takes = "; ".join(map(str, task.takes)) + " (on its turn)" * task.on_turn
-            name, layout = (
-                block.name * (task is block.tasks[0]),
-                str(task.layout) if isinstance(task, ModelTask) else "",
-            )
+            layout = str(task.layout) if isinstance(task, ModelTask) else ""
+            name = block.name * (task is block.tasks[0])
             rows.append((name, task.name, task.kind, layout, f"ranks {task.mesh}", takes))
         widths = [max(map(len, column)) for column in zip(*rows)]
         return tuple("  ".join(f"{text:{width}s}" for text, width in zip(row, widths)).rstrip() for row in rows)
@@ -123,9 +121,8 @@ class Iteration:
         weights = tuple(Take("weights", task.name) for task in trained.values())
         layouts, tasks = {task.name: task.layout for task in models}, list[Task]()
         for role, trains in trained.items():
-            there, takes, name = layouts[DESTINATIONS[role]], (Take("weights", trains.name, lag=1),), moved[role].giver
-            row = ModelTask(name, "move", "reshard", every, 0, takes, ("weights",), role=role, layout=there)
-            tasks.append(row)
+            move, takes = (moved[role].giver, "move", "reshard", every, 0), (Take("weights", trains.name, lag=1),)
+            tasks.append(ModelTask(*move, takes, ("weights",), role=role, layout=layouts[DESTINATIONS[role]]))
         takes = moved[generates.role], Take("threshold", "books", lag=1)
         tasks.append(replace(generates, takes=takes, gives=("responses",)))
         for task in (task for task in models if task.kind == "score"):

@@ -14,7 +14,7 @@ ITERATIONS, SEQUENCES = 2, 3
 
 @contextmanager
 def generation_that(keeps: bool, graphs: bool):
-    """What a rank's engine took in a run whose rank reads a plan that `keeps` its memory, as it would on GPUs.
+    """Counts of a rank's engine in a run whose plan `keeps` the memory of generation, as on GPUs.
 
     With `graphs` it decodes as GPUs do, and what a GPU would record runs again as Python.
     """

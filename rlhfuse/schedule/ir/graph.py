@@ -65,7 +65,7 @@ class OperationGraph:
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
-        """What each operation is."""
+        """The action of each operation."""
         names = [pipeline.name for pipeline in self.problem.pipelines]
         of_lanes = ((lane, names[lane.pipeline], m) for lane in self.lanes for m in range(lane.microbatches))
         return tuple(Action(name, lane.stage, lane.kind, m) for lane, name, m in of_lanes)

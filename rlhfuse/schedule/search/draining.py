@@ -125,17 +125,23 @@ def can_drain(
 
 
 @njit(**IN_PLACE)
-def _fits_now(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
-    """Whether the micro-batch `drain.oldest[p]` has room for all that it wants yet, before any other is drained and
-    before it gives anything back itself."""
-    microbatch, fits = drain.oldest[p], True
-    low, last = stages.first[p], stages.first[p + 1] - 1
-    for stage in range(last, low - 1, -1):
-        if done[stages.forward[stage]] > microbatch:
+def _forwards_fit(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
+    """Add the room for the forwards that micro-batch `drain.oldest[p]` has left to `drain.need`. True if it is free."""
+    fits = True
+    for stage in range(stages.first[p + 1] - 1, stages.first[p] - 1, -1):
+        if done[stages.forward[stage]] > drain.oldest[p]:
             break
         node = stages.node[stage]
         drain.need[node] += stages.activation[stage]
         fits = fits and drain.need[node] <= drain.free[node]
+    return fits
+
+
+@njit(**IN_PLACE)
+def _fits_now(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
+    """True if there is room for the rest of micro-batch `drain.oldest[p]` before it or another gives any back."""
+    microbatch, fits = drain.oldest[p], _forwards_fit(stages, done, p, drain)
+    low, last = stages.first[p], stages.first[p + 1] - 1
     for stage in range(low, last + 1 if stages.grows and fits else low):
         node, more = stages.node[stage], stages.later[stage] - stages.activation[stage]
         if more > 0 and done[stages.backward[stage]] <= microbatch:
@@ -159,14 +165,8 @@ def _drain_oldest(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> boo
 @njit(**IN_PLACE)
 def _drain_growing(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
     """The same where a B may take memory: room is needed for backwards too, each W behind its B."""
-    microbatch, fits = drain.oldest[p], True
+    microbatch, fits = drain.oldest[p], _forwards_fit(stages, done, p, drain)
     low, last = stages.first[p], stages.first[p + 1] - 1
-    for stage in range(last, low - 1, -1):
-        if done[stages.forward[stage]] > microbatch:
-            break
-        node = stages.node[stage]
-        drain.need[node] += stages.activation[stage]
-        fits = fits and drain.need[node] <= drain.free[node]
     for stage in range(last, low - 1, -1):
         if done[stages.backward[stage]] <= microbatch:
             node, more = stages.node[stage], stages.later[stage] - stages.activation[stage]
