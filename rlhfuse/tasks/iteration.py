@@ -121,8 +121,8 @@ class Iteration:
         weights = tuple(Take("weights", task.name) for task in trained.values())
         layouts, tasks = {task.name: task.layout for task in models}, list[Task]()
         for role, trains in trained.items():
-            move, takes = (moved[role].giver, "move", "reshard", every, 0), (Take("weights", trains.name, lag=1),)
-            tasks.append(ModelTask(*move, takes, ("weights",), role=role, layout=layouts[DESTINATIONS[role]]))
+            name, layout, takes = moved[role].giver, layouts[DESTINATIONS[role]], (Take("weights", trains.name, lag=1),)
+            tasks.append(ModelTask(name, "move", "reshard", every, 0, takes, ("weights",), role=role, layout=layout))
         takes = moved[generates.role], Take("threshold", "books", lag=1)
         tasks.append(replace(generates, takes=takes, gives=("responses",)))
         for task in (task for task in models if task.kind == "score"):
