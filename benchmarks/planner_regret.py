@@ -36,7 +36,7 @@ from rlhfuse.planning.job import Job
 from rlhfuse.planning.price import Price
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
-from rlhfuse.planning.search.table import Table
+from rlhfuse.planning.search.table import Table, inference_text
 from rlhfuse.planning.settle import settle_but_layouts
 from rlhfuse.planning.training.drawn_batches import DRAWS
 from rlhfuse.simulator.lengths import load_lengths
@@ -122,7 +122,7 @@ def mean_of(seconds: Sequence[tuple[int, float]]) -> float:
 
 def part_of(table: Table, phase: str) -> tuple:
     """What the seconds of a phase depend on."""
-    generation = str(table.generation), str(table.inference)
+    generation = str(table.generation), inference_text(table.inference)
     layouts = str(table.actor_train), str(table.critic_train)
     parts = {TRAINING: (*layouts, table.cut.value), MOVING: (*layouts, *generation)}
     return parts.get(phase, generation)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.settings import ParallelConfig, RunConfig
 from rlhfuse.config.values import AUTO
 from rlhfuse.tasks.task import SCORERS
@@ -43,22 +42,6 @@ def refuse_auto(keys: Sequence[str], why: str) -> None:
         raise InputError(f"{keys[0]}=auto: {why}; {fix}")
 
 
-def inference_layout(config: RunConfig) -> str:
-    """Layout of the models that score, AUTO where it is to be chosen. Raises InputError where rows are different."""
-    rows = {f"parallel.{role}_inference": getattr(config.parallel, f"{role}_inference") for role in config.scorers()}
-    given = {str(ParallelLayout.parse(text)): text for text in rows.values() if text != AUTO}
-    if len(given) > 1:
-        told = ", ".join(f"{name}={text}" for name, text in rows.items())
-        raise InputError(f"{told}: different layouts of these are not yet runnable; set parallel.inference alone")
-    return next(iter(given.values()), AUTO if rows else config.parallel.generation)
-
-
-def with_one_inference(config: RunConfig) -> RunConfig:
-    """All models that score have one layout: what a row says holds for those that are auto."""
-    inference, rows = inference_layout(config), (f"{role}_inference" for role in config.scorers())
-    return config.with_(parallel={"inference": inference, **dict.fromkeys(rows, inference)})
-
-
 def completed(config: RunConfig) -> RunConfig:
     """Rows that follow others, and those of models that the run has not, which are as where nothing was said."""
     parallel, rows = config.parallel, layout_rows(config)
@@ -70,11 +53,13 @@ def completed(config: RunConfig) -> RunConfig:
 
 
 def decided(asked: RunConfig, made: RunConfig) -> str:
-    """What was decided, as words; models that score have one layout."""
+    """What was decided, as words; one for all models that score where they have one layout."""
     values = {key: value for key, value, _ in made.leaves()}
+    one = len({getattr(made.parallel, f"{role}_inference") for role in made.scorers()}) == 1
     chosen: dict[str, object] = {}
     for key in searched_keys(asked):
         name, value = key.rpartition(".")[2], values[key]
         if value != AUTO:
-            chosen["inference" if name in SCORERS else name] = str(value).lower() if isinstance(value, bool) else value
+            name = "inference" if one and name in SCORERS else name
+            chosen[name] = str(value).lower() if isinstance(value, bool) else value
     return " ".join(f"{name}={value}" for name, value in chosen.items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhfuse.base.errors import InputError
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.forms.form import Form, LinePart
 from rlhfuse.costs.table import CostTable, RewardCost
@@ -19,18 +18,11 @@ def analytic_table(
 ) -> CostTable:
     """`cross_node`: instances sit on different nodes: migration takes the network. `output_share`: part of the tokens
     scored that go through an output layer, those of responses. `reward`: as a run measured it.
-
-    Raises InputError for a scorer whose replicas do not divide an instance.
     """
     hardware, tp, outputs = actor.hardware, actor.layout.tp, {"outputs_per_token": output_share}
-    for scorer in scorers:
-        if tp % scorer.layout.tp:
-            raise InputError(
-                f"an inference replica of tp({scorer.layout.tp}) does not divide a generation instance of tp({tp}); "
-                "use a divisor"
-            )
     link = hardware.cross_link_bandwidth if cross_node else hardware.node_link_bandwidth
-    shares = [(scorer.roofline, scorer.layout.tp / tp) for scorer in scorers]
+    widest = max(tp, *(scorer.layout.tp for scorer in scorers), 1)
+    shares = [(scorer.roofline, scorer.layout.tp / widest) for scorer in scorers]
     return CostTable(
         decode=Form((actor.roofline,)),
         prefill=Form((actor.prefill_roofline,)),

@@ -84,8 +84,9 @@ class ProfiledCost(CostFile):
         check_made_for(self.made_for, asked, where)
 
     def _part(self, role: str) -> float:
-        """Part of an instance that a replica of a model that scores has."""
-        return int(self.made_for[f"{role}_inference_tp"]) / int(self.made_for["generation_tp"])
+        """Part of a worker, or of the instance around it, that a replica of a model that scores has."""
+        degrees = [int(value) for key, value in self.made_for.items() if key.endswith("_tp")]
+        return int(self.made_for[f"{role}_inference_tp"]) / max(degrees)
 
     def beyond(self, sequences: float, context: float, pack: float, training: Mapping[str, float]) -> tuple[str, ...]:
         asked = {

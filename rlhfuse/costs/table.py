@@ -43,7 +43,9 @@ class RewardCost:
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
-    """Seconds of the work of ONE generation instance, and of the models that train.
+    """Seconds of the work of ONE generation instance, of ONE worker that scores, and of the models that train.
+
+    Workers that lie in one instance count as one, whose replicas share a pack.
 
     A compiled kernel evaluates the forms (forms/) as the methods here do.
     """

@@ -19,8 +19,9 @@ from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layouts import given_tasks, training_layouts
 from rlhfuse.schedule.ir.ranks import fused_shape
+from rlhfuse.tasks.placement import worker_fault
 from rlhfuse.tasks.role import Role
-from rlhfuse.tasks.task import SCORERS, ModelTask
+from rlhfuse.tasks.task import ModelTask
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,9 @@ class LayoutRules:
         tasks = tuple(map(self._on_all_ranks, given_tasks(self.config.parallel, self.config.roles(), self.world_size)))
         for task in tasks:
             self._check_model(task)
-        layouts = {task.name: task.layout for task in tasks}
-        if generation := layouts.get("generation"):
-            for name in SCORERS:
-                _check_divides(name, layouts.get(name, generation), generation)
+        forwards = 1 + len(self.config.scorers())  # rows beside those of training; some may be auto
+        if len(tasks) - len(training_layouts(tasks)) == forwards and (fault := worker_fault(tasks)):
+            raise InputError(f"parallel.{fault}; use degrees that divide one another")
         if len(training_layouts(tasks)) == len(self.config.trained()):
             self._check_training(training_layouts(tasks))
         self._check_lengths()
@@ -166,14 +166,6 @@ class LayoutRules:
                 f"rollout.kv_blocks_per_instance={blocks}: {blocks} * {block} = {blocks * block} tokens < {longest} of "
                 f"one sample at full length; use at least {-(-longest // block)}"
             )
-
-
-def _check_divides(name: str, layout: ParallelLayout, generation: ParallelLayout) -> None:
-    if generation.tp % layout.tp:
-        raise InputError(
-            f"parallel.{name}={layout}: generation tp({generation.tp}) % tp({layout.tp}) = "
-            f"{generation.tp % layout.tp}, must be 0, so that a freed instance can score alone; use a divisor"
-        )
 
 
 def _check_vocab_shares(task: ModelTask, spec: ModelSpec, vocab: int) -> None:

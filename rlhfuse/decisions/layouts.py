@@ -63,6 +63,12 @@ def possible_layouts(
                     yield layout
 
 
+def widest_layout(spec: ModelSpec, ranks: int, most: int) -> ParallelLayout:
+    """Without a pipeline, of the largest tensor degree that divides `most` and that the model's shape allows."""
+    every = (ParallelLayout(ranks // tp, tp, 1) for tp in reversed(divisors(most)))
+    return next(layout for layout in every if fits_model(layout, spec))
+
+
 def fits_model(layout: ParallelLayout, spec: ModelSpec) -> bool:
     """Whether the model can be laid out so."""
     try:

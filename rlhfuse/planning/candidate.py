@@ -40,6 +40,7 @@ from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.simulation import priced_limits
 from rlhfuse.simulator.threshold import Threshold, load_threshold
 from rlhfuse.tasks.instance_limits import InstanceLimits
+from rlhfuse.tasks.placement import instances_per_worker
 from rlhfuse.tasks.role import POLICY
 from rlhfuse.tasks.task import ModelTask
 
@@ -204,7 +205,7 @@ def draft_plan(run: Job, lengths: SampleLengths | None = None, inputs: Candidate
     tasks = with_cuts(config.parallel.stage_layers, tasks, analytic, costs, longest)
     analytic = rooflines.costs(tasks)
     ranks = rank_map(training_layouts(tasks), config.fusion.alternates)
-    cache, limits, memory = _sizes(run, inputs, batch, ranks, analytic, costs)
+    cache, limits, memory = _sizes(run, inputs, batch, ranks, analytic, costs, instances_per_worker(tasks))
 
     work = TrainingWork(analytic, costs, batch, inputs.drawn, longest, config.fusion.alternates)
     state, shares = partial(_stated, config.fusion, memory, work), inputs.drawn.rungs(batch.cut)
@@ -239,6 +240,7 @@ def _sizes(
     ranks: FusedRanks,
     analytic: Mapping[str, AnalyticCost],
     costs: CostTable,
+    spanned: int,
 ) -> tuple[InstanceCache, InstanceLimits, MemoryBudget]:
     """A cache as large as memory allows, beside the optimizer on the device where that leaves enough free, and models
     that are loaded early in what is left. Raises InputError for host memory that is short."""
@@ -247,7 +249,7 @@ def _sizes(
     def sized(offload: bool) -> tuple[InstanceCache, InstanceLimits, MemoryBudget]:
         cache = InstanceCache.of(config, batch.instances)
         while True:
-            limits = instance_limits(run, cache, costs, inputs.lengths.samples)
+            limits = instance_limits(run, cache, costs, inputs.lengths.samples, spanned)
             memory = memory_budget(run, analytic, ranks, limits.kv_capacity_bytes, batch)
             memory = memory.with_optimizer_offloaded() if offload else memory
             generation = next(phase for phase in memory.static if phase.phase == "generation")
@@ -264,8 +266,10 @@ def _sizes(
     return cache, replace(limits, early_models=len(memory.early)), memory
 
 
-def instance_limits(run: Job, cache: InstanceCache, costs: CostTable, lengths: SampleLengths) -> InstanceLimits:
-    """Sizes of a generation instance, for samples of these lengths."""
+def instance_limits(
+    run: Job, cache: InstanceCache, costs: CostTable, lengths: SampleLengths, spanned: int
+) -> InstanceLimits:
+    """Sizes of a generation instance, for samples of these lengths; a worker spans so many instances."""
     config, rollout = run.config, run.config.rollout
     token_bytes = run.specs[POLICY].kv_bytes_per_token(config.trainer.element_bytes)
     most = rollout.max_sequences_per_instance
@@ -279,6 +283,7 @@ def instance_limits(run: Job, cache: InstanceCache, costs: CostTable, lengths: S
         max_output_tokens=rollout.max_response_tokens,
         score_tokens=rollout.max_batched_tokens,
         scoring_models=max(1, len(config.scorers())),
+        instances_per_worker=spanned,
         reward_workers=config.reward.workers if config.reward.function else 0,
     )
     return priced_limits(config.fusion.bs_max, limits, costs, lengths)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.auto_layouts import completed, decided, searched_keys, with_one_inference
+from rlhfuse.config.auto_layouts import completed, decided, searched_keys
 from rlhfuse.config.device_defaults import resolve_device, without_shared_graphs
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO, known
@@ -66,7 +66,7 @@ def settle_but_layouts(job: Job) -> Job:
     run.rules.given_rows()
     if made.fusion.schedule:
         load_schedule(made.fusion.schedule)  # every table reads it: here a file that cannot be read says so once
-    return run.with_config(with_one_inference(made))
+    return run
 
 
 def _searched(run: Job, lines: tuple[str, ...]) -> Job:
@@ -102,9 +102,6 @@ def _as_stored(run: Job, stored: StoredLayouts) -> Job:
         if (text := stored.layouts.get(name, stored.layouts.get(key))) is None:
             raise InputError(f"it does not say {key}")
         groups[group][name] = text == "True" if name == "sequence_parallel" else text
-    rows = [f"{role}_inference" for role in config.scorers()]
-    inference = groups["parallel"].get(rows[0] if rows else "generation", config.parallel.inference)
-    groups["parallel"]["inference"] = inference
     made = completed(config.with_(**groups))
     run.with_config(made.with_(trainer={"recompute": "none"})).rules.table()
     line = f"layouts of {stored.where}, which had: {decided(config, made)}"

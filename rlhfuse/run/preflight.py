@@ -20,7 +20,6 @@ import torch
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import is_listed
 from rlhfuse.base.json_values import LARGEST
-from rlhfuse.config.auto_layouts import inference_layout
 from rlhfuse.config.device_defaults import is_for_gpus
 from rlhfuse.config.load import model_folder
 from rlhfuse.config.rules import check_config
@@ -104,7 +103,6 @@ def check_inputs(
     tokenizer = run_tokenizer(config, models.specs[POLICY])
     specs, notes = resolve_tokens(config.rollout, models.paths, models.specs, tokenizer, required=not dry)
     models = replace(models, specs=specs)
-    inference_layout(config)
     job = Job(config, specs, world_size, this_host(config.trainer), device)
     planner.check(job)
     resume = find_checkpoint(config)

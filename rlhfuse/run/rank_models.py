@@ -156,36 +156,34 @@ def build_models(
             stages[stage] = TrainingStage(part)
         return TrainedModel(role, folders.in_use(role), grid, stages, optimizer, groups.tp, dtype)
 
-    def whole(task: ModelTask) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
+    def whole(task: ModelTask) -> tuple[torch.nn.Module, dist.ProcessGroup]:
         grid = plain_grid(task.layout)
         groups = maker.for_model("frozen", grid, rank)  # one after the other, so in one order on all ranks
         if task.role.trains:
             note_holders(task, grid)
-        return build(task.role, grid, groups).requires_grad_(False), groups.tp, grid
+        return build(task.role, grid, groups).requires_grad_(False), groups.tp
 
     def frozen(task: ModelTask) -> FrozenModel:
         role = task.role
-        model, tp_group, grid = whole(task)
+        model, tp_group = whole(task)
         offloaded = OffloadedWeights(model, device)
         if not role.trains:  # the weights of others move here before they score
             offloaded.expose()
+            grid = plain_grid(task.layout)
             load_part(model, paths.get(role), specs[role], grid, rank, role.scalar_head, progress=progress)
         offloaded.release()
         stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
-        return FrozenModel(stage, offloaded, tp_group)
+        return FrozenModel(stage, offloaded, tp_group, task.layout.tp)
 
+    placement = Placement.of(tasks, alone=ParallelLayout.parse(config.parallel.inference).tp)
     models = {task.name: trained(task) for task in tasks if task.training}
     generates = next(task for task in tasks if task.kind == "generate")
-    copy, instance_group, generation_grid = whole(generates)
+    copy, instance_group = whole(generates)
     generation = WeightMemory(copy, device)
     generation.release()
     scorers = {task.name: frozen(task) for task in tasks if task.kind == "score"}
-    layouts = [task.layout for task in tasks if task.kind == "score"]
-    # One layout of all that score; samples are dealt by parallel.inference where no model does.
-    inference_grid = plain_grid(layouts[0] if layouts else ParallelLayout.parse(config.parallel.inference))
-    worker_group = maker.own("tp", [cell for (cell,) in inference_grid.cells], rank)
-    instances, workers = (tuple(stages[0] for stages in grid.cells) for grid in (generation_grid, inference_grid))
-    place = RankPlace(rank, Placement(instances, workers), instance_group, worker_group)
+    worker_group = maker.own("tp", placement.workers, rank)
+    place = RankPlace(rank, placement, instance_group, worker_group)
     pairs = [pair for model in models.values() for pair in neighbour_pairs(model.grid.cells, model.grid.layout)]
     channels = Channels(rank, maker.channels("pipeline", pairs, device), device.torch_device)
     uses = [use for model in models.values() for use in model.optimizer.group_uses()]

@@ -98,22 +98,27 @@ def fused(b, c, s, count, moment, outcome):
 
 @njit(cache=True, error_model="numpy")
 def serial(b, c, s, generation, outcome):
-    """All is generated at `generation`; the samples are dealt by tokens, and every instance scores its share."""
+    """All is generated at `generation`; the samples are dealt by tokens, and every worker scores its share."""
     outcome.generation, outcome.agreed = generation, generation + c.barrier
-    begin, outcome.scored = outcome.agreed + c.release, outcome.agreed
+    begin, outcome.scored, workers = outcome.agreed + c.release, outcome.agreed, b.instances // b.per_worker
     scored, _ = scored_tokens(b, b.longest_first)
-    worker = np.array(dealt_to(scored, b.instances))
+    dealt, early = np.array(dealt_to(scored, workers)), np.zeros(workers)
     for k in range(b.instances):
         instance = s.instances[k]
         record(s, k, GENERATE, 0.0, instance.clock, 0)
         record(s, k, MEET, outcome.generation, outcome.agreed, 0)
-        instance.loading, instance.early = begin, 0.0 if math.isnan(instance.all_admitted) else instance.all_admitted
-        own, sums = scored_tokens(b, b.longest_first[worker == k])
+        outcome.scored = max(outcome.scored, instance.clock)
+        if not math.isnan(instance.all_admitted):
+            early[k // b.per_worker] = max(early[k // b.per_worker], instance.all_admitted)
+    for w in range(workers):
+        instance = s.instances[w * b.per_worker]
+        instance.loading, instance.early = begin, early[w]
+        own, sums = scored_tokens(b, b.longest_first[dealt == w])
         clock, first = begin, 0
         for after in pack_ends(own, 1, b.score_tokens):
-            clock = score_pack(b, c, s, k, clock, sums[after] - sums[first], after - first)
+            clock = score_pack(b, c, s, w, clock, sums[after] - sums[first], after - first)
             first = after
-        outcome.scored = max(outcome.scored, clock, instance.clock)
+        outcome.scored = max(outcome.scored, clock)
     outcome.total = reward(b, c, s, outcome.scored)
 
 
@@ -135,16 +140,17 @@ def decode_tail(b, c, s, k):
 
 @njit(cache=True, error_model="numpy")
 def score_tail(b, c, s, outcome):
-    """From the barrier on: whoever is free pulls the next pack of the samples finished there, longest first; then what
-    the tail has streamed. Of several that are free, one that has its models comes first, then the lower instance."""
+    """From the barrier on: the worker that is free pulls the next pack of the samples finished there, longest first;
+    then what the tail has streamed. Of several that are free, one that has its models comes first, then the lower."""
     unfinished = s.samples["tail"].copy()
     known, known_sums = scored_tokens(b, b.longest_first[~unfinished[b.longest_first]])
     tail = np.flatnonzero(unfinished)
     tail = tail[in_order(s.samples["ended"].copy()[tail])]
     streamed, sums = scored_tokens(b, tail)
-    packs = pack_ends(known, b.instances, b.score_tokens)
-    free = [0 for _ in range(0)]  # heap of instances; those that must load first are above all others
-    coming = first_workers(b, c, s)
+    every = b.instances // b.per_worker
+    packs = pack_ends(known, every, b.score_tokens)
+    free = [0 for _ in range(0)]  # heap of workers; those that must load first are above all others
+    coming, decoding = first_workers(b, c, s)
     workers = pack = first = taken = put = 0  # `taken`, `put`: of the tail
     outcome.generation = outcome.scored = now = outcome.agreed
     while now < np.inf:
@@ -158,10 +164,10 @@ def score_tail(b, c, s, outcome):
                 count = streamed_pack(streamed[taken:put], sums[put] - sums[taken], workers, b.score_tokens)
                 tokens = sums[taken + count] - sums[taken]
                 taken += count
-            k = heapq.heappop(free) % b.instances
-            end = score_pack(b, c, s, k, now, tokens, count)
+            w = heapq.heappop(free) % every
+            end = score_pack(b, c, s, w, now, tokens, count)
             outcome.scored = max(outcome.scored, end)
-            heapq.heappush(coming, (end, k))
+            heapq.heappush(coming, (end, w))
         now = coming[0][0] if len(coming) > 0 else np.inf
         if put < len(tail):
             now = min(now, s.samples[tail[put]].ended)
@@ -169,41 +175,59 @@ def score_tail(b, c, s, outcome):
             sample = s.samples[tail[put]]
             instance, outcome.generation = s.instances[sample.at], sample.ended
             put += 1
-            if tail[put - 1] == instance.last_ended:
-                instance.early = instance.moved
-                heapq.heappush(coming, (sample.ended + c.release, sample.at))
+            w = sample.at // b.per_worker
+            decoding[w] -= tail[put - 1] == instance.last_ended
+            if tail[put - 1] == instance.last_ended and decoding[w] == 0:
+                moved, freed = worker_moved(b, s, w)
+                heapq.heappush(coming, (max(sample.ended, moved) + c.release, w))
+                if freed == 0:
+                    s.instances[w * b.per_worker].early = moved
     outcome.scored = max(outcome.scored, outcome.generation)
 
 
 @njit(cache=True, error_model="numpy")
 def first_workers(b, c, s):
-    """Heap of (seconds, instance): when those that have nothing to decode are free to score.
+    """Heap of (seconds, worker): when those that have nothing to decode are free to score; and how many instances of
+    each worker decode.
 
-    One that is freed begins to load the models then, a destination without samples with its first pack.
+    A worker whose instances are all freed begins to load the models then, another one with its first pack.
     """
-    coming = [(0.0, 0) for _ in range(0)]
+    coming, decoding = [(0.0, 0) for _ in range(0)], np.zeros(b.instances // b.per_worker, np.int64)
     for k in range(b.instances):
-        instance = s.instances[k]
-        if instance.place < 0 or instance.last_ended < 0:
-            heapq.heappush(coming, (instance.moved + c.release, k))
-            if instance.place < 0:
-                instance.loading = instance.moved + c.release
-    return coming
+        decoding[k // b.per_worker] += s.instances[k].place >= 0 and s.instances[k].last_ended >= 0
+    for w in range(len(decoding)):
+        moved, freed = worker_moved(b, s, w)
+        if decoding[w] == 0:
+            heapq.heappush(coming, (moved + c.release, w))
+        if freed == b.per_worker:
+            s.instances[w * b.per_worker].loading = moved + c.release
+    return coming, decoding
+
+
+@njit(**IN_PLACE)
+def worker_moved(b, s, w):
+    """(end of the last transfer of a worker's instances, how many of them are freed)."""
+    moved, freed = 0.0, 0
+    for k in range(w * b.per_worker, (w + 1) * b.per_worker):
+        moved = max(moved, s.instances[k].moved)
+        freed += s.instances[k].place < 0
+    return moved, freed
 
 
 @njit(cache=True, error_model="numpy")
-def join(b, s, k, free):
-    """Instance k is free to pull; says whether it is for the first time."""
-    instance = s.instances[k]
-    heapq.heappush(free, k if instance.loaded else k + b.instances)
+def join(b, s, w, free):
+    """Worker w is free to pull; says whether it is for the first time."""
+    instance = s.instances[w * b.per_worker]
+    heapq.heappush(free, w if instance.loaded else w + b.instances // b.per_worker)
     new = not instance.scores
     instance.scores = True
     return new
 
 
 @njit(**IN_PLACE)
-def score_pack(b, c, s, k, now, tokens, samples):
-    """When instance k has scored a pack that it pulls `now`; the first one while its models come in."""
+def score_pack(b, c, s, w, now, tokens, samples):
+    """When worker w has scored a pack that it pulls `now`; the first one while its models come in."""
+    k = w * b.per_worker
     instance, work = s.instances[k], score_seconds(c, tokens, samples)
     begin, end = now, now + work
     if not instance.loaded:

@@ -110,6 +110,7 @@ class Batch(NamedTuple):
     turns: np.ndarray  # of TURN, sample after sample
     longest_first: np.ndarray  # samples by tokens scored, equal ones in order
     instances: int
+    per_worker: int  # instances of a worker, which its first one stands for
     max_sequences: int
     capacity: int  # tokens
     block_tokens: int

@@ -10,7 +10,7 @@ from numba import njit
 from rlhfuse.simulator.cost_numbers import transfer_seconds
 from rlhfuse.simulator.instance_kernel import IN_PLACE, done_of, pause, release, wait
 from rlhfuse.tasks.instance_limits import is_sent
-from rlhfuse.tasks.migration import blocks
+from rlhfuse.tasks.migration import blocks, most_holding
 
 
 @njit(cache=True, error_model="numpy")
@@ -31,12 +31,13 @@ def mark_tail(s):
 
 @njit(cache=True, error_model="numpy")
 def choose_destinations(b, s, count):
-    """The `count` instances that hold most of the tail, and the others; gives each its place."""
-    held = np.zeros(b.instances, np.float64)
+    """The `count` instances that keep the tail, and the others; gives each its place."""
+    held = np.zeros(b.instances, np.int64)
     for i in range(len(s.samples)):
-        held[s.samples[i].home] -= s.samples[i].tail
+        held[s.samples[i].home] += s.samples[i].tail
     keeps = np.zeros(b.instances, np.bool_)
-    keeps[in_order(held)[:count]] = True
+    for k in most_holding(held, count, b.per_worker):
+        keeps[k] = True
     chosen, freed = np.flatnonzero(keeps), np.flatnonzero(~keeps)
     for place in range(len(chosen)):
         s.instances[chosen[place]].place = place

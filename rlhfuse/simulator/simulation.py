@@ -18,7 +18,7 @@ from rlhfuse.costs.forms import form
 from rlhfuse.costs.table import CostTable
 from rlhfuse.simulator.cost_numbers import cost_numbers
 from rlhfuse.simulator.gen_infer_kernel import gen_infer
-from rlhfuse.simulator.instance_kernel import SAMPLE, SPAN, TURN, Batch, MoveNumbers, State
+from rlhfuse.simulator.instance_kernel import SAMPLE, SPAN, SWAP_IN, TURN, Batch, MoveNumbers, State
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.tasks import packing
 from rlhfuse.tasks.instance_limits import InstanceLimits
@@ -63,7 +63,12 @@ class Simulation:
         """OUTCOME of the first batch, how it ended, and SPAN of what its instances did. Raises InputError likewise."""
         batch = self._batches[0]
         outcomes, state = self._run(batch, (threshold,), spans=len(batch.samples) + SPANS * self._instances)
-        return outcomes[0], state, state.spans[: state.written[0]]
+        spans = state.spans[: state.written[0]]
+        scoring = spans[spans["kind"] >= SWAP_IN]  # of the first instance of a worker
+        others = [scoring.copy() for _ in range(1, batch.per_worker)]
+        for number, own in enumerate(others, start=1):
+            own["instance"] += number
+        return outcomes[0], state, np.concatenate([spans, *others])
 
     def _run(self, batch: Batch, thresholds: Sequence[int], spans: int) -> tuple[np.ndarray, State]:
         for threshold in thresholds:
@@ -91,6 +96,7 @@ class Simulation:
             turns=turns,
             longest_first=np.argsort(-samples["scored"], kind="stable"),
             instances=self._instances,
+            per_worker=limits.instances_per_worker,
             max_sequences=limits.max_sequences,
             capacity=limits.kv_capacity_tokens,
             block_tokens=limits.block_tokens,

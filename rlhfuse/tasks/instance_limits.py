@@ -43,7 +43,8 @@ class InstanceLimits:
 
     `bs_max` (BS_max): the largest batch that decodes about as fast as one sequence. `score_tokens`: tokens of one
     packed scoring batch. `scoring_models`: how many models score, one after the other; the first `early_models` of them
-    are loaded beneath the end of decoding. `reward_workers`: processes that call the reward function, 0 without one.
+    are loaded beneath the end of decoding. `instances_per_worker`: instances that have to be free before one of their
+    workers scores. `reward_workers`: processes that call the reward function, 0 without one.
     `active_share` (a): decoding / (decoding + pauses for tools), 1 where no sample pauses. `move_cost`: decides how a
     sample moves; None where no costs are known yet.
     """
@@ -57,6 +58,7 @@ class InstanceLimits:
     max_output_tokens: int
     score_tokens: int
     scoring_models: int = 3
+    instances_per_worker: int = 1
     reward_workers: int = 0
     early_models: int = 0
     active_share: float = 1.0

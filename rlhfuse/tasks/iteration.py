@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import combinations, groupby, zip_longest
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.tasks.placement import worker_ranks
 from rlhfuse.tasks.task import DESTINATIONS, TASKS, Kind, ModelTask, Take, Task
 
 
@@ -127,7 +128,7 @@ class Iteration:
         tasks.append(replace(generates, takes=takes, gives=("responses",)))
         for task in (task for task in models if task.kind == "score"):
             takes = *responses, *((moved[task.role],) if task.role in moved else ())
-            tasks.append(replace(task, takes=takes, gives=(task.role.field,)))
+            tasks.append(replace(task, worker=worker_ranks(models), takes=takes, gives=(task.role.field,)))
         if calls_function:
             tp = generates.layout.tp
             row = Task("reward_function", "host", "gen_infer", every, tp, responses, ("score",))

@@ -130,7 +130,8 @@ def plan_at_threshold(
         return None
     assert limits.move_cost is not None, "limits have been priced"
     m = limits.destinations(threshold, len(free_blocks))
-    return plan_migration(states, m, free_blocks, limits.block_tokens, limits.move_cost)
+    more = limits.block_tokens, limits.move_cost, limits.instances_per_worker
+    return plan_migration(states, m, free_blocks, *more)
 
 
 def check_threshold(threshold: int, samples: int) -> None:
@@ -145,8 +146,9 @@ def plan_migration(
     free_blocks: Sequence[int],
     block_tokens: int,
     cost: SampleMoveCost,
+    instances_per_worker: int = 1,
 ) -> MigrationPlan:
-    """Deal the unfinished samples of the freed instances to the `destinations` that hold the most.
+    """Deal the unfinished samples of the freed instances to as many `destinations` (`most_holding`).
 
     Largest first, each to the destination with the fewest KV blocks in use that has room; with its keys and values
     where that is quicker than computing them again, otherwise as tokens.
@@ -161,8 +163,7 @@ def plan_migration(
     held = [0] * instances
     for state in states:
         held[state.instance] += 1
-    ranked = sorted(range(instances), key=lambda i: (-held[i], i))
-    chosen = tuple(sorted(ranked[:destinations]))
+    chosen = tuple(sorted(most_holding(held, destinations, instances_per_worker)))
     used = {i: 0 for i in chosen}
     for state in states:
         if state.instance in used:
@@ -220,6 +221,28 @@ def _check_states(states: Sequence[UnfinishedSample], instances: int, destinatio
     for state in states:
         if not 0 <= state.instance < instances:
             raise InputError(f"sample {state.sample_id} is on instance {state.instance} of {instances}")
+
+
+@register_jitable(error_model="numpy")
+def most_holding(held, count, per_worker):
+    """`count` instances that hold the most samples, `held` by instance, of as few workers as possible.
+
+    Every `per_worker` instances are one worker, which scores nothing while one of them decodes. Those of the worker
+    that holds the most come first. Ties go to the lower number.
+    """
+    sums = [0 for _ in range(-(-len(held) // per_worker))]
+    for instance in range(len(held)):
+        sums[instance // per_worker] += held[instance]
+    chosen, left = [0 for _ in range(0)], [True for _ in range(len(held))]
+    for _ in range(count):
+        best, most = -1, (-1, 0, -1)
+        for instance in range(len(held)):
+            worker = instance // per_worker
+            if left[instance] and (sums[worker], -worker, held[instance]) > most:
+                best, most = instance, (sums[worker], -worker, held[instance])
+        chosen.append(best)
+        left[best] = False
+    return chosen
 
 
 @register_jitable(error_model="numpy", _nrt=False)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from testkit.profiles import examples
 from testkit.sim_helpers import linear_cost
 
-from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs import model_memory
@@ -97,8 +96,10 @@ def test_smaller_inference_replicas_share_the_batch():
     small, large = analytic_table(cost(), (cost("d1t4p1", True),)), analytic_table(cost(), (cost("d1t8p1", True),))
     assert small.score_seconds(8192, 32) < large.score_seconds(8192, 32)  # the same devices, fewer all-reduces
     assert small.score_seconds(300, 1) > large.score_seconds(300, 1)  # one sequence cannot be shared
-    with pytest.raises(InputError, match="tp\\(3\\) does not divide a generation instance of tp\\(8\\)"):
-        analytic_table(cost(), (cost("d1t3p1"),))
+    narrow = cost("d2t4p1")  # generation: a worker spans two of its instances
+    wide = analytic_table(narrow, (cost("d1t8p1", True), cost("d2t4p1", True)))
+    alone = [analytic_table(narrow, (cost(text, True),)).score_seconds for text in ("d1t8p1", "d2t4p1")]
+    assert wide.score_seconds(8192, 32) == pytest.approx(alone[0](8192, 32) + alone[1](4096, 16))
 
 
 def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_for_the_first():

@@ -9,12 +9,14 @@ from testkit.four_ranks import SPECS, TINY, config
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
-from rlhfuse.config.auto_layouts import inference_layout
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.decisions.batch_arithmetic import resolve_batch
 from rlhfuse.decisions.layout_rules import LayoutRules
 from rlhfuse.decisions.layouts import divisors, fits_model, planned_world_size, possible_layouts
+from rlhfuse.tasks.iteration import Iteration
+from rlhfuse.tasks.placement import Placement, instances_per_worker, worker_fault
+from rlhfuse.tasks.task import ModelTask
 
 
 def test_a_good_table_and_its_batch():
@@ -56,7 +58,6 @@ REFUSALS = [
     (4, "reward_inference=d2t1p1@2-3", "reward_inference on ranks 2-3 of 4 is not yet runnable; drop @2-3"),
     (4, "generation=d2t1p2", "parallel.generation=d2t1p2: pp(2) != 1"),
     (4, "critic_inference=d1t1p4", "parallel.critic_inference=d1t1p4: pp(4) != 1"),
-    (4, "reference_inference=d2t2p1", "parallel.reference_inference=d2t2p1: generation tp(1) % tp(2) = 1, must be 0"),
     (8, rows("d1t8p1", *ALL), "parallel.generation=d1t8p1: kv_heads(4) % tp(8) = 4, must be 0"),
     (6, f"{SIX} actor_train=d3t2p1 critic_train=d6t1p1", "critic_train=d6t1p1: pp(1) % s(2) = 1, must be 0"),
     (6, f"{SIX} actor_train=d2t1p3 critic_train=d3t1p2", "K1(2) * M1(4) = 8 is no multiple of K2(3), so no M2 has"),
@@ -161,7 +162,6 @@ def test_stop_tokens_are_ids_that_every_model_has():
     [
         (8, "", "parallel.generation=d4t1p1: dp(4) * tp(1) * pp(1) = 4 != world_size(8); or auto, as other layouts"),
         (4, "generation=d2t1p2", "parallel.generation=d2t1p2: pp(2) != 1"),
-        (4, "reference_inference=d2t2p1", "reference_inference=d2t2p1: generation tp(1) % tp(2) = 1"),
         (4, "critic_train=d1t1p4 generation=d1t3p1", "parallel.generation=d1t3p1: dp(1)"),
         (4, "critic_train=d2t1p1@0-1", "critic_train on ranks 0-1 of 4 is not yet runnable"),
         (4, "actor_train=d1t4p1 critic_train=d4t1p1 generation=auto", "pp(1) % s(4) = 1, must be 0"),
@@ -181,12 +181,42 @@ def test_a_table_with_an_auto_is_no_table_yet():
         LayoutRules(config(trainer__recompute="auto"), SPECS, 4).table()
 
 
-def test_models_that_score_have_one_layout():
-    assert inference_layout(config()) == "d4t1p1"
-    assert inference_layout(table(rows("auto", *SCORERS))) == "auto"
-    assert inference_layout(table(f"{rows('auto', *SCORERS)} reward_inference=d2t2p1")) == "d2t2p1"
-    with pytest.raises(InputError, match="parallel.reward_inference=d2t2p1.*: different layouts of these are not yet"):
-        inference_layout(config(parallel__reward_inference="d2t2p1", parallel__critic_inference="auto"))
+@pytest.mark.parametrize(
+    "generation, reward, workers, spanned",
+    [
+        ("d4t1p1", "d2t2p1", ((0, 1), (2, 3)), (0, 1)),  # of worker 0: instances
+        ("d2t2p1", "d1t4p1", ((0, 1, 2, 3),), (0, 1)),
+        ("d1t4p1", "d2t2p1", ((0, 1), (2, 3)), (0,)),
+        ("d4t1p1", "d4t1p1", ((0,), (1,), (2,), (3,)), (0,)),
+    ],
+)
+def test_workers_are_as_wide_as_the_widest_model_that_scores(generation, reward, workers, spanned):
+    made = config(parallel__generation=generation, parallel__reward_inference=reward)
+    tasks = LayoutRules(made, SPECS, 4).table()
+    placement, iteration = Placement.of(tasks), Iteration.of(tasks).verify(4)
+    assert placement.workers == workers and placement.instances_under(0) == spanned
+    assert instances_per_worker(tasks) == len(spanned)
+    assert {task.worker for task in iteration.models if task.kind == "score"} == {len(workers[0])}
+
+
+@pytest.mark.parametrize(
+    "generation, reward, critic, fault",
+    [
+        (
+            "d6t2p1",
+            "d4t3p1",
+            "d4t3p1",
+            "critic_inference: with parallel.generation=d6t2p1 tp(3) % tp(2) = 1, must be 0",
+        ),
+        ("d2t6p1", "d4t3p1", "d6t2p1", "critic_inference: tp(3) of a worker % tp(2) = 1, must be 0"),
+        ("d4t3p1", "d2t6p1", "d6t2p1", ""),
+    ],
+)
+def test_workers_hold_whole_instances_or_lie_in_one(generation, reward, critic, fault):
+    names = "generation", "critic_inference", "reward_inference"
+    layouts = map(ParallelLayout.parse, (generation, critic, reward))
+    found = worker_fault([ModelTask.of(name, layout, 12) for name, layout in zip(names, layouts)])
+    assert found.startswith(fault) and bool(found) == bool(fault)
 
 
 def test_the_number_of_ranks_is_that_of_a_layout_that_is_given(monkeypatch):

@@ -11,6 +11,7 @@ from testkit.rollouts import batch_of
 
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.fusion.inter.inference import Scorer
+from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
 from rlhfuse.ppo.advantage import ADVANTAGES, add_advantages
 from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.tasks.algorithm import ALGORITHMS
@@ -44,7 +45,7 @@ def stand_in(factor: float) -> SimpleNamespace:
     """A model whose output is each token's number times this."""
     weights = SimpleNamespace(allocate=lambda: None, copy_in=lambda: None, release=lambda: None)
     stage = SimpleNamespace(forward=lambda packed, _: factor * packed.tokens.float())
-    return SimpleNamespace(stage=stage, offloaded=weights)
+    return SimpleNamespace(stage=stage, offloaded=weights, ranks=1)
 
 
 def test_a_second_reward_model_is_a_row():
@@ -53,7 +54,7 @@ def test_a_second_reward_model_is_a_row():
     models = {role_named("critic"): stand_in(1.0), role_named("reward"): stand_in(0.5), names["JUDGE"]: stand_in(10.0)}
     scorer = Scorer(models, vocab=100, temperature=1.0, device=torch.device("cpu"))
     samples = (Rollout(i, (1, 2 + i), (5 + i, 7, 9 - i), torch.zeros(3), "stop") for i in range(2))
-    scored = scorer.score([*samples])
+    scored = scorer.score([*samples], TensorParallelGroup((0,), 0, None))
     scorer.release()
     for one in scored:
         assert one.score == pytest.approx(10.5 * one.response_tokens[-1]) and one.ref_logprobs is None

@@ -142,15 +142,13 @@ def test_nothing_after_an_equals_sign_is_the_empty_text(tmp_path):
         load_config(None, [*GIVEN, "trainer.iterations="])
 
 
-def test_a_layout_that_is_given_is_kept_or_refused():
-    """Also where micro-batches alone are searched."""
-    keys = {"fusion__actor_microbatches": "auto", "parallel__reward_inference": "d2t2p1"}
-    with pytest.raises(InputError, match="parallel.reward_inference=d2t2p1"):
-        settle(Job(run(**keys), SPECS, 4))
+def test_a_layout_that_is_given_is_kept():
+    """Also where micro-batches alone are searched, and where models that score have different ones."""
     rows = ("inference", "reference_inference", "reward_inference", "critic_inference")
-    same = {f"parallel__{row}": "d2t2p1" for row in rows}
-    made = settle(Job(run(fusion__actor_microbatches="auto", **same, parallel__generation="d2t2p1"), SPECS, 4)).config
-    assert {getattr(made.parallel, row) for row in rows} == {"d2t2p1"}
+    for given in (dict.fromkeys(rows, "d2t2p1"), {"reward_inference": "d2t2p1", "generation": "d4t1p1"}):
+        asked = run(fusion__actor_microbatches="auto", **{f"parallel__{row}": text for row, text in given.items()})
+        made = settle(Job(asked, SPECS, 4)).config
+        assert all(getattr(made.parallel, row) == getattr(asked.parallel, row) for row in ("generation", *rows))
 
 
 # files -------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from testkit.sim_helpers import (
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.migration import most_holding
 
 
 def kinds_of(line, instance=0):
@@ -86,6 +87,19 @@ def test_fused_closed_form():
     assert line.total_seconds == pytest.approx(finish[1] + 5e-3 + 210 * 1e-3)
 
 
+def test_a_worker_that_spans_two_instances_waits_for_both():
+    """Instance 0 keeps the long sample, so 2 and 3 score all others as one worker; 1 waits with it."""
+    lengths = SampleLengths((10,) * 8, (20, 200, 20, 20, 20, 20, 20, 20))
+    line = simulate_gen_infer(lengths, 4, linear_cost(), limits(instances_per_worker=2), 1)
+    assert line.plan.destinations == (0,) and line.plan.freed == (1, 2, 3) and not line.plan.moves
+    kinds = [[span.kind for span in spans_of(line, k) if span.kind not in ("idle", "meet")] for k in range(4)]
+    assert kinds[2] == kinds[3] and kinds[2][:3] == ["generate", "swap_in", "score"] and line.generation_seconds > 2
+    assert kinds[1] == ["generate"] and kinds[0] == ["generate"] and line.scored_before_generation_end == 7
+    held = (1, 0, 2, 3)  # the fewest workers: first the one that holds most
+    assert most_holding(held, 2, 1) == [3, 2] and most_holding(held, 3, 2) == [3, 2, 0]
+    assert most_holding((1, 3, 2, 0), 2, 2) == [1, 0]
+
+
 def test_a_moved_sample_pays_for_its_keys_and_values():
     lengths = SampleLengths((10, 10, 10, 10), (200, 200, 20, 190))
     line = simulate_gen_infer(lengths, 2, linear_cost(), limits(), 3)
@@ -96,9 +110,10 @@ def test_a_moved_sample_pays_for_its_keys_and_values():
 
 
 @examples(60)
-@given(lengths_strategy(), st.integers(2, 6), st.floats(0, 1), st.integers(150, 900))
-def test_every_time_line_keeps_the_rules(lengths, instances, ratio, capacity):
-    lim, threshold = tight(capacity), int(ratio * len(lengths))
+@given(lengths_strategy(), st.integers(1, 3), st.integers(1, 3), st.floats(0, 1), st.integers(150, 900))
+def test_every_time_line_keeps_the_rules(lengths, workers, spanned, ratio, capacity):
+    instances, lim = workers * spanned, tight(capacity, instances_per_worker=spanned)
+    threshold = int(ratio * len(lengths))
     line = simulate_gen_infer(lengths, instances, linear_cost(), lim, threshold)
     for instance in range(instances):
         clock = 0.0
@@ -107,7 +122,11 @@ def test_every_time_line_keeps_the_rules(lengths, instances, ratio, capacity):
             clock = span.end
         assert clock == pytest.approx(line.total_seconds)
     tokens = sum(lengths.prompt) + sum(lengths.output)
-    scoring = [span for span in line.spans if span.kind == "score"]
+    for first in range(0, instances, spanned):  # a worker scores once all of its instances are done
+        own = [spans_of(line, instance) for instance in range(first, first + spanned)]
+        scored = {tuple((span.start, span.end) for span in spans if span.kind == "score") for spans in own}
+        assert len(scored) == 1
+    scoring = [span for span in line.spans if span.kind == "score" and span.instance % spanned == 0]
     spent = sum(span.end - span.start for span in scoring)
     assert spent == pytest.approx(tokens * 1e-3 + 5e-3 * len(scoring))  # each token is scored exactly once
     assert line.total_seconds >= line.generation_seconds

@@ -20,7 +20,9 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.tasks.instance_limits import InstanceLimits, SampleMoveCost
+from rlhfuse.tasks.placement import instances_per_worker
 from rlhfuse.tasks.role import role_named
+from rlhfuse.tasks.task import ModelTask
 from testkit.programs import eventually
 from testkit.tiny import write_checkpoint
 
@@ -49,6 +51,7 @@ class Case:
     by: str = "kv"
     layout: str = "d4t1p1"
     inference: str = "d4t1p1"
+    reward: str = ""  # layout of the reward model; else as the others
     scorers: tuple[str, ...] = SCORERS
     function_reward: bool = False
     blocks: int = 80
@@ -78,7 +81,14 @@ class Case:
             max_output_tokens=80,
             move_cost=BY_KV if self.by == "kv" else BY_TOKENS,
             score_tokens=self.score_tokens,
+            instances_per_worker=instances_per_worker(self.tasks),
         )
+
+    @property
+    def tasks(self) -> list[ModelTask]:
+        rows = {"generation": self.layout, **{f"{role}_inference": self.inference for role in SCORERS}}
+        rows["reward_inference"] = self.reward or self.inference
+        return [ModelTask.of(name, ParallelLayout.parse(text), 4) for name, text in rows.items()]
 
 
 def write_models(base: Path) -> dict[str, Path]:
@@ -130,7 +140,7 @@ _BUILT: dict[tuple, Built] = {}  # of this worker process
 
 
 def built(rank: int, folders: dict[str, Path], case: Case) -> Built:
-    key = case.layout, case.inference, case.blocks
+    key = case.layout, case.inference, case.reward, case.blocks
     if key not in _BUILT:
         _BUILT[key] = build(rank, folders, case)
     return _BUILT[key]
@@ -156,26 +166,26 @@ def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
 
     device = choose_device("cpu", 0, 1)
     maker = GroupMaker(600)
-    grids = {t: plain_grid(ParallelLayout.parse(text)) for t, text in (("g", case.layout), ("i", case.inference))}
+    grids = {task.role: plain_grid(task.layout) for task in case.tasks}
+    placement = Placement.of(case.tasks)
     specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
 
-    def model_of(role: str, task: str):
+    def model_of(role: str):
         head = role in ("critic", "reward")
-        groups = maker.for_model(f"{role}{task}", grids[task], rank)
-        spec, grid = specs[role], grids[task]
+        groups = maker.for_model(role, grids[role], rank)
+        spec, grid = specs[role], grids[role]
         model = build_model(spec, grid, groups, rank, scalar_head=head, dtype=torch.float32, device=device)
         load_part(model, folders[role], spec, grid, rank, head)
         return model.requires_grad_(False), groups.tp
 
     def frozen(role: str) -> FrozenModel:
-        model, group = model_of(role, "i")
+        model, group = model_of(role)
         offloaded = OffloadedWeights(model, device)
         offloaded.offload()
-        return FrozenModel(
-            PipelineStage(model, first=True, last=True, scalar_head=role != "reference"), offloaded, group
-        )
+        stage = PipelineStage(model, first=True, last=True, scalar_head=role != "reference")
+        return FrozenModel(stage, offloaded, group, grids[role].layout.tp)
 
-    actor, tp_group = model_of("actor", "g")
+    actor, tp_group = model_of("actor")
     engine = Engine(
         specs["actor"],
         dict(actor.named_parameters()),
@@ -184,8 +194,8 @@ def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
     )
     engine.pause()
     models = {role: frozen(role) for role in SCORERS}
-    placement = Placement(*(tuple(stages[0] for stages in grids[task].cells) for task in "gi"))
-    return Built(rank, placement, engine, models, tp_group, models["reference"].tp_group, maker)
+    worker_group = maker.own("tp", placement.workers, rank)
+    return Built(rank, placement, engine, models, tp_group, worker_group, maker)
 
 
 def inter_stage(rank, folders, case, number, progress=lambda _: None, rewarder=None, store=None):

@@ -21,6 +21,7 @@ from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.decisions.batch_arithmetic import resolve_batch
+from rlhfuse.decisions.layout_rules import LayoutRules
 from rlhfuse.decisions.layouts import given_tasks
 from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.job import Job
@@ -32,9 +33,9 @@ from rlhfuse.planning.search.table import NUMBER, TOKENS, CutSetting, Table
 from rlhfuse.planning.settle import settle_but_layouts
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.tasks.task import SCORERS
 from testkit.four_ranks import SPECS, config, drafted
 
-SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 ROWS = ("generation", "inference", *SCORERS)
 TRAINED = ("actor_train", "critic_train")
 OPEN = {f"parallel__{row}": AUTO for row in (*ROWS, *TRAINED, "sequence_parallel")}
@@ -139,17 +140,28 @@ def random_case(seed: int, world_sizes: tuple[int, ...] = (4, 4, 4, 8), most_tab
 
 def with_given_rows(case: SearchCase, rng: random.Random) -> SearchCase:
     """With some rows of a table of its space."""
-    table, groups = drawn_table(space_of_setting(case.setting), rng), {"parallel": {}, "fusion": {}, "trainer": {}}
+    space, groups = space_of_setting(case.setting), {"parallel": {}, "fusion": {}, "trainer": {}}
+    drawn = [drawn_table(space, rng) for _ in range(200)]
+    table = next((table for table in drawn if may_run(case, table)), drawn[0])
     for word in table.overrides():
         group, _, rest = word.partition(".")
         name, _, value = rest.partition("=")
         if rng.random() < 0.3:
             groups[group][name] = int(value) if value.isdigit() else value
     if "inference" in groups["parallel"]:
-        groups["parallel"] |= {f"{role}_inference": str(table.inference) for role in case.config.scorers()}
+        groups["parallel"] |= {row: str(layout) for row, layout in table.inference}
     if "sequence_parallel" in groups["parallel"]:
         groups["parallel"]["sequence_parallel"] = table.sequence_parallel
     return replace(case, config=case.config.with_(**groups))
+
+
+def may_run(case: SearchCase, table: Table) -> bool:
+    """By the rules that a run is held against."""
+    try:
+        LayoutRules(table.of(case.setting.run.config), case.specs, case.world_size).table()
+    except InputError:
+        return False
+    return True
 
 
 def has_tables(case: SearchCase) -> bool:
@@ -201,11 +213,12 @@ def with_memory(case: SearchCase, gigabytes: float) -> SearchCase:
 def table_of(overrides: Sequence[str]) -> Table:
     """Inverse of `Table.overrides`."""
     rows = dict(word.split("=", 1) for word in overrides)
-    names = ("generation", "inference", "actor_train", "critic_train")
-    layouts = [ParallelLayout.parse(text) if (text := rows.get(f"parallel.{name}")) else None for name in names]
+    layouts = {key.partition(".")[2]: ParallelLayout.parse(text) for key, text in rows.items() if "d" in text}
+    generation, actor, critic = (layouts.get(name) for name in ("generation", "actor_train", "critic_train"))
+    scored = tuple((row, layouts.get(row, layouts.get("inference"))) for row in SCORERS)
     recompute, sharded = rows["trainer.recompute"], rows["parallel.sequence_parallel"] == "true"
     cut = next(CutSetting(name, int(rows[f"fusion.{name}"])) for name in (TOKENS, NUMBER) if f"fusion.{name}" in rows)
-    return Table(*layouts, cut, recompute, sharded)
+    return Table(generation, scored, actor, critic, cut, recompute, sharded)
 
 
 def profiles_of(case: SearchCase, rng: random.Random) -> TensorProfiles:
@@ -259,7 +272,7 @@ def priced_tables(case: SearchCase) -> list[PricedTable]:
             check_headroom(draft)
         except InputError:
             continue
-        key = str(table.generation), str(table.inference), draft.generation.limits
+        key = str(table.generation), table.inference, draft.generation.limits
         if key not in generated:
             generated[key] = price_generation(draft)
         moves = sum(move.seconds for move in weight_moves(draft))

@@ -9,10 +9,8 @@ from rlhfuse.planning.job import Job
 from rlhfuse.planning.search.search import MORE, Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import TOKENS, CutSetting
-from rlhfuse.tasks.task import TRAINED
 
 DOUBLINGS = 6  # of the number of ranks
-ROWS = ("generation", "inference", *TRAINED)
 
 
 def with_enough_ranks(refusal: str, run: Job) -> str:
@@ -20,7 +18,8 @@ def with_enough_ranks(refusal: str, run: Job) -> str:
     if MORE not in refusal:
         return refusal
     setting, world = Setting.of(run), run.world_size
-    machine, given = setting.inputs.hardware, [f"parallel.{row}" for row in ROWS if getattr(setting.given, row)]
+    machine, rows = setting.inputs.hardware, {**setting.given.forwards, **setting.given.trained}
+    given = [f"parallel.{row}" for row in rows]
     sizes = [world << times for times in range(1, DOUBLINGS + 1)]
     if given:
         return refusal.replace(MORE, f"use auto for {' and '.join(given)}")

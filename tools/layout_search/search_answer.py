@@ -17,6 +17,7 @@ from text_table import aligned
 
 from rlhfuse.planning.price import CAPTURE, GENERATION, MOVES, OFFLOAD, SCHEDULES, STEPS
 from rlhfuse.planning.search.search import FastestTables, Ranking, Row
+from rlhfuse.planning.search.table import inference_text
 from rlhfuse.planning.training.training_problem import equal_microbatch
 from rlhfuse.tasks.task import TRAINED
 
@@ -150,7 +151,7 @@ def _measured(ranking: Ranking) -> str:
     """What lies outside of it."""
     space, measured = ranking.space, ranking.setting.inputs.measured
     profile = ranking.setting.run.config.fusion.profile
-    rows = [layout for row in space.generation for layout in (row.generation, row.inference)]
+    rows = [layout for row in space.generation for layout in (row.generation, *dict(row.inference).values())]
     rows += [layout for row in space.training for layout in (row.actor, row.critic) if layout]
     degrees = sorted({layout.tp for layout in rows})
     if measured is None:
@@ -192,7 +193,7 @@ def gibibytes(count: float) -> str:
 
 def _cells(number: int, row: Row) -> tuple[str, ...]:
     table, seconds = row.table, by_phase(row.price.parts).values()
-    layouts = table.generation, table.inference, table.actor_train, table.critic_train or "-"
+    layouts = table.generation, inference_text(table.inference), table.actor_train, table.critic_train or "-"
     return (
         str(number),
         f"{row.seconds:.4g}",

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from rlhfuse.planning.search.search import Ranking, Row
-from rlhfuse.planning.search.table import ROWS, Table
-
-DECISIONS: Mapping[str, Callable[[Table], Any]] = {
-    **{row: attrgetter(row) for row in ROWS},
-    "microbatch_tokens": lambda table: table.cut.value,
-    "recompute": lambda table: table.recompute,
-    "sequence_parallel": lambda table: table.sequence_parallel,
-}
+from rlhfuse.planning.search.table import Table, shared
+from rlhfuse.tasks.task import TRAINED
 
 
 @dataclass(frozen=True)
@@ -45,8 +38,19 @@ class Wish:
 def wishes(ranking: Ranking, best: Row) -> Iterator[Wish]:
     """For each decision, the fastest priced table with another value than the best's, where there is one."""
     rows = sorted(ranking.priced, key=lambda row: (row.seconds, row.table.text))
-    for name, value in DECISIONS.items():
-        row = next((row for row in rows if value(row.table) != value(best.table)), None)
+    for number, decision in enumerate(decisions(best.table)):
+        row = next((row for row in rows if decisions(row.table)[number] != decision), None)
         if row is not None:
-            found = value(row.table)
-            yield Wish(f"{name}={str(found).lower() if isinstance(found, bool) else found}", best, row)
+            yield Wish(decisions(row.table)[number], best, row)
+
+
+def decisions(table: Table) -> tuple[str, ...]:
+    """The decisions of a table as settings."""
+    return (
+        f"generation={table.generation}",
+        " ".join(f"{row}={layout}" for row, layout in shared(table.inference).items()),
+        *(f"{row}={getattr(table, row)}" for row in TRAINED),
+        f"microbatch_tokens={table.cut.value}",
+        f"recompute={table.recompute}",
+        f"sequence_parallel={str(table.sequence_parallel).lower()}",
+    )

@@ -64,7 +64,7 @@ def scoring_options(
         if need > room:
             continue
         costs = analytic_table(cost, (cost,), output_share=output_share)
-        limits = instance_limits(work.run, InstanceCache.of(work.config, layout.dp), costs, batches[0])
+        limits = instance_limits(work.run, InstanceCache.of(work.config, layout.dp), costs, batches[0], 1)
         limits = replace(limits, scoring_models=1, reward_workers=0)
         simulated = Simulation(batches, layout.dp, costs, limits).seconds([0])[0]
         seconds, fetch = simulated.total - simulated.generation, 0.0
@@ -79,7 +79,7 @@ def _caches(work: RunWork, cost: AnalyticCost) -> Iterator[InstanceLimits]:
     cache, lengths = InstanceCache.of(work.config, cost.layout.dp), work.inputs.drawn.batches[0]
     counts = {max(cache.least, -(-cache.wanted // part)) for part in ((1,) if cache.given else CACHES)}
     for blocks in sorted(counts, reverse=True):
-        yield instance_limits(work.run, replace(cache, left=blocks), analytic_table(cost), lengths)
+        yield instance_limits(work.run, replace(cache, left=blocks), analytic_table(cost), lengths, 1)
 
 
 def _most_tokens(work: RunWork, instances: int) -> int:

@@ -129,7 +129,8 @@ class Rehearsal:
     def _score(self, trainer: RehearsedTrainer) -> None:
         samples = max(1, self._plan.limits.score_tokens // self._samples.longest)
         for pack in range(PACKS):
-            trainer.scorer.score([self._samples.rollout(pack * samples + number) for number in range(samples)])
+            rollouts = [self._samples.rollout(pack * samples + number) for number in range(samples)]
+            trainer.scorer.score(rollouts, trainer.models.place.scorers)
 
     def _train(self, trainer: RehearsedTrainer) -> None:
         batch = self._samples.training_batch(MINIBATCHES, self._plan.batch)

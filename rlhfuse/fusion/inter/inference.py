@@ -7,7 +7,7 @@ is room; they go out afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,19 +16,23 @@ import torch.distributed as dist
 
 from rlhfuse.base.clock import Clock
 from rlhfuse.fusion.inter.iteration_store import IterationStore
+from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
 from rlhfuse.models.stage import PackedTokens, PipelineStage
 from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
+from rlhfuse.tasks.packing import deal
 from rlhfuse.tasks.role import Role
 
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """One model as inference uses it: its single stage, its offloaded weights and its tensor-parallel group."""
+    """One model as inference uses it: its single stage, its offloaded weights and its tensor-parallel group, which has
+    so many ranks. A worker that is wider has several replicas, each of which scores its part of a pack."""
 
     stage: PipelineStage
     offloaded: OffloadedWeights
     tp_group: dist.ProcessGroup
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Rewarder(Protocol):
 
 @dataclass(eq=False)
 class Scorer:
-    """The models of one inference replica, which score in this order. Outputs of one kind are added up."""
+    """The models of one worker, which score in this order. Outputs of one kind are added up."""
 
     models: Mapping[Role, FrozenModel]
     vocab: int
@@ -110,27 +114,48 @@ class Scorer:
             model.offloaded.release()
 
     @torch.no_grad()
-    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """One pack: each rollout with the outputs of the models."""
+    def score(self, rollouts: Sequence[Rollout], worker: TensorParallelGroup) -> list[Rollout]:
+        """One pack, which all ranks of the `worker` have: each rollout with the outputs of the models."""
         self.begin_load()
         ordered = sorted(rollouts, key=lambda r: r.sample_id)
-        batch = RolloutBatch.from_rollouts(ordered)
-        others = [batch.prediction_index, batch.tokens[batch.response_index], batch.cu_seqlens[1:].long() - 1]
-        packed, (predictions, targets, last) = PackedTokens.beside(others, batch.tokens, batch.cu_seqlens, self.device)
-        drawn = batch.drawn_lengths.tolist()
-        read: Mapping[str, Callable[[Any], torch.Tensor]] = {  # of the numbers of a model
-            "logprobs": lambda output: output.logprobs(predictions, targets, self.vocab, self.temperature)[0],
-            "value": lambda output: output[predictions].float(),
-            "score": lambda output: output[last].float(),
-        }
-        scored: dict[str, Sequence[Any]] = {}
+        lengths = [len(one.prompt_tokens) + len(one.response_tokens) for one in ordered]
+        given, batches = list[dict[int, Any]](), dict[int, tuple]()  # of each model by position; by number of replicas
         for role, model in self.models.items():
             self._wait(model)
-            numbers = read[role.output](model.stage.forward(packed, None)).cpu()
-            given = numbers.tolist() if role.output == "score" else numbers.split(drawn)
-            scored[role.field] = [a + b for a, b in zip(scored[role.field], given)] if role.field in scored else given
-            self.clock.hold(self._begun, "score", len(packed), len(ordered))
+            replicas, own = worker.parts(model.ranks)
+            if replicas not in batches:
+                places = sorted(deal(lengths, replicas)[own])
+                batches[replicas] = places, self._batch([ordered[i] for i in places]) if places else None
+            places, batch = batches[replicas]
+            given.append(dict(zip(places, self._outputs(role, model, batch))) if places else {})
+            self.clock.hold(self._begun, "score", sum(lengths), len(ordered))
+        if any(replicas > 1 for replicas in batches):
+            every = worker.gather([{i: as_array(of) for i, of in part.items()} for part in given])
+            given = [{i: of for part in parts for i, of in part.items()} for parts in zip(*every)]
+        scored: dict[str, dict[int, Any]] = {}
+        for role, own in zip(self.models, given):
+            before = scored.get(role.field)
+            scored[role.field] = {i: before[i] + of for i, of in own.items()} if before else own
         return [one.with_scores(**{field: of[i] for field, of in scored.items()}) for i, one in enumerate(ordered)]
+
+    def _batch(self, rollouts: Sequence[Rollout]) -> tuple[PackedTokens, list[torch.Tensor], list[int]]:
+        """Their tokens; which predict the drawn ones, which these are, which are last; how many are drawn of each."""
+        batch = RolloutBatch.from_rollouts(rollouts)
+        others = [batch.prediction_index, batch.tokens[batch.response_index], batch.cu_seqlens[1:].long() - 1]
+        packed, places = PackedTokens.beside(others, batch.tokens, batch.cu_seqlens, self.device)
+        return packed, places, batch.drawn_lengths.tolist()
+
+    def _outputs(self, role: Role, model: FrozenModel, batch: tuple) -> Sequence[Any]:
+        """A model's numbers of each rollout."""
+        packed, (predictions, targets, last), drawn = batch
+        output: Any = model.stage.forward(packed, None)
+        if role.output == "score":
+            return output[last].float().tolist()
+        if role.output == "value":
+            numbers = output[predictions].float()
+        else:
+            numbers = output.logprobs(predictions, targets, self.vocab, self.temperature)[0]
+        return numbers.cpu().split(drawn)
 
     def _wait(self, model: FrozenModel) -> None:
         waiting = self.clock.begin()
@@ -142,6 +167,11 @@ class Scorer:
             index -= loader.count
         self.waited_seconds += waiting.seconds
         self._begun = self.clock.now()
+
+
+def as_array(numbers: Any) -> Any:
+    """A tensor as an array of numpy, which is pickled in a tenth of the time; a number as it is."""
+    return numbers.numpy() if isinstance(numbers, torch.Tensor) else numbers
 
 
 class WeightLoader:

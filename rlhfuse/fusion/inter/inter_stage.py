@@ -193,7 +193,7 @@ class GenInferIteration:
         )
         if not self._tail:
             return queue.score_share(self._finished)
-        if self._events.plan and self._instance in self._events.plan.freed:
+        if self._events.plan and {*self._place.spanned} <= {*self._events.plan.freed}:
             queue.register()
         return queue.pull(self._finished, len(self._tail), len(self._finished) + len(self._tail))
 

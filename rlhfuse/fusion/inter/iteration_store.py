@@ -25,6 +25,7 @@ class IterationStore:
     tickets       drawn for the packs known at the barrier: whoever draws ticket k scores pack k
     taken         published samples that have been taken to be scored, and by whom last
     workers       workers that load, score or wait for work; ready: those that wait and have their models
+    free/W        instances of worker W that decode no more, where it spans several
     mail/I        letters to the leader of instance I about samples that began there; mail/I/J is the J-th of them
     mail/scores   letters to all leaders about groups that are filtered; places: groups begun beside the first ones
     put/NAME      what was left under a name; put/J is the J-th name, puts how many there are
@@ -88,6 +89,10 @@ class IterationStore:
         """So many workers more that want work; returns how many do."""
         return self._add("workers", count)
 
+    def add_free(self, worker: int, count: int) -> int:
+        """So many instances more under a worker that decode no more; returns how many do."""
+        return self._add(f"free/{worker}", count)
+
     def add_ready(self, change: int) -> int:
         """So many workers more, or fewer, that wait for work with their models loaded; returns how many do."""
         return self._add("ready", change)
@@ -118,8 +123,8 @@ class IterationStore:
         return self._store.get(key) if self._store.check([key]) else None
 
     def clear(self, instances: int = 0) -> None:
-        """Drop the iteration's keys, the letters to so many instances too; one rank calls it after everyone is done."""
-        samples = [f"sample/{i}" for i in range(self.published())]
+        """Drop the iteration's keys, those of so many instances too; one rank calls it after everyone is done."""
+        samples = [f"sample/{i}" for i in range(self.published())] + [f"free/{i}" for i in range(instances)]
         for mail in (f"mail/{box}" for box in (*range(instances), SCORES)):
             samples += [mail, *(f"{mail}/{i}" for i in range(self._add(mail, 0)))]
         for index in range(self._add("puts", 0)):

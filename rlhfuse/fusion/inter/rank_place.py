@@ -39,6 +39,11 @@ class RankPlace:
         return self.placement.worker_of(self.rank)
 
     @property
+    def spanned(self) -> tuple[int, ...]:
+        """The instances that have ranks in its worker."""
+        return self.placement.instances_under(self.worker)
+
+    @property
     def decoders(self) -> TensorParallelGroup:
         """This rank's generation instance."""
         return TensorParallelGroup(self.placement.instances[self.instance], self.rank, self.instance_group)

@@ -68,6 +68,7 @@ class ScoringQueue:
         `finished` is the same on all workers; `total`: samples of the whole batch. A worker that has not registered
         loads no models before it has work.
         """
+        self._wait_for_instances()
         packs = self._packs(finished, self._workers)
         while True:
             self.progress(WaitingForWork("inference: waiting for work"))
@@ -85,6 +86,19 @@ class ScoringQueue:
             self._score(pack)
             if self._group.is_leader and self.store.add_finished(0) < total:
                 self.events.scored_early += len(pack)
+
+    def _wait_for_instances(self) -> None:
+        """Until all instances that this worker spans decode no more. Its leader takes no work before."""
+        spanned = len(self.place.spanned)
+        if spanned == 1:
+            return
+        with self._clock.work("wait"):
+            self.store.add_free(self._worker, int(self.place.decoders.is_leader))
+            pause = FIRST_PAUSE_SECONDS
+            while self.store.add_free(self._worker, 0) < spanned:
+                self.progress(WaitingForWork("inference: waiting for instances of this worker that decode"))
+                self._clock.sleep(pause)
+                pause = min(2 * pause, LAST_PAUSE_SECONDS)
 
     def _next(self, packs: Sequence[Sequence[Rollout]], streamed: int) -> Work:
         self._asked = self._clock.begin()
@@ -137,7 +151,7 @@ class ScoringQueue:
             with self._clock.work("load"):
                 self.scorer.wait_for_first()
         with self._clock.work("score"):
-            self._scored += self.scorer.score(pack)
+            self._scored += self.scorer.score(pack, self._group)
         self._asked.waited = self.scorer.waited_seconds - waited
         self._clock.observe("score", sum(map(tokens_of, pack)), len(pack), self._asked.seconds)
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from rlhfuse.parallel.collectives import all_gather_objects
+
+T = TypeVar("T")
 
 
 class TensorParallelGroup:
@@ -16,7 +21,8 @@ class TensorParallelGroup:
         """`ranks` in order of `group`, which must carry CPU tensors; a single rank needs none."""
         self._ranks = tuple(ranks)
         self._group = group
-        self.is_leader = self._ranks[0] == rank
+        self._position = self._ranks.index(rank)
+        self.is_leader = self._position == 0
         self.size = len(self._ranks)
 
     def broadcast(self, *values: int) -> tuple[int, ...]:
@@ -26,6 +32,14 @@ class TensorParallelGroup:
         tensor = torch.tensor(values, dtype=torch.int64)
         dist.broadcast(tensor, src=self._ranks[0], group=self._group)
         return tuple(tensor.tolist())
+
+    def parts(self, ranks: int) -> tuple[int, int]:
+        """How many parts of so many ranks there are, and which of them this rank is in."""
+        return max(1, self.size // ranks), self._position // ranks
+
+    def gather(self, value: T) -> list[T]:
+        """The value of each rank, in order; a collective."""
+        return all_gather_objects(value, self._group) if self.size > 1 else [value]
 
     def start_broadcast(self, *values: int) -> tuple[dist.Work, torch.Tensor]:
         """The leader's values on their way to all ranks; the tensor holds them once the work is done."""

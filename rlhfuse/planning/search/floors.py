@@ -206,7 +206,7 @@ def generation_floor(
     """Generation and inference of an iteration, mean over the batches, of each the larger of two: the longest sample
     alone on an instance; all decode steps and scores shared evenly, every token at the cheapest batch there may be.
 
-    `replicas`: of the models that score, on an instance.
+    `replicas`: most of a model that scores, in a worker or in the instance around it.
     """
     return fmean(_batch_floor(batch, costs, limits, instances, replicas) for batch in batches)
 
@@ -230,7 +230,7 @@ def _batch_floor(
     bends = (replicas * tokens for tokens in costs.score_bends())  # where a token may cost least
     packs = [max(limits.score_tokens, limits.longest), *bends]
     scoring = (sum(batch.prompt) + sum(batch.output)) * min(_least_score(costs, p, replicas) / p for p in packs)
-    return max(alone, (decoding + scoring) / instances)
+    return max(alone, (decoding + scoring * limits.instances_per_worker) / instances)
 
 
 def _least_score(costs: CostTable, tokens: float, replicas: int) -> float:

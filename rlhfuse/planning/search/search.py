@@ -209,7 +209,8 @@ class Ranking:
         if needs.least > self.limit:
             self.refused["memory of generation and inference"] += len(self.space.training)
             return None
-        replicas = table.generation.tp // table.inference.tp
+        degrees = [layout.tp for _, layout in table.inference]
+        replicas = max(table.generation.tp, *degrees) // min(degrees)
         return generation_floor(setting.inputs.drawn.batches, costs, limits, table.generation.dp, replicas)
 
     def _by_work(self, t: int, g: int) -> float | None:

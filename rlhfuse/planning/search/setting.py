@@ -21,13 +21,14 @@ from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.instance_cache import CACHE_PARTS, SPARE_BLOCKS, InstanceCache
 from rlhfuse.planning.rooflines import Rooflines
 from rlhfuse.planning.search.space import Given
-from rlhfuse.planning.search.table import Table
+from rlhfuse.planning.search.table import Inference, Table
 from rlhfuse.planning.training.split_choice import given_split
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.tasks.instance_limits import InstanceLimits
+from rlhfuse.tasks.placement import instances_per_worker
 from rlhfuse.tasks.role import Role
-from rlhfuse.tasks.task import ModelTask
+from rlhfuse.tasks.task import TASKS, ModelTask
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Setting:
         given = given or Given.of(config)
         split, notes = given_split(config.fusion, config.trained()), ()
         inputs = CandidateInputs.of(run, lengths)
-        if inputs.measured and inputs.measured.of_one_run and not (given.generation and given.inference):
+        forwards = bool(given.generation), len(given.inference)
+        if inputs.measured and inputs.measured.of_one_run and forwards != (True, max(1, len(config.scorers()))):
             raise InputError(
                 f"fusion.profile={config.fusion.profile} was measured by a run in its layouts and says nothing of "
                 "others; use what tools/profile_costs.py --tensor 1,2,4 writes, or leave it empty"
@@ -123,7 +125,8 @@ class Setting:
     def limits(self, table: Table, costs: CostTable) -> InstanceLimits:
         """With room for all samples of an instance."""
         cache = InstanceCache.of(self.run.config, table.generation.dp)
-        return instance_limits(self.run, cache, costs, self.inputs.lengths.samples)
+        spanned = instances_per_worker(self._forwards(table.generation, table.inference))
+        return instance_limits(self.run, cache, costs, self.inputs.lengths.samples, spanned)
 
     def generation_bytes(self, table: Table, limits: InstanceLimits) -> GenerationBytes:
         """Bytes of generation on every rank."""
@@ -138,7 +141,7 @@ class Setting:
 
     @remembered
     def move_seconds(
-        self, trained: tuple[tuple[Role, ParallelLayout], ...], generation: ParallelLayout, inference: ParallelLayout
+        self, trained: tuple[tuple[Role, ParallelLayout], ...], generation: ParallelLayout, inference: Inference
     ) -> float:
         """Seconds that weights move in an iteration; `trained`: with the layers of each stage."""
         tasks = (*self._forwards(generation, inference), *self._trainings(dict(trained)))
@@ -147,11 +150,10 @@ class Setting:
         moves = layout_moves(tasks, ranks, self.run.specs, self.run.config.trainer.element_bytes, machine)
         return sum(move.seconds for move in moves)
 
-    def _forwards(self, generation: ParallelLayout, inference: ParallelLayout) -> list[ModelTask]:
+    def _forwards(self, generation: ParallelLayout, inference: Inference) -> list[ModelTask]:
         """Tasks that train nothing, generation first."""
-        ranks = self.run.world_size
-        scoring = [ModelTask.of(f"{role}_inference", inference, ranks) for role in self.run.config.scorers()]
-        return [ModelTask.of("generation", generation, ranks), *scoring]
+        rows = ("generation", generation), *inference
+        return [ModelTask.of(row, layout, self.run.world_size) for row, layout in rows if row in TASKS]
 
     def _trainings(self, layouts: Mapping[Role, ParallelLayout]) -> list[ModelTask]:
         return [ModelTask.of(f"{role}_train", layout, self.run.world_size) for role, layout in layouts.items()]

@@ -1,7 +1,7 @@
 """All tables that could run on so many ranks, as training rows and generation rows that combine freely.
 
-Tensor ranks stay within a node; stages are whole layers; inference replicas lie within a generation instance; two
-models that train have as many virtual stages. What a configuration says is held to.
+Tensor ranks stay within a node; stages are whole layers; two models that train have as many virtual stages. Models that
+score are as wide as their workers where their shapes allow that. What a configuration says is held to.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.values import AUTO, Recompute, known
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic, multiple_of
-from rlhfuse.decisions.layouts import fits_model, possible_layouts
+from rlhfuse.decisions.layouts import divisors, possible_layouts, widest_layout
 from rlhfuse.planning.job import Job
-from rlhfuse.planning.search.table import NUMBER, ROWS, TOKENS, CutSetting, Table
+from rlhfuse.planning.search.table import NUMBER, TOKENS, CutSetting, Inference, Table, inference_text, shared
 from rlhfuse.planning.training.drawn_batches import DrawnBatches
 from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
+from rlhfuse.tasks.placement import worker_fault
 from rlhfuse.tasks.role import LEARNERS, POLICY, Role
-from rlhfuse.tasks.task import TRAINED
+from rlhfuse.tasks.task import TRAINED, ModelTask
 
 CHUNKS = (1, 2)  # virtual stages of a rank
 LONGEST_TIMES = (1, 1.5, 2, 3, 4)  # tokens of a micro-batch that are tried, over those of the longest sample
@@ -55,15 +56,15 @@ class TrainingRow:
 @dataclass(frozen=True)
 class GenerationRow:
     generation: ParallelLayout
-    inference: ParallelLayout
+    inference: Inference
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a configuration leaves open is None; `inference` holds for all models that score."""
+    """What a configuration leaves open is None, or no row of `inference`."""
 
     generation: ParallelLayout | None = None
-    inference: ParallelLayout | None = None
+    inference: Inference = ()
     actor_train: ParallelLayout | None = None
     critic_train: ParallelLayout | None = None
     cut: CutSetting | None = None
@@ -72,12 +73,23 @@ class Given:
 
     @staticmethod
     def of(config: RunConfig) -> Given:
-        parallel, values = config.parallel, {}
-        for row in ROWS:
-            text = getattr(parallel, row)
-            values[row] = None if text == AUTO else ParallelLayout.parse(text)
+        parallel, scored = config.parallel, [f"{role}_inference" for role in config.scorers()] or ["inference"]
+        texts = {row: getattr(parallel, row) for row in ("generation", *scored, *TRAINED)}
+        rows = {row: ParallelLayout.parse(text) for row, text in texts.items() if text != AUTO}
+        inference = tuple((row, rows.pop(row)) for row in scored if row in rows)
         recompute, sharded = known(config.trainer.recompute, None), known(parallel.sequence_parallel, None)
-        return Given(**values, cut=CutSetting.given(config.fusion), recompute=recompute, sequence_parallel=sharded)
+        more = {"cut": CutSetting.given(config.fusion), "recompute": recompute, "sequence_parallel": sharded}
+        return Given(inference=inference, **rows, **more)
+
+    @property
+    def forwards(self) -> dict[str, ParallelLayout]:
+        """The rows of generation and of models that score."""
+        scored = shared(self.inference) if self.inference else {}
+        return {**({"generation": self.generation} if self.generation else {}), **scored}
+
+    @property
+    def trained(self) -> dict[str, ParallelLayout]:
+        return {row: layout for row in TRAINED if (layout := getattr(self, row))}
 
 
 @dataclass(frozen=True)
@@ -98,14 +110,17 @@ class Space:
         refused: Counter[str] = Counter()
         training = sorted(_training_rows(run, devices_per_node, given, drawn, refused), key=str)
         decoding = _generation_rows(run, devices_per_node, given)
-        generation = sorted(decoding, key=lambda row: f"{row.generation} {row.inference}")
-        for rows, names in ((training, TRAINED), (generation, ROWS[:2])):
+        generation = sorted(decoding, key=lambda row: f"{row.generation} {inference_text(row.inference)}")
+        for rows, names, own in (
+            (training, TRAINED, given.trained),
+            (generation, ("generation", "inference"), given.forwards),
+        ):
             if not rows:
                 if rows is training and not auto_layouts(run.config):
                     tokens = run.config.samples_per_iteration * sum(run.config.longest_sample)
                     cut = given.cut or CutSetting(TOKENS, tokens)
                     run.with_config(run.config.with_(fusion=cut.settings)).rules.table()  # which says why
-                fixed = [f"parallel.{name}={getattr(given, name)}" for name in names if getattr(given, name)]
+                fixed = [f"parallel.{name}={layout}" for name, layout in own.items()]
                 if rows is training and given.cut:
                     fixed.append(f"fusion.{given.cut.name}={given.cut.value}")
                 told = f"{' and '.join(fixed)}: " if fixed else ""
@@ -193,13 +208,18 @@ def _generation_rows(run: Job, devices: int, given: Given) -> Iterator[Generatio
     config, specs, world_size = run.config, run.specs, run.world_size
     sizes = world_size, devices, config.samples_per_iteration
     decoding = [given.generation] if given.generation else possible_layouts(specs[POLICY], *sizes)
-    scorers = [specs[role] for role in config.scorers()]
+    scorers, known_rows = {f"{role}_inference": specs[role] for role in config.scorers()}, dict(given.inference)
+    widths = [tp for tp in divisors(world_size) if devices % tp == 0] if len(known_rows) < len(scorers) else [1]
     for generation in decoding:
         if not scorers:
-            yield GenerationRow(generation, given.inference or generation)
+            yield GenerationRow(generation, given.inference or (("inference", generation),))
             continue
-        every = possible_layouts(scorers[0], world_size, devices, world_size)
-        scored = [given.inference] if given.inference else every
-        for scoring in scored:
-            if generation.tp % scoring.tp == 0 and all(fits_model(scoring, spec) for spec in scorers):
-                yield GenerationRow(generation, scoring)
+        seen = set[Inference]()
+        for width in widths:
+            rows = {row: known_rows.get(row) or widest_layout(spec, world_size, width) for row, spec in scorers.items()}
+            tasks = [
+                ModelTask.of(row, layout, world_size) for row, layout in (("generation", generation), *rows.items())
+            ]
+            if (inference := tuple(rows.items())) not in seen and not worker_fault(tasks):
+                seen.add(inference)
+                yield GenerationRow(generation, inference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from rlhfuse.config.settings import FusionConfig, RunConfig
 from rlhfuse.config.values import AUTO, Recompute
 from rlhfuse.tasks.task import TRAINED
 
-ROWS = "generation", "inference", *TRAINED  # of `parallel`
+Inference = tuple[tuple[str, ParallelLayout], ...]  # by row of `parallel`; "inference" alone where no model scores
 TOKENS, NUMBER = "microbatch_tokens", "actor_microbatches"
 
 
@@ -46,7 +47,7 @@ class Table:
     """Without a critic `critic_train` is None."""
 
     generation: ParallelLayout
-    inference: ParallelLayout
+    inference: Inference
     actor_train: ParallelLayout
     critic_train: ParallelLayout | None
     cut: CutSetting
@@ -57,7 +58,7 @@ class Table:
     def text(self) -> str:
         """Ties between tables are broken by it: the order of training rows, then of generation rows."""
         training = f"{self.actor_train} {self.critic_train} {self.cut.text} {self.recompute}"
-        return f"{training} {self.sequence_parallel} {self.generation} {self.inference}"
+        return f"{training} {self.sequence_parallel} {self.generation} {inference_text(self.inference)}"
 
     def __str__(self) -> str:
         return " ".join(self.overrides())
@@ -65,15 +66,15 @@ class Table:
     def overrides(self) -> tuple[str, ...]:
         """Arguments of tools/train_ppo.py that make a run have this table."""
         return (
-            *(f"parallel.{row}={layout}" for row, layout in self._rows().items()),
+            *(f"parallel.{row}={layout}" for row, layout in self._rows(shared(self.inference)).items()),
             f"parallel.sequence_parallel={str(self.sequence_parallel).lower()}",
             *(f"fusion.{name}={value}" for name, value in self.cut.settings.items()),
             f"trainer.recompute={self.recompute}",
         )
 
     def of(self, config: RunConfig) -> RunConfig:
-        """`config` with this table; models that score share one layout."""
-        rows = self._rows() | dict.fromkeys((f"{role}_inference" for role in config.scorers()), self.inference)
+        """`config` with this table."""
+        rows = self._rows({**shared(self.inference), **dict(self.inference)})
         parallel = {row: str(layout) for row, layout in rows.items()}
         return config.with_(
             parallel={**parallel, "sequence_parallel": self.sequence_parallel},
@@ -81,5 +82,18 @@ class Table:
             trainer={"recompute": self.recompute},
         )
 
-    def _rows(self) -> dict[str, ParallelLayout]:
-        return {row: layout for row in ROWS if (layout := getattr(self, row))}
+    def _rows(self, inference: Mapping[str, ParallelLayout]) -> dict[str, ParallelLayout]:
+        trained = {row: layout for row in TRAINED if (layout := getattr(self, row))}
+        return {"generation": self.generation, **inference, **trained}
+
+
+def shared(inference: Inference) -> dict[str, ParallelLayout]:
+    """The rows of models that score; their default alone where all have one layout."""
+    layouts = dict(inference)
+    one = next(iter(layouts.values()))
+    return {"inference": one} if all(layout == one for layout in layouts.values()) else layouts
+
+
+def inference_text(inference: Inference) -> str:
+    """Their layouts, for a column of a table."""
+    return ",".join(map(str, shared(inference).values()))

@@ -82,6 +82,22 @@ def test_tensor_parallel_instances_act_on_the_trigger_together(run, inference):
         assert result["report"].migrated_samples >= 1
 
 
+WIDE = ("d4t1p1", "d2t2p1", ""), ("d4t1p1", "d4t1p1", "d2t2p1")
+
+
+@pytest.mark.parametrize("layout, inference, reward", WIDE)
+def test_workers_wider_than_instances_give_the_bits_of_the_serial_run(run, layout, inference, reward):
+    """Models that are narrower than the widest one share a pack; whichever instances go on decoding."""
+    case = Case(STAIRS, layout=layout, inference=inference, reward=reward)
+    for threshold, by, lengths in ((6, "kv", STAIRS), (16, "tokens", STAIRS), (4, "kv", (2,) * 12 + (40,) * 4)):
+        case = replace(case, threshold=threshold, by=by, lengths=lengths, bs_max=4 if threshold == 6 else 8)
+        result = run(case)
+        assert result["digest"] == run.serial_digest(case) and result["report"].plan
+    narrow = run.serial(replace(case, inference=layout, reward=""))["rollouts"]
+    for one, other in zip(result["rollouts"], narrow):  # sums over tensor ranks are in another order
+        assert one.score == pytest.approx(other.score, abs=1e-5) and one.values.allclose(other.values, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "scorers, function",
     [(("reference", "reward"), True), (("reward",), False), (("reference",), True), (("reward",), True), ((), True)],
@@ -200,8 +216,8 @@ def stand_still(stage, scorer, made, case, store):
         eventually(lambda: not known or store.add("scored", 0) >= known[0] * share)
         return step()
 
-    def counting(rollouts):
-        out = score(rollouts)
+    def counting(rollouts, worker):
+        out = score(rollouts, worker)
         store.add("scored", len(rollouts))
         return out
 

@@ -28,7 +28,7 @@ class Scorer:
 
     def wait_for_first(self) -> None: ...
 
-    def score(self, pack):
+    def score(self, pack, worker):
         return list(pack)
 
     def release(self) -> None: ...

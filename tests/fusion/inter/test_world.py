@@ -47,7 +47,8 @@ def test_every_life_ends_and_gives_what_the_serial_run_gives(tmp_path):
         setting = life.setting
         met["failed" if life.ends else "migrated" if any(r.plan for r, _ in life.reports.values()) else "serial"] += 1
         met += Counter(one for one in ("filtered", "tools", "signature", "models", "mishap") if getattr(setting, one))
-    assert len(met) == 8 and min(met.values()) > LIVES / 40, met
+        met["a worker spans instances"] += setting.spanned > 1 and setting.models > 0
+    assert len(met) == 9 and min(met.values()) > LIVES / 40, met
 
 
 def test_settings_are_met_whole():

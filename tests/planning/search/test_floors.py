@@ -154,13 +154,13 @@ def test_generation_is_never_simulated_below_its_floor(seed, kind, tmp_path):
     setting = case.setting
     for _ in range(4):
         table = drawn_table(space_of_setting(setting), rng)
-        degrees = {table.generation.tp, table.inference.tp}
+        degrees = {table.generation.tp, *(layout.tp for _, layout in table.inference)}
         if kind == "profiled" and not degrees <= set(setting.inputs.measured.degrees):  # whatever trains
             with pytest.raises(InputError, match="has tensor degrees"):
                 setting.generation_costs(table)
             continue
         costs, instances = setting.generation_costs(table), table.generation.dp
-        limits, replicas = setting.limits(table, costs), table.generation.tp // table.inference.tp
+        limits, replicas = setting.limits(table, costs), max(degrees) // min(degrees)
         if kind == "measured":
             costs = measured_cost(rng)
         plain = long_tail(rng, rng.randint(1, 24) + instances)
@@ -177,9 +177,10 @@ def test_a_profile_of_one_degree_prices_generation_whatever_trains(tmp_path):
         case = random_case(seed)
         setting = with_profiles(case, tmp_path / f"{seed}.json", seed).setting
         space = space_of_setting(setting)
-        first = space.table(0, 0)
         degrees = setting.inputs.measured.degrees
-        if first.actor_train.tp not in degrees and {first.generation.tp, first.inference.tp} <= set(degrees):
-            assert setting.generation_costs(first).decode_step_seconds(1, 10) > 0
-            return
+        for table in (space.table(0, number) for number in range(len(space.generation))):
+            forwards = {table.generation.tp, *(layout.tp for _, layout in table.inference)}
+            if table.actor_train.tp not in degrees and forwards <= set(degrees):
+                assert setting.generation_costs(table).decode_step_seconds(1, 10) > 0
+                return
     raise AssertionError("no run has such a row")

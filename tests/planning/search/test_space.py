@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from testkit import search_cases
 from testkit.profiles import share
 from testkit.search_cases import SearchCase, auto_config, random_case, space_of_setting, spec_of, tables_of
 
@@ -11,10 +12,10 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.decisions.layout_rules import LayoutRules
-from rlhfuse.planning.search.table import TOKENS, CutSetting, Table
+from rlhfuse.decisions.layouts import fits_model
+from rlhfuse.planning.search.table import TOKENS, CutSetting, Inference, Table
 
 KEYS = {"algorithm__name": "grpo", "reward__function": "m:f"}
-SCORERS = [f"parallel__{task}" for task in ("inference", "reference_inference", "reward_inference", "critic_inference")]
 
 
 def every_layout(world: int) -> list[ParallelLayout]:
@@ -30,11 +31,7 @@ def may_run(case, table: Table) -> bool:
     """By the rules that a run is held against; two models that train have as many virtual stages."""
     if table.critic_train and table.critic_train.chunks != table.actor_train.chunks:
         return False
-    try:
-        LayoutRules(table.of(case.setting.run.config), case.specs, case.world_size).table()
-    except InputError:
-        return False
-    return True
+    return search_cases.may_run(case, table)
 
 
 def every_table(case) -> list[Table]:
@@ -42,17 +39,27 @@ def every_table(case) -> list[Table]:
     layouts, config = every_layout(case.world_size), case.setting.run.config
     samples = config.samples_per_iteration // config.algorithm.minibatches
     flat = [layout for layout in layouts if layout.pp == 1]
+    scored = {widest_of(case, flat, width) for width in range(1, case.world_size + 1) if not case.world_size % width}
     critics = layouts if "critic" in case.specs else [None]
-    scored = flat if config.scorers() else [None]
     found = []
     for actor, critic, cut in product(layouts, critics, (False, True)):
         longest, every = sum(config.longest_sample), -(-samples // actor.dp)
         budgets = {-(-min(2 * every, halves) * longest // 2) for halves in (2, 3, 4, 6, 8)} | {every * longest}
         for generation, inference, tokens in product(flat, scored, budgets):
-            table = Table(generation, inference or generation, actor, critic, CutSetting(TOKENS, tokens), "full", cut)
+            inference = inference or (("inference", generation),)
+            table = Table(generation, inference, actor, critic, CutSetting(TOKENS, tokens), "full", cut)
             if generation.dp <= config.samples_per_iteration and may_run(case, table):
                 found.append(table)
     return found
+
+
+def widest_of(case, flat: list[ParallelLayout], width: int) -> Inference:
+    """Each model that scores as wide as its shape and such a worker allow."""
+    made = []
+    for role in case.setting.run.config.scorers():
+        fitting = [one for one in flat if width % one.tp == 0 and fits_model(one, case.specs[role])]
+        made.append((f"{role}_inference", max(fitting, key=lambda one: one.tp)))
+    return tuple(made)
 
 
 def smallest_budgets(case, tables: list[Table]) -> list[Table]:
@@ -111,7 +118,6 @@ def test_two_models_have_as_many_virtual_stages():
     [
         ({"parallel__actor_train": "d1t4p1", "parallel__critic_train": "d1t1p4v2"}, "parallel.actor_train=d1t4p1 and "),
         ({"parallel__actor_train": "d4t1p1", "fusion__actor_microbatches": 16}, "fusion.actor_microbatches=16: no "),
-        (dict.fromkeys(SCORERS, "d1t4p1") | {"parallel__generation": "d4t1p1"}, "generation=d4t1p1 and parallel"),
     ],
 )
 def test_rows_that_are_given_and_can_be_with_nothing_are_named(keys, message):

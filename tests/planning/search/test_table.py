@@ -20,8 +20,9 @@ def test_overrides_make_a_run_have_the_table(seed):
     values = {key: str(value).lower() for key, value, _ in made.leaves()}
     for word in table.overrides():
         key, _, value = word.partition("=")
-        assert values[key] == value or key == "parallel.inference"
-    assert {getattr(made.parallel, f"{role}_inference") for role in made.scorers()} == {str(table.inference)}
+        assert values[key] == value
+    scored = {f"{role}_inference": getattr(made.parallel, f"{role}_inference") for role in made.scorers()}
+    assert scored == {row: str(layout) for row, layout in table.inference if row != "inference"}
 
 
 def test_texts_are_in_the_order_of_the_space_and_no_two_are_alike():
@@ -33,5 +34,5 @@ def test_texts_are_in_the_order_of_the_space_and_no_two_are_alike():
 def test_more_tokens_come_after_fewer():
     layout = ParallelLayout.parse("d4t1p1")
     cuts = (CutSetting(TOKENS, tokens) for tokens in (900, 1000))
-    few, many = (Table(layout, layout, layout, None, cut, "none", False) for cut in cuts)
+    few, many = (Table(layout, (("inference", layout),), layout, None, cut, "none", False) for cut in cuts)
     assert few.text < many.text

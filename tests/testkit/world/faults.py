@@ -130,6 +130,18 @@ def paused_samples_not_counted() -> Patch:
     return generation.Generation, "decode_tail", decode_tail
 
 
+def free_instance_not_counted() -> Patch:
+    """Two instances of a worker that are done at the same time count as one."""
+
+    def add_free(self: Any, worker: int, count: int) -> int:
+        before = self._add(f"free/{worker}", 0)
+        if count:
+            self._store.set(f"{self._prefix}free/{worker}", str(before + count))
+        return before + count
+
+    return iteration_store.IterationStore, "add_free", add_free
+
+
 PLANTED: tuple[Callable[[], Patch], ...] = (
     waits_for_more_than_begins,
     score_letter_lost,
@@ -142,4 +154,5 @@ PLANTED: tuple[Callable[[], Patch], ...] = (
     dropped_samples_not_counted,
     sample_scored_where_it_ended,
     paused_samples_not_counted,
+    free_instance_not_counted,
 )

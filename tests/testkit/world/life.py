@@ -80,6 +80,8 @@ class Setting(SimpleNamespace):
             victim=rng.randrange(batch if mishap == REWARD else instances * tensor_ranks),  # a sample, or a rank
             at_wait=rng.randrange(1, 300),
             slow=pick((1.0, 1.0, 1.0, 5.0, 0.2)),  # the victim's waits, where it has no mishap
+            spanned=pick([n for n in range(2, instances + 1) if not instances % n] or [1]) if chance(0.4) else 1,
+            narrow=chance(0.5),  # where a worker spans several instances: the reward model is as wide as one
         )
 
     @property
@@ -89,8 +91,9 @@ class Setting(SimpleNamespace):
     @property
     def placement(self) -> Placement:
         t = self.tensor_ranks
-        instances = tuple(tuple(range(i * t, i * t + t)) for i in range(self.instances))
-        return Placement(instances, tuple((rank,) for rank in range(self.ranks)) if self.split_workers else instances)
+        worker = self.spanned * t if self.spanned > 1 else 1 if self.split_workers else t
+        cut = (tuple(tuple(range(i, i + n)) for i in range(0, self.ranks, n)) for n in (t, worker))
+        return Placement(*cut)
 
     @property
     def config(self) -> RunConfig:
@@ -230,8 +233,8 @@ class Life:
         engine = StandInEngine(simulation, setting.script, group, setting.rows, setting.step_seconds)
         fails = setting.mishap == LOADER and rank == setting.victim
         models = [
-            FrozenModel(model, model, None)
-            for _ in range(setting.models)
+            FrozenModel(model, model, None, setting.tensor_ranks if number and setting.narrow else place.scorers.size)
+            for number in range(setting.models)
             for model in [StandInModel(simulation, fails)]
         ]
         scorer = Scorer(dict(zip(ROLES[2:], models)), 100, 1.0, torch.device("cpu"), clock=clock)
@@ -278,7 +281,9 @@ class Life:
 
     def _limits(self) -> InstanceLimits:
         moves = SampleMoveCost(1.0, 1e-4, 1e-9, 1e-5)
-        return InstanceLimits(4, 1000.0, 1.0, 4, 4, 5, 5, 64, move_cost=moves)
+        return InstanceLimits(
+            4, 1000.0, 1.0, 4, 4, 5, 5, 64, instances_per_worker=self.setting.spanned, move_cost=moves
+        )
 
     def _answer(self, call: Any) -> tuple[Any, str]:
         text, error = self.setting.script.answer(call.sample_id, call.number)

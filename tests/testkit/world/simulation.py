@@ -285,7 +285,7 @@ class SimulatedGroup(TensorParallelGroup):
 
     def __init__(self, simulation: Simulation, kind: str, ranks: tuple[int, ...], rank: int) -> None:
         super().__init__(ranks, rank, None)
-        self._simulation, self._kind, self._rank, self._number = simulation, kind, rank, 0
+        self._simulation, self._kind, self._rank, self._number, self._gathered = simulation, kind, rank, 0, 0
 
     def start_broadcast(self, *values: int) -> tuple[Broadcast, Broadcast]:
         number = self._number
@@ -314,11 +314,18 @@ class SimulatedGroup(TensorParallelGroup):
         started.wait()
         return tuple(started.tolist())
 
+    def gather(self, value: Any) -> list[Any]:
+        self._gathered += 1
+        key = "gather", self._kind, self._ranks, self._gathered
+        everyone = self._simulation.meet(key, self.size, self._rank, value)
+        self._simulation.pause(self._simulation.delay(MESSAGE_SECONDS))
+        return everyone
+
 
 class SimulatedPlace:
     """A `RankPlace` whose collectives are those of a simulation; what moves are the samples of stand-in engines."""
 
-    instance, worker = RankPlace.instance, RankPlace.worker
+    instance, worker, spanned = RankPlace.instance, RankPlace.worker, RankPlace.spanned
 
     def __init__(
         self, simulation: Simulation, rank: int, placement: Placement, gathered: Callable[[list[Any]], None]

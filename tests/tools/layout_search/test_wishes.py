@@ -1,7 +1,7 @@
 """What it costs to insist: each wish is the first of the tables that the search has priced and that has it."""
 
 import pytest
-from layout_search.wishes import DECISIONS, Wish, wishes
+from layout_search.wishes import Wish, decisions, wishes
 from testkit.search_cases import known
 
 from rlhfuse.planning.search.search import Ranking
@@ -15,12 +15,11 @@ def test_another_value_of_each_decision_is_the_first_priced_table_that_has_one(k
     ranking = Ranking(made)
     best = ranking.fastest(4).best
     priced = [row for row in rows if row in ranking.priced]
-    found = {wish.wanted.split("=")[0]: wish for wish in wishes(ranking, best)}
+    found, wanted = [*wishes(ranking, best)], []
     assert found and priced[0] == best
-    for name, value in DECISIONS.items():
-        others = [row for row in priced if value(row.table) != value(best.table)]
-        assert (name in found) == bool(others)
-        if others:
-            word = str(value(others[0].table))
-            assert found[name] == Wish(f"{name}={word.lower() if word in ('True', 'False') else word}", best, others[0])
-            assert found[name].cost == pytest.approx(others[0].seconds / best.seconds - 1) and found[name].cost >= 0
+    for own, *others in zip(*(decisions(row.table) for row in priced)):
+        first = next((number for number, other in enumerate(others, start=1) if other != own), None)
+        if first is not None:
+            wanted.append(Wish(others[first - 1], best, priced[first]))
+    assert found == wanted
+    assert all(wish.cost == pytest.approx(wish.row.seconds / best.seconds - 1) and wish.cost >= 0 for wish in found)

@@ -198,6 +198,9 @@ class OtherRanks:
     def add_workers(self, count: int) -> int:
         return 1
 
+    def add_free(self, worker: int, count: int) -> int:
+        return len(self._placement.instances)
+
     def add_ready(self, change: int) -> int:
         return 0
 
@@ -238,3 +241,7 @@ class LedHere(TensorParallelGroup):
     def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> None:
         super().__init__(ranks, rank, group)
         self.is_leader = True
+
+    def parts(self, ranks: int) -> tuple[int, int]:
+        """A sample as long as a pack is all that a worker scores, so one replica scores it."""
+        return 1, 0
