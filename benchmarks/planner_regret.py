@@ -135,7 +135,7 @@ def priced_phases(price: Price) -> Phased:
         GENERATING: alone + price.capture,
         SCORING: price.generation.fused - alone,
         TRAINING: price.schedules + price.steps,
-        MOVING: price.moves + price.offload,
+        MOVING: price.moves.seen(price.generation) + price.offload,
     }
 
 

@@ -73,13 +73,15 @@ class MoveLoad:
 
 @dataclass(frozen=True)
 class LayoutMove:
-    """One move: the model, its task before and after, bytes, and seconds, any copy to host memory included."""
+    """One move: the model, its task before and after, bytes, and seconds, any copy to host memory included; whether it
+    goes on beneath generation."""
 
     model: str
     source: str
     target: str
     traffic: Traffic
     seconds: float
+    beneath: bool = False
 
 
 def layout_moves(
@@ -95,11 +97,11 @@ def layout_moves(
     for model, layout in ((task.role, task.layout) for task in tasks if task.training):
         target, cells = rows[DESTINATIONS[model]], ranks.pipelines(model)
         load = model_load(specs[model], layout, cells, target.layout, element_bytes, node, model.scalar_head)
-        seconds = load.seconds(hardware)
-        if TASKS[target.name].kind == "score":
+        seconds, scores = load.seconds(hardware), TASKS[target.name].kind == "score"
+        if scores:
             seconds += load.host_copy_seconds(hardware)
         source = f"{model}_train {replace(layout, cut=None)}"
-        moves.append(LayoutMove(model, source, f"{target.name} {target.layout}", load.traffic, seconds))
+        moves.append(LayoutMove(model, source, f"{target.name} {target.layout}", load.traffic, seconds, scores))
     return tuple(moves)
 
 
@@ -110,7 +112,8 @@ def move_lines(moves: Sequence[LayoutMove]) -> tuple[str, ...]:
     lines = ["move" + " " * 45 + "".join(f"{title:>13s}" for title in titles) + "     seconds"]
     for move in moves:
         values = "".join(f"{readable_bytes(getattr(move.traffic, name)):>13s}" for name in columns)
-        lines.append(f"{f'{move.source} -> {move.target}':49s}{values}{move.seconds:12.3g}")
+        beneath = " hidden" if move.beneath else ""
+        lines.append(f"{f'{move.source} -> {move.target}':49s}{values}{move.seconds:12.3g}{beneath}")
     return tuple(lines)
 
 

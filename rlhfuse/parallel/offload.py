@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rlhfuse.parallel.background import Background
 from rlhfuse.parallel.device import Device
 
 PAGE = 4096  # bytes; two stretches that are page-locked share no page
@@ -81,7 +82,17 @@ class WeightMemory:
 
 
 class OffloadedWeights(WeightMemory):
-    """The weights of one module in host memory; the module is usable between load and release."""
+    """The weights of one module in host memory; the module is usable between load and release.
+
+    `arrival`: work under way that fills the copies in host memory; None where nothing does.
+    """
+
+    arrival: Background | None = None
+
+    def await_values(self) -> None:
+        """Until the copies in host memory are there. Raises what bringing them raised."""
+        if self.arrival is not None:
+            self.arrival.wait()
 
     @cached_property
     def _host(self) -> HostBlock:
@@ -108,6 +119,7 @@ class OffloadedWeights(WeightMemory):
     def load(self) -> None:
         """Bring the weights to the device, in the current stream, and wait until they are there."""
         if not self.loaded:
+            self.await_values()
             self.allocate()
             self.copy_in()
 

@@ -1,9 +1,9 @@
-"""Copies weights from one layout to another by the plan of decisions/weight_moves.py, over Megatron-core's transports.
+"""Copies weights from one layout to another by the plan of decisions/weight_moves.py.
 
     both layouts -> every rank computes the same plan -> bucket by bucket: send, receive, write
 
-A rank holds one bucket at most beside both copies of the weights. Values are copied bit for bit. The transport is gloo
-on CPU, NCCL on CUDA.
+A rank holds one bucket at most beside both copies of the weights. Values are copied bit for bit, over gloo on CPU and
+NCCL on CUDA.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService, RecvOp
-from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
 from megatron.core.resharding.utils import ParameterMetadata, _build_layer_module_prefix_map, extract_param_metadata
 from torch import Tensor
 
@@ -25,29 +23,6 @@ from rlhfuse.decisions.shards import Shard, tensor_segments
 from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.decisions.weight_moves import Transfer, in_buckets, plan_moves
 from rlhfuse.parallel.device import Device
-
-
-class _GlooTransport(GlooCopyService):
-    """Megatron's gloo transport over the default group, without the CUDA stream and the second receive buffer."""
-
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.gloo_pg = None
-        self.send_ops = []
-        self.recv_ops = []
-        self._copy_stream = None
-
-    def submit_recv_with_id(self, task_id: int, dest_tensor: Tensor, src_rank: int) -> None:
-        self.recv_ops.append((RecvOp(task_id, dest_tensor, src_rank), dest_tensor))
-
-
-class _NcclTransport(NCCLCopyService):
-    """Megatron's NCCL transport; its copies within a rank wait for the work that wrote the source weights."""
-
-    def run(self) -> None:
-        self._copy_stream.wait_stream(torch.cuda.current_stream())
-        super().run()
 
 
 class LocatedShard(NamedTuple):
@@ -71,10 +46,11 @@ class Route(NamedTuple):
 
 
 class Resharder:
-    """Moves a model's weights between two built modules. Every rank of both layouts must call `reshard`."""
+    """Moves a model's weights between two built modules. Every rank of both layouts must move."""
 
-    def __init__(self, device: Device, bucket_bytes: int) -> None:
-        self._service = _NcclTransport() if device.is_cuda else _GlooTransport()
+    def __init__(self, device: Device, bucket_bytes: int, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: of all ranks (default: the job's own). Whatever moves beside other work has one of its own."""
+        self._device, self._group = device.torch_device, group
         self._ranks_per_node = ranks_per_node() or dist.get_world_size()
         self._bucket_bytes = bucket_bytes
         self._routes: weakref.WeakKeyDictionary[torch.nn.Module, Route] = weakref.WeakKeyDictionary()
@@ -83,16 +59,36 @@ class Resharder:
     def reshard(
         self, source: Iterable[torch.nn.Module], destination: torch.nn.Module, has: WeightHolders, wants: WeightHolders
     ) -> None:
-        """Copy a model's weights into `destination`'s parameters, whatever the layouts.
+        """Copy a model's weights into `destination`'s parameters, whatever the layouts. Raises as `route`.
+
+        `destination` must have its memory whenever it is called.
+        """
+        self.move(self.route(source, destination, has, wants))
+
+    def route(
+        self,
+        source: Iterable[torch.nn.Module],
+        destination: torch.nn.Module,
+        has: WeightHolders,
+        wants: WeightHolders,
+        lasting: bool = False,
+    ) -> Route:
+        """The transfers of a move, made for the first one into `destination`, which must have its memory then.
 
         `source`: this rank's chunks of the model, one where it is not interleaved. `has`, `wants`: the ranks that hold
-        each part in both layouts. The first move into `destination` makes the plan, which later ones repeat.
-        `destination` must have its memory whenever it is called. Raises ValueError for modules of other layouts.
+        each part in both layouts. `lasting`: the move goes to the memory that the parameters have now, whatever they
+        have later. Raises ValueError for modules of other layouts.
         """
         if destination not in self._routes:
-            shards = located_shards(source), located_shards([destination])
-            self._routes[destination] = self._plan(*shards, has, wants)
-        route = self._routes[destination]
+            targets = located_shards([destination])
+            if lasting:
+                targets = {name: one._replace(weight=one.weight.data) for name, one in targets.items()}
+            self._routes[destination] = self._plan(located_shards(source), targets, has, wants)
+        return self._routes[destination]
+
+    @torch.no_grad()
+    def move(self, route: Route) -> None:
+        """This rank's part of a move."""
         for bucket in route.buckets:
             self._run(bucket, route.sources, route.targets)
 
@@ -116,20 +112,24 @@ class Resharder:
     ) -> None:
         """This rank's part of one bucket. Both ends of a pair post in the order of the bucket."""
         rank = dist.get_rank()
+        sent, received = list[dist.P2POp](), list[dist.P2POp]()
         staged: list[tuple[Tensor, Tensor]] = []
-        for task, transfer in enumerate(bucket):
-            if transfer.source == rank:
-                view = (targets if transfer.forwarded else sources)[transfer.tensor].view(transfer)
-                sent = view if transfer.target == rank else view.contiguous()
-                self._service.submit_send_with_id(task, sent, transfer.target)
-            if transfer.target == rank:
-                view = targets[transfer.tensor].view(transfer)
-                if transfer.source != rank and not view.is_contiguous():  # what is one stretch is received right there
-                    buffer = torch.empty(view.shape, dtype=view.dtype, device=view.device)
+        for transfer in bucket:
+            here = (targets if transfer.forwarded else sources)[transfer.tensor] if transfer.source == rank else None
+            view = targets[transfer.tensor].view(transfer) if transfer.target == rank else None
+            if here and view is not None:
+                view.copy_(here.view(transfer))
+            elif here:
+                part = here.view(transfer).to(self._device).contiguous()
+                sent.append(dist.P2POp(dist.isend, part, transfer.target, self._group))
+            elif view is not None:
+                if view.device.type != self._device.type or not view.is_contiguous():  # else it is received right there
+                    buffer = torch.empty(view.shape, dtype=view.dtype, device=self._device)
                     staged.append((view, buffer))
                     view = buffer
-                self._service.submit_recv_with_id(task, view, transfer.source)
-        self._service.run()
+                received.append(dist.P2POp(dist.irecv, view, transfer.source, self._group))
+        for work in dist.batch_isend_irecv([*sent, *received]) if sent or received else ():
+            work.wait()
         for view, buffer in staged:
             view.copy_(buffer)
 

@@ -128,6 +128,10 @@ class SharedGpuGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *options: Any) -> dist.Work:
+        """Of pickled objects alone, which lie in host memory."""
+        return self._gloo.gather(outputs, inputs, *options)
+
     def barrier(self, *options: Any, **named: Any) -> dist.Work:
         return self._gloo.barrier(*options, **named)
 

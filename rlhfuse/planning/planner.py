@@ -18,7 +18,7 @@ from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.memory_plan import MemoryPlan
 from rlhfuse.planning.plan import Plan
-from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
+from rlhfuse.planning.price import Moves, minibatch_seconds, price_generation, weight_moves
 from rlhfuse.planning.report.efficiency import efficiency
 from rlhfuse.planning.report.reasons import UNTIL_THEN, Reasons, host_limits, of_keeping
 from rlhfuse.planning.report.report import (
@@ -99,10 +99,10 @@ def _report(draft: Candidate, schedules: Mapping[int, Schedule], source: str) ->
     moves = weight_moves(draft)
     steps = draft.step_seconds
     serial = {one.microbatches: one.serial_makespan_seconds for one in summary.by_microbatches}
-    moving, offload = sum(move.seconds for move in moves), draft.memory.offload
-    seen = offload.seen_seconds(moving, summary.makespan_seconds) if offload else 0.0
+    moving, offload = Moves.of(moves), draft.memory.offload
+    seen = offload.seen_seconds(moving.before, summary.makespan_seconds) if offload else 0.0
     predicted = IterationSeconds(
-        moving + seen,
+        moving.seen(generation) + seen,
         generation.serial,
         generation.fused,
         batch.optimizer_steps * (minibatch_seconds(draft, serial.__getitem__) + steps),

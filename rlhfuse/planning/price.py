@@ -7,9 +7,10 @@ under a cap that binds a bound may be far below what any schedule reaches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 from rlhfuse.costs.layout_moves import LayoutMove, layout_moves
 from rlhfuse.planning.candidate import Candidate
@@ -48,6 +49,7 @@ class GenerationPrice:
     fused: float
     generation_serial: float | None
     generation_fused: float | None
+    agreed: float = 0.0  # until instances may score; 0: not known
 
     @property
     def migrates_at(self) -> int:
@@ -59,6 +61,22 @@ class GenerationPrice:
         return replace(self, serial=max(self.serial, floor.serial), fused=max(self.fused, floor.fused))
 
 
+class Moves(NamedTuple):
+    """Seconds in which weights move in an iteration: before generation, and beneath it."""
+
+    before: float
+    beneath: float
+
+    @staticmethod
+    def of(moves: Sequence[LayoutMove]) -> Moves:
+        beneath = sum((move.seconds for move in moves if move.beneath), 0.0)
+        return Moves(sum(move.seconds for move in moves if not move.beneath), beneath)
+
+    def seen(self, generation: GenerationPrice) -> float:
+        """What is not hidden: models that score wait for what is not there when instances are free."""
+        return self.before + max(0.0, self.beneath - generation.agreed)
+
+
 @dataclass(frozen=True)
 class Price:
     """Seconds of an iteration of a draft, by what they go into."""
@@ -66,7 +84,7 @@ class Price:
     generation: GenerationPrice
     schedules: float  # of training, all mini-batches
     steps: float
-    moves: float
+    moves: Moves
     offload: float  # what is not hidden of it
     capture: float
     activations: tuple[float, ...]  # of schedules, by node
@@ -77,7 +95,7 @@ class Price:
             GENERATION: self.generation.fused,
             SCHEDULES: self.schedules,
             STEPS: self.steps,
-            MOVES: self.moves,
+            MOVES: self.moves.seen(self.generation),
             OFFLOAD: self.offload,
             CAPTURE: self.capture,
         }
@@ -91,7 +109,7 @@ class Price:
         return self.seconds - self.schedules - self.steps - self.offload
 
 
-def price(draft: Candidate, generation: GenerationPrice, moves: float) -> Price:
+def price(draft: Candidate, generation: GenerationPrice, moves: Moves) -> Price:
     """With training as reached; `generation`: of `price_generation`; `moves`: of all weights.
 
     Raises InputError where no schedule fits.
@@ -101,12 +119,12 @@ def price(draft: Candidate, generation: GenerationPrice, moves: float) -> Price:
 
 
 def with_schedules(
-    draft: Candidate, generation: GenerationPrice, moves: float, minibatch: float, held: tuple[float, ...] = ()
+    draft: Candidate, generation: GenerationPrice, moves: Moves, minibatch: float, held: tuple[float, ...] = ()
 ) -> Price:
     """`price` of a draft whose schedules take so long for a mini-batch; `held`: by them, else as little as can be."""
     held = held or (draft.memory.passing.least if draft.memory.passing else min_memory)(draft.training.problem)
     count, offload = draft.batch.optimizer_steps, draft.memory.offload
-    seen = offload.seen_seconds(moves, minibatch) if offload else 0.0
+    seen = offload.seen_seconds(moves.before, minibatch) if offload else 0.0
     capture = graph_capture(draft, draft.memory.keeps_generation(held))
     again = capture.seconds if capture and capture.each_iteration else 0.0
     return Price(generation, count * minibatch, count * draft.step_seconds, moves, seen, again, held)
@@ -205,11 +223,12 @@ def simulate_generation(draft: Candidate, limits: InstanceLimits) -> GenerationP
 
 
 def _of_curve(threshold: Threshold, why: str) -> GenerationPrice:
-    alone = {point.threshold: point.generation_seconds for point in threshold.sweep}
-    ends = alone.get(0), alone.get(threshold.threshold)
-    return GenerationPrice(
-        threshold.threshold, threshold, why, threshold.serial_seconds, threshold.fused_seconds, *ends
-    )
+    points = {point.threshold: point for point in threshold.sweep}
+    serial, fused = points.get(0), points.get(threshold.threshold)
+    ends = serial.generation_seconds if serial else None, fused.generation_seconds if fused else None
+    whole = threshold.serial_seconds, threshold.fused_seconds
+    agreed = fused.agreed_seconds if fused else 0.0
+    return GenerationPrice(threshold.threshold, threshold, why, *whole, *ends, agreed)
 
 
 def _at(
@@ -218,4 +237,5 @@ def _at(
     thresholds = (0, samples)
     made = Simulation(draft.inputs.drawn.batches, draft.batch.instances, draft.costs, limits).seconds(thresholds)
     serial, fused = (made[threshold] for threshold in thresholds)
-    return GenerationPrice(samples, threshold, why, serial.total, fused.total, serial.generation, fused.generation)
+    ends = serial.total, fused.total, serial.generation, fused.generation
+    return GenerationPrice(samples, threshold, why, *ends, fused.agreed)

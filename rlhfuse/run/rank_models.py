@@ -35,7 +35,7 @@ from rlhfuse.models.build import Activations, build_model, fill
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage, TrainingStage
 from rlhfuse.monitor.heartbeat import Waiting
-from rlhfuse.parallel.connect import MOST_BYTES, connect, tensor_parallel_uses
+from rlhfuse.parallel.connect import MOST_BYTES, GroupUse, connect, tensor_parallel_uses
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid, plain_grid, trained_grid
 from rlhfuse.parallel.offload import OffloadedWeights, WeightMemory
@@ -73,6 +73,7 @@ class RankModels:
     place: RankPlace
     holders: Mapping[str, WeightHolders]  # by task, of those that weights move between
     channels: Channels
+    move_group: dist.ProcessGroup  # of all ranks, for weights that move beneath generation
     groups: GroupMaker  # owns every process group of the above
 
     def _of(self, kind: Kind) -> dict[Any, Any]:
@@ -191,12 +192,14 @@ def build_models(
     frozen_groups = [(task.role, scorers[task.name].tp_group) for task in tasks if task.name in scorers]
     for role, group in [*learners, *frozen_groups, (POLICY, instance_group)]:
         uses += tensor_parallel_uses(group, specs[role].hidden, specs[role].context, dtype)
+    move_group = maker.group("moves", tuple(range(ranks.size)))
+    uses.append(GroupUse(move_group, "all_reduce"))
     progress(Waiting("building models: connecting process groups"))
     connect(uses, device.torch_device)
     longest = max(model.spec.hidden * model.spec.context for model in models.values()) * dtype.itemsize
     channels.connect(min(longest, MOST_BYTES[device.torch_device.type]))
     parts = {**models, generates.name: generation, **scorers}
-    return RankModels(tasks, parts, place, holders, channels, maker)
+    return RankModels(tasks, parts, place, holders, channels, move_group, maker)
 
 
 def engine_options(config: RunConfig, instances: int, keep_memory: bool = False) -> EngineOptions:

@@ -20,16 +20,18 @@ from rlhfuse.base.clock import Clock
 from rlhfuse.base.sample_ids import prompt_groups
 from rlhfuse.config.algorithm import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
+from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.fusion.intra.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine
 from rlhfuse.monitor.pace import PacedClock
+from rlhfuse.parallel.background import Background
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.learning_rate import learning_rate
 from rlhfuse.parallel.memory import PhaseMeter
-from rlhfuse.parallel.reshard import Resharder
+from rlhfuse.parallel.reshard import Resharder, Route
 from rlhfuse.ppo.adaptive import KLController, RunningMoments
 from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.rollout import RolloutBatch, given
@@ -73,7 +75,9 @@ class Trainer:
         if plan.pace:
             prices = plan.pace.prices(max(1, len(config.scorers())))
             self.clock = PacedClock(rank, prices, config.trainer.pace_stretch, plan.paced)
-        self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
+        bucket_bytes = config.fusion.bucket_mib << 20
+        self.resharder = Resharder(device, bucket_bytes)
+        self.mover = Resharder(device, bucket_bytes, self.models.move_group)  # beneath generation
         self.engine = self._build_engine()
         self.scorer = Scorer(
             self.models.frozen,
@@ -186,7 +190,10 @@ class Trainer:
             self._reshard()
 
     def _run_samples(self, block: Block, done: IterationResult) -> None:
+        self._begin_moves(block)
         done.report, done.filtered = self.sampler.run(done.number, done.threshold, self.threshold.limits)
+        for model in self.models.frozen.values():
+            model.offloaded.await_values()  # weights change from here on
         self.engine.learn(piece for rollout in done.report.rollouts for piece in rollout.pieces())
 
     def _run_advantages(self, block: Block, done: IterationResult) -> None:
@@ -209,7 +216,7 @@ class Trainer:
         work = self.clock.begin()
         when = f"after iteration {iteration}" if iteration >= 0 else "before training"
         self.progress(f"evaluation {when}: {self.moves[POLICY]}")
-        self._reshard(for_training=False)
+        self._reshard()
         evaluation = self.evaluator.run(iteration, self.threshold.threshold, self.threshold.limits)
         self.memory.take()  # the peaks that are shown are training's
         self.recorder.skip(work.seconds)
@@ -253,10 +260,10 @@ class Trainer:
             self.memory.switch("generation")
             self.engine.resume()
         else:
-            self._reshard(for_training=False)
+            self._reshard()
 
-    def _reshard(self, for_training: bool = True) -> None:
-        """The policy to generation; for training also what scores to the inference layout and on to the host."""
+    def _reshard(self) -> None:
+        """The policy to generation."""
         for model in self.models.trained.values():
             model.optimizer.release_gradients()
         self.memory.switch("moves")
@@ -264,12 +271,8 @@ class Trainer:
             self.models.offload_optimizers(free=offload == "moves")
         generation = self.models.generation
         generation.allocate()
-        self._move(POLICY, generation.module)
-        for role in (role for role in self.models.frozen if for_training and role in self.moves):
-            offloaded = self.models.frozen[role].offloaded
-            offloaded.allocate()
-            self._move(role, offloaded.module)
-            offloaded.offload()
+        with self.clock.work(price=("move", POLICY)):
+            self.resharder.reshard(*self._sides(POLICY, generation.module))
         if offload:
             self.models.offload_optimizers(free=True)
         self.engine.load_weights(dict(generation.module.named_parameters()))
@@ -278,11 +281,31 @@ class Trainer:
         self.memory.note_base(held)
         self.engine.resume()
 
-    def _move(self, role: Role, destination: Module) -> None:
-        with self.clock.work(price=("move", role)):
-            holders = self.models.holders
-            sides = holders[f"{role}_train"], holders[DESTINATIONS[role]]
-            self.resharder.reshard(self.models.trained[role].optimizer.modules.values(), destination, *sides)
+    def _sides(self, role: Role, destination: Module) -> tuple[list[Module], Module, WeightHolders, WeightHolders]:
+        """What `Resharder` takes."""
+        holders, chunks = self.models.holders, [*self.models.trained[role].optimizer.modules.values()]
+        return chunks, destination, holders[f"{role}_train"], holders[DESTINATIONS[role]]
+
+    def _begin_moves(self, block: Block) -> None:
+        """Models that train and score go to their copies in host memory, one after the other, while samples are
+        generated. Whoever loads a copy waits for it, and the block's end for all."""
+        routes: list[tuple[Role, Route]] = []
+        for task in (task for task in block.tasks if isinstance(task, ModelTask) and task.kind == "move"):
+            offloaded = self.models.frozen[task.role].offloaded
+            offloaded.expose()
+            routes.append((task.role, self.mover.route(*self._sides(task.role, offloaded.module), lasting=True)))
+            offloaded.release()
+        if not routes:
+            return
+
+        def move() -> None:
+            for role, route in routes:
+                with self.clock.work(self.moves[role], price=("move", role)):
+                    self.mover.move(route)
+
+        work = Background(move, "weight-mover", self.device.torch_device, self.clock)
+        for role, _ in routes:
+            self.models.frozen[role].offloaded.arrival = work
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         self.memory.switch("training")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class IterationSeconds:
     """Predicted seconds of one iteration's parts; `generation_*` within `gen_infer_*`, None where not known apart."""
 
-    weight_moves: float  # into the layouts of generation and inference, one model after the other, fused or not
+    weight_moves: float  # into the layouts of generation and inference, but for those hidden beneath generation
     gen_infer_serial: float
     gen_infer_fused: float
     training_serial: float

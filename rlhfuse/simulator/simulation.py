@@ -30,11 +30,12 @@ SPANS = 6  # of an instance at most, beside those of scored packs
 
 @dataclass(frozen=True)
 class GenInferSeconds:
-    """Mean over batches; `generation`: until the last sample is finished."""
+    """Mean over batches; `generation`: until the last sample is finished; `agreed`: until instances may score."""
 
     total: float
     generation: float
     migration: float  # from the trigger until every destination decodes again; 0 where it stays serial
+    agreed: float
 
 
 class Simulation:
@@ -55,7 +56,7 @@ class Simulation:
         """By R_t, means over the batches. Raises InputError for one that is none of a batch's."""
         falling = sorted(set(thresholds), reverse=True)  # large R_t come first in time: simulated so
         outcomes = np.array([self._run(batch, falling, spans=0)[0] for batch in self._batches])
-        parts = ("total", "generation", "migration")
+        parts = ("total", "generation", "migration", "agreed")
         means = ([float(outcomes[part][:, n].mean()) for part in parts] for n in range(len(falling)))
         return {threshold: GenInferSeconds(*seconds) for threshold, seconds in zip(falling, means)}
 

@@ -6,7 +6,7 @@ Paper sections 4.2 (R_t from the length distribution) and 7.3 (Figure 9).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +34,8 @@ class SweepPoint:
     fused_seconds: NonNegativeFloat
     generation_seconds: NonNegativeFloat
     migration_seconds: NonNegativeFloat
+    # until instances may score, 0 where it is not known; no file has it
+    agreed_seconds: Annotated[NonNegativeFloat, Field(exclude=True)] = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ def sweep_threshold(
             fused_seconds=seconds[threshold].total,
             generation_seconds=seconds[threshold].generation,
             migration_seconds=seconds[threshold].migration,
+            agreed_seconds=seconds[threshold].agreed,
         )
         for threshold, ratio in ratios.items()
     }

@@ -122,10 +122,11 @@ class Iteration:
         weights = tuple(Take("weights", task.name) for task in trained.values())
         layouts, tasks = {task.name: task.layout for task in models}, list[Task]()
         for role, trains in trained.items():
+            block = "reshard" if role == generates.role else "gen_infer"  # there it moves beneath generation
             name, layout, takes = moved[role].giver, layouts[DESTINATIONS[role]], (Take("weights", trains.name, lag=1),)
-            tasks.append(ModelTask(name, "move", "reshard", every, 0, takes, ("weights",), role=role, layout=layout))
+            tasks.append(ModelTask(name, "move", block, every, 0, takes, ("weights",), role=role, layout=layout))
         takes = moved[generates.role], Take("threshold", "books", lag=1)
-        tasks.append(replace(generates, takes=takes, gives=("responses",)))
+        tasks.insert(1, replace(generates, takes=takes, gives=("responses",)))
         for task in (task for task in models if task.kind == "score"):
             takes = *responses, *((moved[task.role],) if task.role in moved else ())
             tasks.append(replace(task, worker=worker_ranks(models), takes=takes, gives=(task.role.field,)))
@@ -133,7 +134,8 @@ class Iteration:
             tp = generates.layout.tp
             row = Task("reward_function", "host", "gen_infer", every, tp, responses, ("score",))
             tasks.append(row)
-        takes = tuple(Take(task.gives[0], task.name) for task in tasks if task.block == "gen_infer")
+        sampled = (task for task in tasks if task.block == "gen_infer" and task.kind != "move")
+        takes = tuple(Take(task.gives[0], task.name) for task in sampled)
         tasks.append(Task("samples", "meet", "gen_infer", every, takes=takes, gives=("batch",)))
         batch, advantages = Take("batch", "samples"), Take("advantages", "advantages")
         tasks.append(Task("advantages", "host", "adv", every, takes=(batch,), gives=("advantages",)))

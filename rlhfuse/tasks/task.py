@@ -41,7 +41,7 @@ class Task:
 
     `worker`: 0 where all ranks of the mesh enter together; otherwise every `worker` ranks of it, in order, form a
     worker, which serves once all of them are free. `on_turn`: left out of some iterations, on all ranks alike. A `meet`
-    comes last in its block.
+    comes last in its block. A `move` behind another task of its block goes on beneath it, on a communicator of its own.
     """
 
     name: str
@@ -88,6 +88,8 @@ class Task:
         """The fault of an input from another task of its block, or ''."""
         if self.phase == 0 or giver.phase == 2:
             return "of its own block, whose end it cannot wait for; put it in a later block"
+        if self.phase == 1 and giver.kind == "move" and take.unit == "batch":
+            return ""  # the move waits for no worker
         if self.phase == 1 and take.unit not in ("sample", "group"):
             return f"of its own block, where a worker waits for samples or groups, not for a {take.unit}"
         streams = giver.kind == "generate" or (giver.phase == 1 and giver.kind != "train")

@@ -1,10 +1,14 @@
 """Weights and optimizer states in host memory: one stretch for all of them, there and back bit for bit."""
 
+import threading
+
 import pytest
 import torch
 from testkit.training_pair import Plan, build_roles, write_pair
 
+from rlhfuse.base.clock import Clock
 from rlhfuse.fusion.inter.inference import WeightLoader
+from rlhfuse.parallel.background import Background
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.offload import ALIGNMENT, HostBlock, OffloadedWeights, RestingTensors
 
@@ -49,6 +53,37 @@ def test_there_and_back(dtype):
         offloaded.load()  # there is nothing to do
         assert addresses == [weight.data_ptr() for weight in module.parameters()]
         offloaded.release()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_that_arrive_meanwhile_are_waited_for(fails):
+    """Nothing is loaded before they are all in host memory; what bringing them raises, whoever loads them raises."""
+    wanted, offloaded, begun, go_on = network(), OffloadedWeights(network(), CPU), threading.Event(), threading.Event()
+    offloaded.expose()
+    copies = [weight.data.fill_(torch.nan) for weight in offloaded.module.parameters()]
+    offloaded.release()
+
+    def bring() -> None:
+        begun.set()
+        assert go_on.wait(540)
+        if fails:
+            raise OSError("the link is cut")
+        for copy, weight in zip(copies, wanted.parameters()):
+            copy.copy_(weight)
+
+    offloaded.arrival = Background(bring, "weight-mover", CPU.torch_device, Clock())
+    loader = WeightLoader([offloaded], CPU.torch_device)
+    assert begun.wait(540) and not offloaded.arrival.done
+    go_on.set()
+    if fails:
+        with pytest.raises(OSError, match="the link is cut"):
+            loader.wait(0)
+        offloaded.release()
+        with pytest.raises(OSError, match="the link is cut"):
+            offloaded.load()
+        return
+    loader.wait(0)
+    assert all(map(torch.equal, offloaded.module.parameters(), wanted.parameters()))
 
 
 def test_weights_that_are_filled_in_host_memory():

@@ -4,10 +4,12 @@ is sent is what was predicted from the layouts alone, on nodes of two, and no mo
 
 import os
 from collections import deque
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from testkit.stages import build, copy_for, ranks_of
 from testkit.tiny import write_checkpoint
@@ -34,14 +36,18 @@ def folders(tmp_path_factory):
     }
 
 
-def there_and_back(rank: int, role: str, folder, layout: str, generation: str, sequence_parallel: bool, out) -> dict:
+def there_and_back(
+    rank: int, role: str, folder, layout: str, generation: str, sequence_parallel: bool, out, beneath: bool
+) -> dict:
     """Layers on this rank, and what arrived in the `generation` layout beside what a checkpoint puts there.
 
     Rank 0 writes the checkpoint `out`, weight by weight from the ranks that train it.
     """
+    from rlhfuse.base.clock import Clock
     from rlhfuse.models.build import Activations
     from rlhfuse.models.hf import hf_tensors
     from rlhfuse.models.hf_folder import export_checkpoint
+    from rlhfuse.parallel.background import Background
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker
     from rlhfuse.parallel.reshard import Resharder
@@ -57,18 +63,31 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
             parameter.fill_(torch.nan)
     load_part(wanted, folder, spec, grid, rank, built.head)
     with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(NODE)):
-        resharder = Resharder(device, bucket_bytes=20_000)
-    sent = {True: 0, False: 0}  # to another node, or within the own one
-    send = resharder._service.submit_send_with_id
+        resharder = Resharder(device, 20_000, maker.group("moves", tuple(range(4))))
+    sent, exchange = {True: 0, False: 0}, dist.batch_isend_irecv  # to another node, or within the own one
 
-    def counted(number: int, tensor: torch.Tensor, to: int) -> None:
-        sent[to // NODE != rank // NODE] += tensor.nbytes if to != rank else 0
-        send(number, tensor, to)
+    def counted(operations: list[dist.P2POp]) -> list[dist.Work]:
+        for one in operations:
+            sent[one.peer // NODE != rank // NODE] += one.tensor.nbytes if one.op is dist.isend else 0
+        return exchange(operations)
 
-    sides = predicted(role, folder, layout, generation)
-    resharder.reshard(built.optimizer.modules.values(), arrived, *sides)
-    resharder._service.submit_send_with_id = counted
-    resharder.reshard(built.optimizer.modules.values(), arrived, *sides)  # by the plan of the first time
+    chunks, sides = [*built.optimizer.modules.values()], predicted(role, folder, layout, generation)
+    if beneath:  # the rank's own work, into memory that the module does not keep
+        route = resharder.route(chunks, arrived, *sides, lasting=True)
+        memory = {name: weight.data for name, weight in arrived.named_parameters()}
+        for weight in arrived.parameters():
+            weight.data = torch.empty(0)
+        with patch.object(dist, "batch_isend_irecv", counted):
+            work = Background(partial(resharder.move, route), "weight-mover", device.torch_device, Clock())
+            for _ in range(20):
+                dist.all_reduce(torch.ones(1000))
+            work.wait()
+        for name, weight in arrived.named_parameters():
+            weight.data = memory[name]
+    else:
+        resharder.reshard(chunks, arrived, *sides)
+        with patch.object(dist, "batch_isend_irecv", counted):
+            resharder.reshard(chunks, arrived, *sides)  # by the plan of the first time
     weights = WholeWeights(built.optimizer.modules.values())
     tensors = hf_tensors(weights, spec, built.head)
     if rank == 0:
@@ -110,7 +129,8 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
 )
 def test_weights_arrive_bit_for_bit(workers, folders, tmp_path, name, layout, generation, sequence_parallel):
     role, out = ("critic" if name == "critic" else "actor"), tmp_path / "exported"
-    results = workers.run(there_and_back, role, folders[name], layout, generation, sequence_parallel, out)
+    more = role == "critic"  # which moves beneath generation
+    results = workers.run(there_and_back, role, folders[name], layout, generation, sequence_parallel, out, more)
     held = [layer for result in results for layers in result["layers"] for layer in layers]
     assert set(held) == set(range(5)) and len({held.count(layer) for layer in range(5)}) == 1
     for result in results:

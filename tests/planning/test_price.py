@@ -13,6 +13,7 @@ from rlhfuse.planning import candidate as drafts
 from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.price import (
+    Moves,
     ideal_limits,
     minibatch_seconds,
     price,
@@ -64,20 +65,21 @@ def test_a_plan_says_what_the_search_priced_and_its_parts_add_up(seed):
     said, count = report.seconds, draft.batch.optimizer_steps
     assert (said.gen_infer_serial, said.gen_infer_fused) == (made.generation.serial, made.generation.fused)
     assert report.threshold.samples == made.generation.threshold_samples
-    assert sum(move.seconds for move in report.weight_moves) == made.moves <= said.weight_moves
+    moved = made.moves.seen(made.generation)
+    assert Moves.of(report.weight_moves) == made.moves and made.moves.before <= moved <= said.weight_moves
     steps = count * optimizer_step_seconds(draft.analytic)
     assert made.steps == steps
     annealed = count * minibatch_seconds(draft, report.schedule.seconds_of)
     assert said.training_fused == pytest.approx(annealed + steps)
     assert min(made.schedules, annealed) >= count * report.schedule.lower_bound_seconds * (1 - 1e-9)
     if not report.memory.offload:
-        assert said.weight_moves == made.moves
+        assert said.weight_moves == moved
     if draft.training.given:
         assert made.schedules == pytest.approx(annealed)
     least = row.bound - made.capture + said.capture
     assert said.fused >= least * (1 - 1e-9) or report.memory.offload
     assert report.memory.limit == row.limit_bytes
-    again = price(draft, price_generation(draft), sum(move.seconds for move in weight_moves(draft)))
+    again = price(draft, price_generation(draft), Moves.of(weight_moves(draft)))
     assert again == made and len(set(made.parts)) == 6
     assert made.seconds == pytest.approx(sum(made.parts.values())) and min(made.parts.values()) >= 0
     assert made.beside_training + made.schedules + made.steps + made.offload == pytest.approx(made.seconds)

@@ -87,7 +87,6 @@ def test_layouts_of_a_checkpoint_are_not_asked_for_where_none_is_auto(tmp_path):
     "rows, message",
     [
         (["parallel.generation=d2t1p1"], "parallel.generation=d2t1p1: dp(2) * tp(1) * pp(1) = 2 != world_size(4)"),
-        (["parallel.reference_inference=d2t2p1", "parallel.reward_inference=d4t1p1"], "are not yet runnable"),
         (["parallel.lengths=/nowhere"], "parallel.lengths=/nowhere: "),
         (["rollout.max_response_tokens=4000"], "context("),
     ],

@@ -13,13 +13,14 @@ from rlhfuse.run import run_loop
 from rlhfuse.run.checkpoint.checkpoint import checkpoints_in
 
 ITERATIONS = 5
-# moment of testkit/killed_training.py, iterations saved afterwards (every second is anyway), how `preempted` begins
+# moment of testkit/killed_training.py, iterations saved afterwards (every second is anyway), how `preempted` begins.
+# A run that evaluates first, after the iteration that it goes on from, counts that one.
 NOTICES = (
     ("0 notice 1 building models", 0, "stopped by SIGUSR1 in: "),
     ("1 notice 2 start.0, .*: generation: step", 1, "stopped: 1 of 5 iterations are done, saved in "),
     ("1 stuck 1 start.0, .*: inference: ", 1, "not done in time, 1 s (trainer.grace_seconds): iteration 1 of 5 is"),
     ("1 notice 1 start.0, .*train mini-batch 1", 2, "stopped: 2 of 5 iterations are done, saved in "),
-    ("0 late 1 start.0, .*: inference: ", 3, "stopped: 3 of 5 iterations are done, saved in "),
+    ("0 late 1 start.1, .*: inference: ", 3, "stopped: 3 of 5 iterations are done, saved in "),
     ("1 notice 1 start.0, .*: file begins", 4, "stopped: 4 of 5 iterations are done, saved in "),
     ("0 notice 1 evaluation after iteration 4", 5, "stopped: 5 of 5 iterations are done, saved in "),
     ("1 stuck 1 exporting models", 5, "not done in time, 1 s (trainer.grace_seconds): the export"),

@@ -94,7 +94,7 @@ def test_a_worker_that_spans_two_instances_waits_for_both():
     assert line.plan.destinations == (0,) and line.plan.freed == (1, 2, 3) and not line.plan.moves
     kinds = [[span.kind for span in spans_of(line, k) if span.kind not in ("idle", "meet")] for k in range(4)]
     assert kinds[2] == kinds[3] and kinds[2][:3] == ["generate", "swap_in", "score"] and line.generation_seconds > 2
-    assert kinds[1] == ["generate"] and kinds[0] == ["generate"] and line.scored_before_generation_end == 7
+    assert {*kinds[0], *kinds[1]} == {"generate"} and line.scored_before_generation_end == 7
     held = (1, 0, 2, 3)  # the fewest workers: first the one that holds most
     assert most_holding(held, 2, 1) == [3, 2] and most_holding(held, 3, 2) == [3, 2, 0]
     assert most_holding((1, 3, 2, 0), 2, 2) == [1, 0]

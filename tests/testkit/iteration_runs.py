@@ -25,7 +25,8 @@ class IterationRun:
             for task in tasks:
                 key, beside = at * len(number) + number[task.name], {one.name for one in block.tasks}
                 takes = [(take, (at - take.lag) * len(number) + number[take.giver]) for take in task.takes]
-                takes = [(take, giver, phase == 1 and not take.lag and take.giver in beside) for take, giver in takes]
+                streams = {take: phase == 1 and not take.lag and take.unit != "batch" for take, _ in takes}
+                takes = [(take, giver, streams[take] and take.giver in beside) for take, giver in takes]
                 self.whole[key] = [giver for take, giver, streamed in takes if giver >= 0 and not streamed]
                 self.parts[key] = [(giver, take.unit == "group") for take, giver, streamed in takes if streamed]
                 width = max(one.worker for one in tasks if one.mesh == task.mesh) or len(task.mesh)

@@ -190,6 +190,7 @@ TABLE: dict[str, Row] = {
     "filtered on tensor ranks": Row(f"{FILTERED} {ALONE}"),
     "filtered on tensor ranks, in rounds": Row(f"{FILTERED} {ALONE} {IN_ROUNDS}", equals="filtered on tensor ranks"),
     **pair("by sample", BY_SAMPLE),
+    **pair("on wide workers", "parallel.reward_inference=d1t2p1 parallel.critic_inference=d1t2p1"),
     "spared": Row(f"{SPARED} {FUSED}", shows=MOVED),
     "spared resumed": Row(
         f"{SPARED} {SERIAL} trainer.save_every=1 trainer.iterations=1", f"{SPARED} {SERIAL}", equals="spared"

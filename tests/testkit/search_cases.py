@@ -25,7 +25,7 @@ from rlhfuse.decisions.layout_rules import LayoutRules
 from rlhfuse.decisions.layouts import given_tasks
 from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.job import Job
-from rlhfuse.planning.price import Price, price, price_generation, weight_moves
+from rlhfuse.planning.price import Moves, Price, price, price_generation, weight_moves
 from rlhfuse.planning.search.search import Ranking, Row, check_headroom
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import Space
@@ -275,7 +275,7 @@ def priced_tables(case: SearchCase) -> list[PricedTable]:
         key = str(table.generation), table.inference, draft.generation.limits
         if key not in generated:
             generated[key] = price_generation(draft)
-        moves = sum(move.seconds for move in weight_moves(draft))
+        moves = Moves.of(weight_moves(draft))
         made.append(PricedTable(table, draft, price(draft, generated[key], moves)))
     return sorted(made, key=lambda one: (one.price.seconds, one.table.text))
 

@@ -33,7 +33,7 @@ if what == "waits":
     time.sleep(500)
 if rank == 1 and what == "told":
     from rlhfuse.base.errors import InputError
-from program import run_program
+    from rlhfuse.tools.program import run_program
     def full():
         raise InputError("the disk is full; free space")
     run_program(full, prints=lambda what, seconds: True)

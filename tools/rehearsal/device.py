@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 CARD = SimpleNamespace(name="rehearsal", major=9, minor=0, multi_processor_count=132, warp_size=32)
 CARD_BYTES = 80_000_000_000
-LOADERS = ("weight-loader",)  # threads that launch work on the device: they run when they are started
+LOADERS = ("weight-loader", "weight-mover")  # threads that launch work on the device: they run when they are started
 
 
 class _Done:

@@ -74,6 +74,7 @@ class Rehearsal:
                     trainer.iterate(iteration)
                 if {"moves", "generation"} & set(wanted):
                     trainer._reshard()
+                    trainer._begin_moves(next(block for block in trainer.program if block.kind == "generate"))
                     self._generate(trainer)
                 if "inference" in wanted:
                     self._phases.switch("inference")

@@ -59,6 +59,7 @@ def simulate_gen_infer(
     outcome, state, rows = Simulation([lengths], instances, costs, limits).trace(threshold)
     generation, total = float(outcome["generation"]), float(outcome["total"])
     plan = _plan(state) if state.samples["tail"].any() else None
+    scored = rows[(rows["end"] <= generation) & (rows["instance"] % limits.instances_per_worker == 0)]
     spans = [
         InstanceSpan(int(row["instance"]), KINDS[row["kind"]], float(row["start"]), float(row["end"])) for row in rows
     ]
@@ -73,7 +74,7 @@ def simulate_gen_infer(
         trigger_seconds=float(outcome["agreed"]) if plan else None,
         plan=plan,
         migrated_bytes=int(state.samples["kv_tokens"].sum()) * limits.kv_bytes_per_token,
-        scored_before_generation_end=int(rows["samples"][rows["end"] <= generation].sum()) if plan else 0,
+        scored_before_generation_end=int(scored["samples"].sum()) if plan else 0,
         reward_seconds=total - float(outcome["scored"]),
     )
 

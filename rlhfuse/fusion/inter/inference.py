@@ -18,6 +18,7 @@ from rlhfuse.base.clock import Clock
 from rlhfuse.fusion.inter.iteration_store import IterationStore
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
 from rlhfuse.models.stage import PackedTokens, PipelineStage
+from rlhfuse.parallel.background import Background
 from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.tasks.packing import deal
@@ -175,10 +176,9 @@ def as_array(numbers: Any) -> Any:
 
 
 class WeightLoader:
-    """Loads offloaded models once, in order, in a thread: overlapped with compute on those that are there.
+    """Loads offloaded models once, in order, in the background: overlapped with compute on those that are there.
 
-    On CUDA they are copied by a stream of the thread's own, into memory of the stream that computes: what that gave
-    back can serve them, and it gets their memory again.
+    On CUDA their memory is of the stream that computes: what that gave back can serve them, and it gets theirs again.
     """
 
     def __init__(
@@ -189,46 +189,35 @@ class WeightLoader:
         clock: Clock = Clock(),
     ) -> None:
         """Begins once all models of the loader `before` are there."""
-        self._models, self._device, self._before, self._clock = models, device, before, clock
+        self._models, self._before, self._clock = models, before, clock
         self.count = len(models)
         for model in models:
             model.allocate()
-        self._allocated = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        self._loaded = [clock.Event() for _ in models]
-        self._failure: BaseException | None = None
+        self._loaded, self._ready = [clock.Event() for _ in models], 0  # how many are there
         self.seconds = 0.0  # that the models loaded so far took, without gaps
-        self._thread = clock.Thread(target=self._run, name="weight-loader", daemon=True)
-        self._thread.start()
+        self._work = Background(self._run, "weight-loader", device, clock)
 
     def wait(self, index: int) -> None:
         """Until the model at this position can be used. Raises what loading raised."""
         self._loaded[index].wait()
-        if self._failure is not None:
-            raise self._failure
+        if index >= self._ready:
+            self._work.wait()  # raises
 
     def close(self) -> None:
         """Until all are there; afterwards they may be released. Raises what loading raised."""
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
+        self._work.wait()
 
     def _run(self) -> None:
-        stream = None
         try:
-            if self._allocated is not None:
-                torch.cuda.set_device(self._device)  # a new thread begins on GPU 0
-                stream = torch.cuda.Stream(self._device)
-                stream.wait_event(self._allocated)  # whoever had the memory before is done with it then
             if self._before is not None:
                 self._before.close()
-            with torch.cuda.stream(stream):
-                for model, loaded in zip(self._models, self._loaded):
-                    with self._clock.work(price=("load",)) as loading:
-                        model.copy_in()
-                    self.seconds += loading.seconds
-                    loaded.set()
-        except BaseException as failure:  # raised by the thread that waits
-            self._failure = failure
+            for model, loaded in zip(self._models, self._loaded):
+                model.await_values()
+                with self._clock.work(price=("load",)) as loading:
+                    model.copy_in()
+                self.seconds += loading.seconds
+                self._ready += 1
+                loaded.set()
         finally:
             for event in self._loaded:
                 event.set()

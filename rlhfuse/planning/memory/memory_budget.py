@@ -390,9 +390,10 @@ class _Needs:
         written = batch.samples * rollout.max_response_tokens
         self._guesses = guess_bytes(written) if rollout.draft_rows else 0
         moved = [models[task] for task in DESTINATIONS.values() if task in models and task in SCORERS]
-        self._moved = sum(model.weights_bytes() for model in moved)  # of scorers whose weights come from training
+        self._moved = sum(model.weights_bytes() for model in moved)  # of scorers, beneath generation
         self.generation = GenerationMemory.of(generation, rollout, kv_capacity_bytes)
-        self._buckets = min(run.config.fusion.bucket_mib << 20, max(self.generation.weights, self._moved))
+        bucket = run.config.fusion.bucket_mib << 20
+        self._buckets, self._beneath = min(bucket, self.generation.weights), min(bucket, self._moved)
         self._scoring = max((model.scoring_bytes(batched) for model in scorers), default=0)
         self.microbatch_tokens = batch.cut.tokens
         self._inputs = input_bytes(batch, longest, hardware)
@@ -417,10 +418,11 @@ class _Needs:
             }
             return PhaseMemory(name, resident + weights, optimizer, host=self._offloaded + self._guesses, **held)
 
+        generating = {"activations": self.generation.decoding, "kv": self.generation.kv}
         return (
             *((self._start(parts),) if self._starts else ()),
-            phase("moves", self.generation.weights + self._moved, buckets=standing + self._buckets),
-            phase("generation", self.generation.weights, activations=self.generation.decoding, kv=self.generation.kv),
+            phase("moves", self.generation.weights, buckets=standing + self._buckets),
+            phase("generation", self.generation.weights, buckets=standing + self._beneath, **generating),
             phase("inference", self._offloaded, activations=self._scoring),
             phase("training", gradients=gradients, activations=passing),
         )

@@ -30,6 +30,7 @@ from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.memory.memory_budget import KEEPING_PART, MemoryRefusal, PhaseMemory
 from rlhfuse.planning.price import (
     GenerationPrice,
+    Moves,
     Price,
     bound_seconds,
     ideal_limits,
@@ -249,7 +250,7 @@ class Ranking:
     def _by_moves(self, t: int, g: int) -> float:
         floor = self._by_work(t, g)  # of generation more may be known by now
         assert floor is not None, "nothing refuses it since"
-        return floor + self._moves(t, g)
+        return floor + self._moves(t, g).before
 
     def _by_split(self, t: int, g: int) -> float:
         """With the least of training that a draft may choose."""
@@ -340,7 +341,8 @@ class Ranking:
         """With no more than its work known of training."""
         training = self._works[t]
         assert training is not None, "its work was priced"
-        return training + with_schedules(draft, generation, self._moves(t, g), 0.0).beside_training
+        moves = self._moves(t, g)._replace(beneath=0.0)  # how much of it shows depends on the room that there is
+        return training + with_schedules(draft, generation, moves, 0.0).beside_training
 
     def _draft(self, t: int, g: int) -> Candidate:
         draft = self._drafts[t, g]
@@ -357,7 +359,7 @@ class Ranking:
             self._generated[g, limits] = simulate_generation(draft, limits)
         return self._generated[g, limits]
 
-    def _moves(self, t: int, g: int) -> float:
+    def _moves(self, t: int, g: int) -> Moves:
         row, decoding = self.space.training[t], self.space.generation[g]
         layouts = tuple(self._floors.cut_layouts(row).items())
         return self.setting.move_seconds(layouts, decoding.generation, decoding.inference)

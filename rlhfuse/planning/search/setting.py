@@ -19,6 +19,7 @@ from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.planning.candidate import Candidate, CandidateInputs, draft_plan, instance_limits
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.memory.instance_cache import CACHE_PARTS, SPARE_BLOCKS, InstanceCache
+from rlhfuse.planning.price import Moves
 from rlhfuse.planning.rooflines import Rooflines
 from rlhfuse.planning.search.space import Given
 from rlhfuse.planning.search.table import Inference, Table
@@ -142,13 +143,13 @@ class Setting:
     @remembered
     def move_seconds(
         self, trained: tuple[tuple[Role, ParallelLayout], ...], generation: ParallelLayout, inference: Inference
-    ) -> float:
+    ) -> Moves:
         """Seconds that weights move in an iteration; `trained`: with the layers of each stage."""
         tasks = (*self._forwards(generation, inference), *self._trainings(dict(trained)))
         ranks = rank_map(training_layouts(tasks), self.run.config.fusion.alternates)
         machine = self.inputs.cores.rates(self.inputs.hardware, "moves")
         moves = layout_moves(tasks, ranks, self.run.specs, self.run.config.trainer.element_bytes, machine)
-        return sum(move.seconds for move in moves)
+        return Moves.of(moves)
 
     def _forwards(self, generation: ParallelLayout, inference: Inference) -> list[ModelTask]:
         """Tasks that train nothing, generation first."""

@@ -96,4 +96,6 @@ def shared(inference: Inference) -> dict[str, ParallelLayout]:
 
 def inference_text(inference: Inference) -> str:
     """Their layouts, for a column of a table."""
-    return ",".join(map(str, shared(inference).values()))
+    rows = shared(inference)
+    own = " ".join(f"{row.removesuffix('_inference')}={layout}" for row, layout in rows.items())
+    return own if len(rows) > 1 else own.removeprefix("inference=")

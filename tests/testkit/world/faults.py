@@ -11,6 +11,7 @@ from typing import Any
 from rlhfuse.fusion.inter import generation, group_stream, iteration_store, tensor_parallel_group
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.tool_caller import ToolCaller
+from testkit.world import stand_ins
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
@@ -142,6 +143,11 @@ def free_instance_not_counted() -> Patch:
     return iteration_store.IterationStore, "add_free", add_free
 
 
+def loaded_before_they_arrive() -> Patch:
+    """Models are loaded from copies in host memory that are not there yet."""
+    return stand_ins.StandInModel, "await_values", lambda self: None
+
+
 PLANTED: tuple[Callable[[], Patch], ...] = (
     waits_for_more_than_begins,
     score_letter_lost,
@@ -155,4 +161,5 @@ PLANTED: tuple[Callable[[], Patch], ...] = (
     sample_scored_where_it_ended,
     paused_samples_not_counted,
     free_instance_not_counted,
+    loaded_before_they_arrive,
 )

@@ -26,6 +26,7 @@ from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.inter.request import Request
 from rlhfuse.monitor.heartbeat import DONE, FAILED, Heartbeat, Limits, PeerTable, ProcessName, Waiting
+from rlhfuse.parallel.background import Background
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.group_sampler import GroupSampler
 from rlhfuse.run.sampling.tool_caller import ToolCaller
@@ -81,6 +82,8 @@ class Setting(SimpleNamespace):
             at_wait=rng.randrange(1, 300),
             slow=pick((1.0, 1.0, 1.0, 5.0, 0.2)),  # the victim's waits, where it has no mishap
             spanned=pick([n for n in range(2, instances + 1) if not instances % n] or [1]) if chance(0.4) else 1,
+            arrives=pick((0.0, 1e-3, 5e-2, 1.0)),  # seconds until the critic's weights have come from training
+            lost=chance(0.5),  # where weights cannot be read, it is these
             narrow=chance(0.5),  # where a worker spans several instances: the reward model is as wide as one
         )
 
@@ -232,10 +235,12 @@ class Life:
         group, say = place.decoders, partial(self._say, rank)
         engine = StandInEngine(simulation, setting.script, group, setting.rows, setting.step_seconds)
         fails = setting.mishap == LOADER and rank == setting.victim
+        broken = "the critic's weights" if fails and setting.lost else ""
+        arrival = Background(partial(self._arrive, broken), "weight-mover", torch.device("cpu"), clock)
         models = [
             FrozenModel(model, model, None, setting.tensor_ranks if number and setting.narrow else place.scorers.size)
             for number in range(setting.models)
-            for model in [StandInModel(simulation, fails)]
+            for model in [StandInModel(simulation, fails and not setting.lost, None if number else arrival)]
         ]
         scorer = Scorer(dict(zip(ROLES[2:], models)), 100, 1.0, torch.device("cpu"), clock=clock)
         prompts = [Prompt((7, 8), {}) for _ in range(setting.wanted * setting.most)]
@@ -270,6 +275,11 @@ class Life:
             clock=clock,
         )
         return GroupSampler(inputs, stage, rewarder, caller, self._requests, engine.resume)
+
+    def _arrive(self, broken: str) -> None:
+        self.simulation.pause(self.simulation.delay(self.setting.arrives))
+        if broken:
+            raise OSError(f"{broken}: weights cannot be read")
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt], first: int) -> list[Request]:
         copies = range(self.setting.copies)

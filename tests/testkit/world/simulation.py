@@ -197,8 +197,11 @@ def clock_of(simulation: Simulation) -> type[Clock]:
             rank = greenlet.getcurrent().task.rank  # pyright: ignore[reportAttributeAccessIssue]
             self._task = simulation.spawn(rank, self._target, *self._args)
 
+        def is_alive(self) -> bool:
+            return not self._task.done
+
         def join(self) -> None:
-            while not self._task.done:
+            while self.is_alive():
                 simulation.wait(self._task.ended)
 
     class VirtualClock(Clock):

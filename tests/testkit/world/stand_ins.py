@@ -19,6 +19,7 @@ from rlhfuse.base.sample_ids import sample_origin
 from rlhfuse.data.call_pool import Outcome
 from rlhfuse.data.chat_turns import AskedCall
 from rlhfuse.gen.core.sequence import GenerationResult
+from rlhfuse.parallel.background import Background
 from rlhfuse.tasks.migration import UnfinishedSample
 from testkit.world.simulation import SimulatedGroup, Simulation
 
@@ -220,8 +221,9 @@ class StandInModel:
 
     tp_group = None
 
-    def __init__(self, simulation: Simulation, fails: bool = False) -> None:
-        self._simulation, self._fails, self._loaded = simulation, fails, 0
+    def __init__(self, simulation: Simulation, fails: bool = False, arrival: Background | None = None) -> None:
+        """`arrival`: brings the weights to the host meanwhile."""
+        self._simulation, self._fails, self._loaded, self._arrival = simulation, fails, 0, arrival
         self.stage = self.offloaded = self
 
     def forward(self, packed: Any, mask: Any) -> torch.Tensor:
@@ -233,7 +235,12 @@ class StandInModel:
         assert not self._loaded
         self._loaded = 1
 
+    def await_values(self) -> None:
+        if self._arrival:
+            self._arrival.wait()
+
     def copy_in(self) -> None:
+        assert not self._arrival or self._arrival.done, "the weights have not arrived"
         self._simulation.pause(self._simulation.delay(2e-2))
         if self._fails:
             raise OSError("weights cannot be read")
