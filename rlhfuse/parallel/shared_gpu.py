@@ -129,7 +129,7 @@ class SharedGpuGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *options: Any) -> dist.Work:
-        """Of pickled objects alone, which lie in host memory."""
+        """Gather pickled objects, which are in host memory."""
         return self._gloo.gather(outputs, inputs, *options)
 
     def barrier(self, *options: Any, **named: Any) -> dist.Work:

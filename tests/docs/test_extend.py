@@ -43,7 +43,7 @@ def test_an_algorithm_is_a_row_and_a_function(monkeypatch):
 
 def stand_in(factor: float) -> SimpleNamespace:
     """A model whose output is each token's number times this."""
-    weights = SimpleNamespace(allocate=lambda: None, copy_in=lambda: None, release=lambda: None)
+    weights = SimpleNamespace(**dict.fromkeys(("allocate", "await_values", "copy_in", "release"), lambda: None))
     stage = SimpleNamespace(forward=lambda packed, _: factor * packed.tokens.float())
     return SimpleNamespace(stage=stage, offloaded=weights, ranks=1)
 
