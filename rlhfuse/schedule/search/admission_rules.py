@@ -62,6 +62,7 @@ class AdmissionRules:
         self.work = float(np.bincount(graph.node, graph.duration).max())
         self.mean = float(graph.duration.mean()) / self.work
         self.best: list[tuple[Solution, AdmissionRule]] = []  # the fastest first
+        self.tried = 0  # by search
 
     @cached_property
     def mirror(self) -> Mirror | None:
@@ -72,17 +73,19 @@ class AdmissionRules:
         return _features((self.mirror if mirrored and self.mirror else self).dispatcher.graph, self.work)
 
     def search(self, tries: int, enough: float = 0.0) -> list[Solution]:
-        """The fastest schedules of so many decodes, the fastest first; ends at one that takes `enough` time."""
+        """The fastest schedules of so many decodes, those of an earlier call among them, the fastest first; ends at one
+        that takes `enough` time."""
         fixed = self._fixed()
-        for number in range(max(1, tries)):
+        for number in range(self.tried, max(1, tries)):
+            if self.best and reaches(self.best[0][0].makespan, enough):
+                break
+            self.tried = number + 1
             if number < len(fixed):
                 self._try(fixed[number])
             elif number < GRID_SHARE * tries:
                 self._try(self._drawn())
             else:
                 self._climb(tries - number, enough)
-                break
-            if reaches(self.best[0][0].makespan, enough):
                 break
         return [solution for solution, _ in self.best]
 

@@ -110,11 +110,7 @@ def can_drain(
         for k in range(len(drain.oldest)):  # draining gives back only, so that any order does: the asked one first
             p = (pipeline + k) % len(drain.oldest)
             while drain.oldest[p] < done[stages.forward[stages.first[p]]]:
-                if stages.grows:
-                    drains = _drain_growing(stages, done, p, drain)
-                else:
-                    drains = _drain_oldest(stages, done, p, drain)
-                if not drains:
+                if not _drain_oldest(stages, done, p, drain):
                     waiting = True
                     break
                 if p == pipeline and drain.oldest[p] == microbatch:
@@ -164,30 +160,18 @@ def _fits_now(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
         node, more = stages.node[stage], stages.later[stage] - stages.activation[stage]
         if more > 0 and done[stages.backward[stage]] <= microbatch:
             fits = fits and drain.need[node] + more <= drain.free[node]
-    for stage in range(last, low - 1, -1):
-        if done[stages.forward[stage]] > microbatch:
-            break
+    for stage in range(low, last + 1):
         drain.need[stages.node[stage]] = 0.0
     return fits
 
 
 @njit(**IN_PLACE)
 def _drain_oldest(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
-    """Give back what the oldest micro-batch of pipeline `p` holds, if there is room for the forwards that are left."""
-    fits = _fits_now(stages, done, p, drain)
-    for stage in range(stages.first[p], stages.first[p + 1]):
-        if not fits or done[stages.forward[stage]] <= drain.oldest[p]:
-            break
-        drain.free[stages.node[stage]] += stages.activation[stage]
-    return fits
-
-
-@njit(**IN_PLACE)
-def _drain_growing(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
-    """The same where a B may take memory: room is needed for backwards too, each W behind its B."""
+    """Give back what the oldest micro-batch of pipeline `p` holds, if there is room for its forwards and then for its
+    backwards, each W behind its B."""
     microbatch, fits = drain.oldest[p], _forwards_fit(stages, done, p, drain)
     low, last = stages.first[p], stages.first[p + 1] - 1
-    for stage in range(last, low - 1, -1):
+    for stage in range(last if fits else low - 1, low - 1, -1):
         if done[stages.backward[stage]] <= microbatch:
             node, more = stages.node[stage], stages.later[stage] - stages.activation[stage]
             fits = fits and (more <= 0 or drain.need[node] + more <= drain.free[node])
