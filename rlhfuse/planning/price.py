@@ -7,23 +7,26 @@ under a cap that binds a bound may be far below what any schedule reaches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from rlhfuse.costs.layout_moves import LayoutMove, layout_moves
 from rlhfuse.planning.candidate import Candidate
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.training.passing import with_room
 from rlhfuse.planning.training.training_problem import TICK_SECONDS, planned_bound
-from rlhfuse.schedule.ir.evaluate import makespan
+from rlhfuse.schedule.ir.evaluate import evaluate, tidy
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem
-from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import min_memory
-from rlhfuse.schedule.search.admission_rules import reached_by_rule
-from rlhfuse.schedule.search.solution import schedule_of
+from rlhfuse.schedule.search.admission_rules import AdmissionRules
+from rlhfuse.schedule.search.dispatch import Dispatcher
+from rlhfuse.schedule.search.heads_tails import longest_path
+from rlhfuse.schedule.search.solution import sequence_of
 from rlhfuse.simulator.simulation import Simulation
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 from rlhfuse.tasks.instance_limits import InstanceLimits
@@ -136,7 +139,7 @@ def bound_seconds(draft: Candidate) -> float:
     given = draft.training.given[0] if draft.training.given else {}
 
     def seconds(rung: int) -> float:
-        ticks = makespan(given[rung]) if rung in given else planned_bound(draft.training.problems[rung])
+        ticks = evaluate(given[rung]).makespan if rung in given else planned_bound(draft.training.problems[rung])
         return float(ticks) * TICK_SECONDS
 
     return minibatch_seconds(draft, seconds)
@@ -145,24 +148,33 @@ def bound_seconds(draft: Candidate) -> float:
 def reached(draft: Candidate) -> tuple[float, tuple[float, ...]]:
     """The same by the fastest schedules made by rule, where none are given: a search begins with no worse. And what
     they hold, by node."""
-    made, passing = dict(draft.training.given[0]) if draft.training.given else {}, draft.memory.passing
-    for rung, problem in draft.training.problems.items():
-        if rung not in made:
-            made[rung] = with_room(passing, problem, _reached, partial(_reached, tries=1))
-    ticks = {rung: max(float(makespan(one)), float(planned_bound(one.problem))) for rung, one in made.items()}
+    given, ticks, made = draft.training.given[0] if draft.training.given else {}, {}, []
+    for rung, problem in {**draft.training.problems, **{rung: one.problem for rung, one in given.items()}}.items():
+        graph = build_graph(problem)
+        sequence = sequence_of(graph, given[rung]) if rung in given else with_room(draft.memory.passing, problem, _seek)
+        made.append((graph, sequence))
+        ticks[rung] = max(float(tidy(longest_path(graph.tables, sequence))), float(planned_bound(problem)))
     seconds = minibatch_seconds(draft, lambda rung: ticks[rung] * TICK_SECONDS)
-    return seconds, draft.memory.held_by(*made.values())
+    return seconds, draft.memory.held_in_order(*made)
 
 
-def _reached(problem: FusionProblem, tries: int = DECODES) -> Schedule:
-    return _reached_once(problem.without_idle_cap(), tries)
+def _seek(problem: FusionProblem) -> Iterator[np.ndarray]:
+    """What the first rule makes of it, then the fastest of all."""
+    problem = problem.without_idle_cap()
+    yield _reached(problem, 1)
+    if (tries := min(DECODES, DECODED // (problem.tasks * problem.nodes))) > 1:
+        yield _reached(problem, tries)
 
 
 @lru_cache(maxsize=128)  # as for bounds: tables of layouts that differ beside training have one problem
-def _reached_once(problem: FusionProblem, most_tries: int) -> Schedule:
-    bound = float(planned_bound(problem))
-    tries = max(1, min(most_tries, DECODED // (problem.tasks * problem.nodes)))
-    return schedule_of(build_graph(problem), reached_by_rule(problem, tries, enough=(1 + NEAR) * bound).sequence)
+def _reached(problem: FusionProblem, tries: int) -> np.ndarray:
+    enough = (1 + NEAR) * float(planned_bound(problem)) if tries > 1 else 0.0
+    return _rules(problem).search(tries, enough)[0].sequence
+
+
+@lru_cache(maxsize=1)  # of one problem the first rule is tried, and then the others
+def _rules(problem: FusionProblem) -> AdmissionRules:
+    return AdmissionRules(Dispatcher(build_graph(problem)), "1", kept=1)
 
 
 def minibatch_seconds(draft: Candidate, schedule_seconds: Callable[[int], float]) -> float:

@@ -25,8 +25,9 @@ from rlhfuse.planning.settle import settle, settle_but_layouts
 from rlhfuse.planning.training.passing import with_room
 from rlhfuse.planning.training.training_orders import short_search
 from rlhfuse.schedule.ir.evaluate import loosen, memory_profile
-from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.rules.builders import min_memory, one_at_a_time
+from rlhfuse.schedule.search.solution import sequence_of
 from rlhfuse.simulator.threshold import load_threshold
 
 ON_GPU = dict(trainer__hardware="a100", rollout__kv_blocks_per_instance=24, rollout__max_batched_tokens=64)
@@ -56,16 +57,18 @@ def test_what_stages_receive_has_room_beside_the_schedule():
     static, least = max(map(max, zip(draft.memory.training_bytes))), max(min_memory(problem))
     made = [short_search(0, replace(problem, memory_cap=static + part * least)) for part in (3.0, 2.0, 1.5, 1.0)]
     peaks = [[max(memory_profile(one, node)) for node in range(problem.nodes)] for one in made]
-    rooms = [held - 0.1 * (held - peak) for held, peak in zip(passing.held_by(made[0]), peaks[0])]
+    graph = build_graph(problem)
+    sequences = [sequence_of(graph, one) for one in (*made, one_at_a_time(problem))]
+    rooms = [held - 0.1 * (held - peak) for held, peak in zip(passing.held_by(graph, sequences[0]), peaks[0])]
     capped = replace(problem, memory_cap=tuple(room + problem.node_static(n) for n, room in enumerate(rooms)))
 
     def find(stated):
         fits = (all(peak <= stated.node_cap(n) for n, peak in enumerate(row)) for row in peaks)
-        return next((one for one, fit in zip(made, fits) if fit), one_at_a_time(problem))
+        yield next((one for one, fit in zip(sequences, fits) if fit), sequences[-1])
 
-    assert find(capped) is made[0] and passing.over(Schedule(capped, made[0].orders))
-    found = with_room(passing, capped, find, find)
-    assert not passing.over(found) and found.problem == capped and found.orders != one_at_a_time(problem).orders
+    assert next(find(capped)) is sequences[0] and passing.over(build_graph(capped), sequences[0])
+    found = with_room(passing, capped, find)
+    assert not passing.over(build_graph(capped), found) and found.tolist() != sequences[-1].tolist()
 
 
 def test_a_plan_above_95_percent_warns_and_below_does_not():

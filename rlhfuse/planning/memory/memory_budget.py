@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
+
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.readable_bytes import readable_bytes
 from rlhfuse.config.settings import RolloutConfig
@@ -24,8 +26,10 @@ from rlhfuse.decisions.batch_arithmetic import BatchArithmetic
 from rlhfuse.planning.job import Job
 from rlhfuse.planning.training.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.search.solution import node_peaks, sequence_of
 from rlhfuse.tasks.task import DESTINATIONS, SCORERS, TRAINED
 
 TOKEN_BYTES, RESPONSE_BYTES = 16, 36  # of a mini-batch: ids and positions; which row, which id, and five numbers
@@ -177,7 +181,11 @@ class MemoryBudget:
 
     def held_by(self, *schedules: Schedule) -> tuple[float, ...]:
         """Activations of any of the schedules by node, so that with what passes at most they are training's peak."""
-        held = (self.passing.held_by(one) if self.passing else evaluate(one).node_peak_memory for one in schedules)
+        return self.held_in_order(*((graph := build_graph(one.problem), sequence_of(graph, one)) for one in schedules))
+
+    def held_in_order(self, *sequences: tuple[OperationGraph, np.ndarray]) -> tuple[float, ...]:
+        """The same of schedules as sequences."""
+        held = (self.passing.held_by(*one) if self.passing else node_peaks(*one) for one in sequences)
         return tuple(map(max, zip(*held)))
 
     def most_held(self, *schedules: Schedule) -> tuple[float, ...]:

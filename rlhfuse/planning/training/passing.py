@@ -6,17 +6,18 @@ until W, where the backward is split. The memory is taken once, for the most tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rlhfuse.costs.model_memory import ModelMemory
 from rlhfuse.schedule.ir.action import Kind
-from rlhfuse.schedule.ir.evaluate import Computed, loosen, memory_profile, where_kinds
+from rlhfuse.schedule.ir.evaluate import held_in_lanes, loosen, tidy
+from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
-from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import min_memory, one_at_a_time
+from rlhfuse.schedule.search.solution import node_peaks, sequence_of
 
 ATTEMPTS = 5  # to find a schedule that has room for what its stages receive
 
@@ -38,32 +39,30 @@ class PassingMemory:
             {name: model.split_passing_bytes(tokens) for name, model in trained.items()},
         )
 
-    def held_by(self, schedule: Schedule) -> tuple[float, ...]:
-        """Activations by node, so that with what passes at most they are training's peak.
+    def held_by(self, graph: OperationGraph, sequence: np.ndarray) -> tuple[float, ...]:
+        """Activations by node of a schedule, so that with what passes at most they are training's peak.
 
         What passes differs by model: the most held and the most that passes need not meet.
         """
-        pipelines, peaks = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}, []
-        for node, order in enumerate(schedule.orders):
-            kinds = where_kinds(order)
-            passing, after = np.empty(len(order)), np.array(memory_profile(schedule, node), float)
-            for (name, stage, kind), here in kinds.items():
-                passing[here] = self._in(pipelines[name], stage, kind)
-            highest = (np.maximum(after, [0, *after[:-1]]) + passing).max()
-            peaks.append(float(highest - passing.max()) + self._received_beyond(pipelines, kinds))
-        return tuple(peaks)
+        pipelines, first, peaks = graph.problem.pipelines, graph.tables.first, []
+        passing = [self._in(pipelines[lane.pipeline], lane.stage, lane.kind) for lane in graph.lanes]
+        for low, high in zip(first, first[1:]):
+            here = graph.lane[sequence[low:high]]
+            lanes, after = np.flatnonzero(np.bincount(here)).tolist(), held_in_lanes(graph, here)
+            held = np.maximum(after, [0, *after[:-1]])
+            highest = max(tidy(held[here == lane].max()) + passing[lane] for lane in lanes)
+            peaks.append(highest - max(passing[lane] for lane in lanes) + self._received_beyond(graph, lanes, here))
+        return tuple(map(float, peaks))
 
     def least(self, problem: FusionProblem) -> tuple[float, ...]:
         """No schedule's `held_by` is less: the most that passes need not be where the most is held."""
         lean = min(min(places) - self.split[model][0] for model, places in self.by_place.items())
         return tuple(max(0.0, held + lean - max(map(max, self.by_place.values()))) for held in min_memory(problem))
 
-    def over(self, schedule: Schedule) -> tuple[float, ...]:
+    def over(self, graph: OperationGraph, sequence: np.ndarray) -> tuple[float, ...]:
         """By node, what is held above the caps; empty where all of it has room."""
-        rooms = map(schedule.problem.node_cap, range(schedule.problem.nodes))
-        beyond = tuple(
-            max(0, held - room) if held > loosen(room) else 0 for held, room in zip(self.held_by(schedule), rooms)
-        )
+        held = zip(self.held_by(graph, sequence), map(graph.problem.node_cap, range(graph.problem.nodes)))
+        beyond = tuple(max(0, most - room) if most > loosen(room) else 0 for most, room in held)
         return beyond if any(beyond) else ()
 
     def _in(self, pipeline: Pipeline, stage: int, kind: Kind) -> float:
@@ -73,41 +72,40 @@ class PassingMemory:
         by_place = self.by_place[pipeline.model]
         return by_place[stage % len(by_place)] - (less if pipeline.split and kind is Kind.B else 0)
 
-    def _received_beyond(self, pipelines: Mapping[str, Pipeline], kinds: Mapping[Computed, np.ndarray]) -> float:
-        """Beyond `ModelMemory.receiving_bytes`, where an order keeps more than is usual."""
-        count = sum(map(len, kinds.values()))
+    def _received_beyond(self, graph: OperationGraph, lanes: Iterable[int], here: np.ndarray) -> float:
+        """Beyond `ModelMemory.receiving_bytes`, where an order keeps more than is usual; `here`: its lanes."""
         held: dict[tuple[str, int, Kind], np.ndarray] = {}  # (model, stage, F: hidden states, B: gradients): changes
-        for (name, stage, kind), here in kinds.items():
-            model, split = pipelines[name].model, pipelines[name].split
-            gradients = {Kind.B: 1, Kind.W: -1} if split else {}
+        depth = {pipeline.model: pipeline.stages for pipeline in graph.problem.pipelines}
+        for number in lanes:
+            lane, pipeline = graph.lanes[number], graph.problem.pipelines[graph.lanes[number].pipeline]
+            gradients = {Kind.B: 1, Kind.W: -1} if pipeline.split else {}
             for what, change in ((Kind.F, {Kind.F: 1, Kind.B: -1}), (Kind.B, gradients)):
-                held.setdefault((model, stage, what), np.zeros(count, np.int64))[here] += change.get(kind, 0)
-        depth, beyond = {pipeline.model: pipeline.stages for pipeline in pipelines.values()}, 0.0
+                key = pipeline.model, lane.stage, what
+                held.setdefault(key, np.zeros(len(graph.lanes), np.int64))[number] += change.get(lane.kind, 0)
+        beyond = 0.0
         for (model, stage, what), changes in held.items():
             usual = len(self.by_place[model]) - stage % len(self.by_place[model]) if what is Kind.F else 1
             if stage > 0 if what is Kind.F else stage < depth[model] - 1:
-                beyond += max(0, int(np.cumsum(changes).max()) - usual) * self.received[model]
+                beyond += max(0, int(np.cumsum(changes[here]).max()) - usual) * self.received[model]
         return beyond
 
 
 def with_room(
-    passing: PassingMemory | None,
-    problem: FusionProblem,
-    find: Callable[[FusionProblem], Schedule],
-    probe: Callable[[FusionProblem], Schedule],
-) -> Schedule:
-    """The schedule that `find` makes of `problem`. If the inboxes of stages do not fit next to it, `find` gets a
-    smaller memory cap, below what was held; `probe`, a quick search, shows how much smaller."""
-    stated = problem
+    passing: PassingMemory | None, problem: FusionProblem, seek: Callable[[FusionProblem], Iterable[np.ndarray]]
+) -> np.ndarray:
+    """The last schedule that `seek` makes of `problem`, as a sequence. If the inboxes of stages do not fit next to one,
+    it gets a smaller memory cap, below what was held: quick ones come first, which show how much smaller."""
+    graph, stated = build_graph(problem), problem
     for _ in range(ATTEMPTS):
-        for seek in (probe, find) if passing else (find,):
-            made = Schedule(problem, seek(stated).orders)
-            if over := passing.over(made) if passing else ():
+        made, over = np.empty(0), ()
+        for made in seek(stated):
+            if over := passing.over(graph, made) if passing else ():
                 break
-        else:
+        if not over:
             return made
-        held = [max(memory_profile(made, node)) if over[node] else stated.node_cap(node) for node in range(len(over))]
+        peaks = node_peaks(graph, made)
+        held = [peak if over[node] else stated.node_cap(node) for node, peak in enumerate(peaks)]
         left = (max(least, held[node] - over[node]) for node, least in enumerate(min_memory(problem)))
         caps = tuple(room + problem.node_static(node) for node, room in enumerate(left))
         stated = replace(problem, memory_cap=caps)
-    return one_at_a_time(problem)
+    return sequence_of(graph, one_at_a_time(problem))

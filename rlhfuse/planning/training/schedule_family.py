@@ -7,7 +7,7 @@ schedule without its last micro-batches is one of fewer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from rlhfuse.config.settings import FusionConfig
 from rlhfuse.planning.training.passing import PassingMemory, with_room
 from rlhfuse.planning.training.training_orders import derived, given_schedules, short_search
 from rlhfuse.schedule.io import check_same_layout, load_family
+from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedShape
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.search.library import Library
 from rlhfuse.schedule.search.search import SearchReport, SearchSettings, search
-from rlhfuse.schedule.search.solution import Incumbent
+from rlhfuse.schedule.search.solution import Incumbent, schedule_of, sequence_of
 
 Problems = Mapping[int, FusionProblem]
 Passing = PassingMemory | None
@@ -50,8 +51,7 @@ def schedule_family(
     else:
         made, source = _searched(fusion, seed, problems, shares, comm, passing)
     if (last := max(problems)) not in made:
-        quick = partial(short_search, seed)
-        made[last] = with_room(passing, problems[last], quick, quick)
+        made[last] = _roomy(passing, problems[last], partial(short_search, seed))
     return made | derived(made, {rung: problem for rung, problem in problems.items() if rung not in made}), source
 
 
@@ -87,10 +87,17 @@ def _searched(
             reports.append((report, f", from a schedule of {library.folder}" if known else ""))
             return schedule
 
-        made[rung] = with_room(passing, problems[rung], anneal, partial(short_search, seed))
+        made[rung] = _roomy(passing, problems[rung], partial(short_search, seed), anneal)
         left -= sum(report.seconds - report.kernel_seconds for report, _ in reports)
         of = f"{rung} micro-batches: " if len(problems) > 1 else ""
         for report, begun in reports[-1:]:  # no search, where nothing but one micro-batch at a time has room
             proved = "proved optimal" if report.optimal else "not proved optimal"
             told.append(f"{of}annealed {report.seconds:.1f} s, {report.moves} moves{begun}, latency {proved}")
     return made, "; ".join(told) or "one micro-batch at a time: nothing else has room"
+
+
+def _roomy(passing: Passing, problem: FusionProblem, *find: Callable[[FusionProblem], Schedule]) -> Schedule:
+    """What the last of `find` makes of `problem`, with room for what passes: a quicker one is asked before it."""
+    graph, asked = build_graph(problem), find if passing else find[-1:]
+    made = with_room(passing, problem, lambda stated: (sequence_of(graph, one(stated)) for one in asked))
+    return schedule_of(graph, made)

@@ -18,7 +18,6 @@ from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule, grid
 
-Computed = tuple[str, int, Kind]  # pipeline, its stage, and what is computed there
 TOLERANCE = 1e-9  # relative; sums of the same floats in another order differ by less
 
 
@@ -53,12 +52,6 @@ def evaluate(schedule: Schedule) -> Timeline:
         makespan=tidy(max(ends)),
         node_peak_memory=tuple(max(memory_profile(schedule, node), default=0) for node in range(len(orders))),
     )
-
-
-def makespan(schedule: Schedule) -> Number:
-    """That of its timeline alone."""
-    graph = build_graph(schedule.problem)
-    return tidy(max(end_times(graph, [[graph.number[action] for action in order] for order in schedule.orders])))
 
 
 def end_times(graph: OperationGraph, orders: Sequence[Sequence[int]]) -> list[float]:
@@ -113,25 +106,29 @@ def memory_profile(schedule: Schedule, node: int) -> list[Number]:
 
 
 def held_after(pipelines: Mapping[str, Pipeline], computed: Sequence[Action]) -> list[Number]:
-    """Activation memory after each computing action; its stage is one of the pipeline's.
+    """Activation memory after each computing action; its stage is one of the pipeline's."""
+    numbers: dict[tuple[str, int, Kind], int] = {}
+    here = np.array([numbers.setdefault(action[:3], len(numbers)) for action in computed], np.int64)
+    held = _held([(pipelines[name], stage, kind) for name, stage, kind in numbers], here)
+    return [tidy(amount) for amount in held.tolist()]
 
-    Counted in whole activations and then multiplied, so that 8 * 1.95 is 15.6 wherever it occurs.
-    """
-    held: dict[Number, np.ndarray] = {}  # size of an activation -> changes of how many
-    for (name, stage, kind), here in where_kinds(computed).items():
-        activation, later = pipelines[name].activation[stage], pipelines[name].held_for_weights[stage]
+
+def held_in_lanes(graph: OperationGraph, here: np.ndarray) -> np.ndarray:
+    """The same, not tidy, after each operation of the lanes `here`, int64[operations of a node]."""
+    return _held([(graph.problem.pipelines[lane.pipeline], lane.stage, lane.kind) for lane in graph.lanes], here)
+
+
+def _held(kinds: Sequence[tuple[Pipeline, int, Kind]], here: np.ndarray) -> np.ndarray:
+    """Counted in whole activations and then multiplied, so that 8 * 1.95 is 15.6 wherever it occurs; `here`: the number
+    in `kinds` of each operation."""
+    held: dict[Number, np.ndarray] = {}  # size of an activation -> changes of how many, by kind
+    for number in np.flatnonzero(np.bincount(here)).tolist():
+        pipeline, stage, kind = kinds[number]
+        activation, later = pipeline.activation[stage], pipeline.held_for_weights[stage]
         taken = {Kind.F: ((activation, 1),), Kind.B: ((activation, -1), (later, 1)), Kind.W: ((later, -1),)}
         for size, change in taken[kind]:
-            held.setdefault(size, np.zeros(len(computed), np.int64))[here] += change
-    amounts = (np.cumsum(changes) * size for size, changes in held.items())
-    return [tidy(amount) for amount in sum(amounts, np.zeros(len(computed))).tolist()]
-
-
-def where_kinds(computed: Sequence[Action]) -> dict[Computed, np.ndarray]:
-    """Positions of the actions of each pipeline, stage and kind, in the order in which these appear."""
-    numbers: dict[Computed, int] = {}
-    numbered = np.array([numbers.setdefault(action[:3], len(numbers)) for action in computed], np.int64)
-    return {kind: np.flatnonzero(numbered == number) for kind, number in numbers.items()}
+            held.setdefault(size, np.zeros(len(kinds), np.int64))[number] += change
+    return sum((np.cumsum(changes[here]) * size for size, changes in held.items()), np.zeros(len(here)))
 
 
 def over_cap(problem: FusionProblem, node_peak_memory: Sequence[Number]) -> int | None:

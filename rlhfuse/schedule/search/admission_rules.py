@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhfuse.base.remembered import remembered
 from rlhfuse.schedule.ir.action import Kind
-from rlhfuse.schedule.ir.evaluate import reaches
+from rlhfuse.schedule.ir.evaluate import loosen, reaches
 from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import pipeline_work
@@ -47,10 +47,10 @@ class AdmissionRule(NamedTuple):
 
 
 class AdmissionRules:
-    """Draws rules for one problem, and keeps the fastest schedules that they make."""
+    """Draws rules for one problem, and keeps the fastest schedules that they make, so many."""
 
-    def __init__(self, dispatcher: Dispatcher, seed: str) -> None:
-        self.dispatcher, self.random = dispatcher, random.Random(seed)
+    def __init__(self, dispatcher: Dispatcher, seed: str, kept: int = KEPT) -> None:
+        self.dispatcher, self.random, self.kept = dispatcher, random.Random(seed), kept
         graph = dispatcher.graph
         self.pipelines, models = graph.problem.pipelines, graph.problem.models
         large = max(self.pipelines, key=pipeline_work).model
@@ -62,6 +62,7 @@ class AdmissionRules:
         self.work = float(np.bincount(graph.node, graph.duration).max())
         self.mean = float(graph.duration.mean()) / self.work
         self.best: list[tuple[Solution, AdmissionRule]] = []  # the fastest first
+        self.tried = 0  # by search
 
     @cached_property
     def mirror(self) -> Mirror | None:
@@ -72,17 +73,19 @@ class AdmissionRules:
         return _features((self.mirror if mirrored and self.mirror else self).dispatcher.graph, self.work)
 
     def search(self, tries: int, enough: float = 0.0) -> list[Solution]:
-        """The fastest schedules of so many decodes, the fastest first; ends at one that takes `enough` time."""
+        """The fastest schedules of so many decodes, those of an earlier call among them, the fastest first; ends at one
+        that takes `enough` time."""
         fixed = self._fixed()
-        for number in range(max(1, tries)):
+        for number in range(self.tried, max(1, tries)):
+            if self.best and reaches(self.best[0][0].makespan, enough):
+                break
+            self.tried = number + 1
             if number < len(fixed):
                 self._try(fixed[number])
             elif number < GRID_SHARE * tries:
                 self._try(self._drawn())
             else:
                 self._climb(tries - number, enough)
-                break
-            if reaches(self.best[0][0].makespan, enough):
                 break
         return [solution for solution, _ in self.best]
 
@@ -91,13 +94,13 @@ class AdmissionRules:
         turn = np.einsum("ij,ij->i", self.features(rule.mirrored), rule.weights[self.operation_model])
         reserved = self.stage_model == rule.reserved
         rules = Rules(turn, self.dispatcher.any_time, rule.window, reserved, rule.patience)
-        slowest = self.best[-1][0].makespan if len(self.best) == KEPT else math.inf
-        if limit is None:  # turned back, a mirrored schedule may be faster
-            limit = math.inf if rule.mirrored else slowest
+        slowest = self.best[-1][0].makespan if len(self.best) == self.kept else math.inf
         mirror = self.mirror if rule.mirrored else None
+        if limit is None:  # turned back, a mirrored schedule adds the same times up in another order
+            limit = loosen(slowest) if mirror else slowest
         made = (mirror or self.dispatcher).dispatch(rules, limit)
         if made.makespan < slowest and all(made.makespan != other.makespan for other, _ in self.best):
-            self.best = sorted([*self.best, (made, rule)], key=lambda entry: entry[0].makespan)[:KEPT]
+            self.best = sorted([*self.best, (made, rule)], key=lambda entry: entry[0].makespan)[: self.kept]
         return made.makespan
 
     def _fixed(self) -> list[AdmissionRule]:
@@ -231,4 +234,4 @@ def reached_by_rule(problem: FusionProblem, tries: int, seed: int = 1, enough: f
     It takes some milliseconds a decode of 8,192 operations, and ends early at a makespan of `enough`. The caps leave
     room for one micro-batch at a time (`builders.check_caps`).
     """
-    return AdmissionRules(Dispatcher(build_graph(problem)), str(seed)).search(tries, enough)[0]
+    return AdmissionRules(Dispatcher(build_graph(problem)), str(seed), kept=1).search(tries, enough)[0]

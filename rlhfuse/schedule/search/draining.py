@@ -93,28 +93,24 @@ def can_drain(
     if _fits_now(stages, done, pipeline, drain):
         return True
     for stage in range(len(stages.node)):
-        node, backward = stages.node[stage], done[stages.backward[stage]]
         if stages.weight[stage] >= 0:  # a W that is due needs nothing
-            drain.free[node] += (backward - done[stages.weight[stage]]) * stages.later[stage]
-        if not stages.grows:  # nor does a micro-batch that has come to its last stage
-            arrived = done[stages.forward[stages.first[stages.pipeline[stage] + 1] - 1]]
-            drain.free[node] += (arrived - backward) * stages.activation[stage]
+            due = done[stages.backward[stage]] - done[stages.weight[stage]]
+            drain.free[stages.node[stage]] += due * stages.later[stage]
+    for p in range(len(drain.oldest)):
+        if _drain_arrived(stages, done, p, drain) and p == pipeline and microbatch < drain.oldest[p]:
+            return True
+    begun = drain.oldest[pipeline]
+    drain.oldest[pipeline] = microbatch
     if _fits_now(stages, done, pipeline, drain):
         return True
-    for p in range(len(drain.oldest)):
-        low, last = stages.first[p], stages.first[p + 1] - 1
-        drain.oldest[p] = done[stages.backward[low]] if stages.grows else done[stages.forward[last]]
+    drain.oldest[pipeline] = begun
     drained, waiting = True, True
     while drained and waiting:
         drained, waiting = False, False
-        for k in range(len(drain.oldest)):  # where draining gives back only, any order does: the asked one first
-            p = k if stages.grows else (pipeline + k) % len(drain.oldest)
+        for k in range(len(drain.oldest)):  # draining gives back only, so that any order does: the asked one first
+            p = (pipeline + k) % len(drain.oldest)
             while drain.oldest[p] < done[stages.forward[stages.first[p]]]:
-                if stages.grows:
-                    drains = _drain_growing(stages, done, p, drain)
-                else:
-                    drains = _drain_oldest(stages, done, p, drain)
-                if not drains:
+                if not _drain_oldest(stages, done, p, drain):
                     waiting = True
                     break
                 if p == pipeline and drain.oldest[p] == microbatch:
@@ -125,16 +121,34 @@ def can_drain(
 
 
 @njit(**IN_PLACE)
+def _drain_arrived(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
+    """Give back at once what the micro-batches of pipeline `p` hold that have come to its last stage, if each B that
+    takes memory has room now; `drain.oldest[p]` is then the first that has not come there, else the first of all."""
+    low, high = stages.first[p], stages.first[p + 1]
+    arrived = done[stages.forward[high - 1]]
+    drain.oldest[p] = done[stages.backward[low]]
+    for stage in range(low, high if stages.grows else low):
+        more = stages.later[stage] - stages.activation[stage]
+        if 0 < more > drain.free[stages.node[stage]] and done[stages.backward[stage]] < arrived:
+            return False
+    for stage in range(low, high):
+        drain.free[stages.node[stage]] += (arrived - done[stages.backward[stage]]) * stages.activation[stage]
+    drain.oldest[p] = arrived
+    return True
+
+
+@njit(**IN_PLACE)
 def _forwards_fit(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
-    """Add the room for the forwards that micro-batch `drain.oldest[p]` has left to `drain.need`. True if it is free."""
-    fits = True
+    """Add the room for the forwards that micro-batch `drain.oldest[p]` has left to `drain.need`, until there is none.
+    True if all of it is free."""
     for stage in range(stages.first[p + 1] - 1, stages.first[p] - 1, -1):
         if done[stages.forward[stage]] > drain.oldest[p]:
             break
         node = stages.node[stage]
         drain.need[node] += stages.activation[stage]
-        fits = fits and drain.need[node] <= drain.free[node]
-    return fits
+        if drain.need[node] > drain.free[node]:
+            return False
+    return True
 
 
 @njit(**IN_PLACE)
@@ -153,21 +167,11 @@ def _fits_now(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
 
 @njit(**IN_PLACE)
 def _drain_oldest(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
-    """Give back what the oldest micro-batch of pipeline `p` holds, if there is room for the forwards that are left."""
-    fits = _fits_now(stages, done, p, drain)
-    for stage in range(stages.first[p], stages.first[p + 1]):
-        if not fits or done[stages.forward[stage]] <= drain.oldest[p]:
-            break
-        drain.free[stages.node[stage]] += stages.activation[stage]
-    return fits
-
-
-@njit(**IN_PLACE)
-def _drain_growing(stages: Stages, done: np.ndarray, p: int, drain: Drain) -> bool:
-    """The same where a B may take memory: room is needed for backwards too, each W behind its B."""
+    """Give back what the oldest micro-batch of pipeline `p` holds, if there is room for its forwards and then for its
+    backwards, each W behind its B."""
     microbatch, fits = drain.oldest[p], _forwards_fit(stages, done, p, drain)
     low, last = stages.first[p], stages.first[p + 1] - 1
-    for stage in range(last, low - 1, -1):
+    for stage in range(last if fits else low - 1, low - 1, -1):
         if done[stages.backward[stage]] <= microbatch:
             node, more = stages.node[stage], stages.later[stage] - stages.activation[stage]
             fits = fits and (more <= 0 or drain.need[node] + more <= drain.free[node])

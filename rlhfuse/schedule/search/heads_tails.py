@@ -57,6 +57,13 @@ def new_state(sequence: np.ndarray, seed: int) -> State:
     return State(*arrays)
 
 
+def longest_path(t: Tables, sequence: np.ndarray) -> float:
+    """The makespan of a sequence without a cycle."""
+    state = new_state(sequence, 1)
+    refresh(t, state)
+    return float(makespan_of(t, state))
+
+
 @njit(cache=True)
 def makespan_of(t: Tables, s: State) -> float:
     """Largest end over the last operations of the nodes."""

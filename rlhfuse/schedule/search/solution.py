@@ -16,7 +16,7 @@ import numpy as np
 from rlhfuse.base.errors import InputError
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.ir.action import Action
-from rlhfuse.schedule.ir.evaluate import TOLERANCE, Timeline, evaluate, over_cap, reaches
+from rlhfuse.schedule.ir.evaluate import TOLERANCE, Timeline, evaluate, held_in_lanes, over_cap, reaches, tidy
 from rlhfuse.schedule.ir.graph import OperationGraph
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -76,10 +76,10 @@ def solution_of(graph: OperationGraph, entry: Incumbent) -> Solution:
     return Solution(float(timeline.makespan), float(timeline.peak_memory), sequence_of(graph, entry.schedule))
 
 
-def node_peaks(graph: OperationGraph, sequence: np.ndarray) -> list[float]:
+def node_peaks(graph: OperationGraph, sequence: np.ndarray) -> list[Number]:
     """Peak activation memory of every node."""
-    first = graph.tables.first
-    return [float(np.cumsum(graph.memory[sequence[a:b]]).max(initial=0.0)) for a, b in zip(first, first[1:])]
+    first, lane = graph.tables.first, graph.lane[sequence]
+    return [tidy(held_in_lanes(graph, lane[a:b]).max(initial=0.0)) for a, b in zip(first, first[1:])]
 
 
 def fits(graph: OperationGraph, solution: Solution) -> bool:

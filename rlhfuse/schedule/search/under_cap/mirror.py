@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.search.dispatch import Dispatcher, Rules
-from rlhfuse.schedule.search.heads_tails import makespan_of, new_state, refresh
+from rlhfuse.schedule.search.heads_tails import longest_path
 from rlhfuse.schedule.search.solution import Solution
 
 
@@ -43,9 +43,7 @@ class Mirror:
         first, sequence = self.graph.tables.first, self.other[made.sequence]
         for low, high in zip(first[:-1], first[1:]):
             sequence[low:high] = sequence[low:high][::-1]
-        state = new_state(sequence, 1)
-        refresh(self.graph.tables, state)
-        return Solution(float(makespan_of(self.graph.tables, state)), made.peak_memory, sequence)
+        return Solution(longest_path(self.graph.tables, sequence), made.peak_memory, sequence)
 
     def aims(self, aim: np.ndarray, makespan: float) -> np.ndarray:
         """When the operations of the mirrored problem begin, where those of `graph` begin at `aim`."""
