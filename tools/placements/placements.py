@@ -15,12 +15,10 @@ from placements.exact_search import best_plan
 from placements.mesh import Mesh, MeshTree, hardware_on
 from placements.problem import MeshPlan, MeshProblem
 from placements.run_problem import RunProblem
-from placements.walk import greedy_plan, walk
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.tasks.task import TRAINED
 
-WALK_STEPS, WALK_SEED = 4000, 1
 Places = Mapping[str, Callable[[Mesh], bool]]  # by call: where it may run
 Best = tuple[float, MeshPlan]
 
@@ -64,23 +62,19 @@ def _bound(best: Callable[[RunProblem], Best], roomy: RunProblem | None) -> floa
 
 
 def _free(run: RunProblem, starts: Iterable[MeshPlan]) -> Placement:
-    """The best on aligned meshes, exactly; then a walk over all meshes from it, or from a start that is better."""
+    """The best on aligned meshes, exactly, or a start that is better."""
     problem = run.problem
     try:
         exact = best_plan(problem, run.aligned)
     except InputError as error:
         return Placement("free", inf, {}, str(error))
-    start = min([exact.plan, *starts], key=problem.seconds)
-    walked = walk(problem, start, run.meshes, WALK_STEPS, WALK_SEED)
-    greedy = walk(problem, greedy_plan(problem, run.meshes), run.meshes, WALK_STEPS, WALK_SEED)
+    best = min([exact.plan, *starts], key=problem.seconds)
     bound = min(exact.bound, exact.seconds)
-    reached = f"{greedy.seconds:.4g} s" if greedy.fits else "nothing that fits"
     note = (
         f"on aligned meshes {exact.seconds:.4g} s: {exact.priced} of {exact.placements} placements of trainings were "
-        f"priced, all others take {bound:.4g} s or more; a random walk of {WALK_STEPS} steps from ReaLHF's greedy "
-        f"start finds {reached}"
+        f"priced, all others take {bound:.4g} s or more"
     )
-    return Placement("free", walked.seconds, walked.plan, note=note)
+    return Placement("free", problem.seconds(best), best, note=note)
 
 
 def _colocated(run: RunProblem) -> Best:

@@ -131,7 +131,7 @@ class MeshProblem:
         return frozenset(rank for rank, (before, own) in pairs if before != own)
 
 
-@lru_cache(maxsize=1024)  # a walk changes one call at a time: most phases stay
+@lru_cache(maxsize=1024)  # most plans that are compared differ in one call
 def _phase_seconds(work: tuple[tuple[Mesh, float], ...]) -> float:
     """The end of calls in their best order."""
     return min(map(_end_in_order, permutations(work)))

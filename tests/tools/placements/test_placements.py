@@ -102,7 +102,7 @@ def steady_state(problem, plan, iterations=4):
 @pytest.mark.parametrize("seed", range(share(12)))
 def test_each_is_the_best_of_all_that_obey_its_definition(seed):
     """On four ranks with parts of two, and on two machines of a rank's size each."""
-    if seed % 2:  # meshes of one rank are for the walk alone: too many plans to try
+    if seed % 2:  # meshes of one rank make too many plans to try
         kinds = tuple((replace(kind, devices_per_node=2), 2) for kind in (A100, H100))
         run_problem = random_run(seed, kinds, (1,), meshes=(Mesh(0, 2), Mesh(0, 4), Mesh(2, 2)), least=2)
     else:
