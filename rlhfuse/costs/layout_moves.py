@@ -20,7 +20,7 @@ from rlhfuse.decisions.weight_holders import WeightHolders
 from rlhfuse.decisions.weight_moves import WeightMoves, plan_moves
 from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells
 from rlhfuse.tasks.role import Role
-from rlhfuse.tasks.task import DESTINATIONS, TASKS, ModelTask
+from rlhfuse.tasks.task import BENEATH, DESTINATIONS, ModelTask
 
 STAYS, WITHIN, ACROSS = range(3)
 SENT, RECEIVED = range(2)
@@ -97,7 +97,7 @@ def layout_moves(
     for model, layout in ((task.role, task.layout) for task in tasks if task.training):
         target, cells = rows[DESTINATIONS[model]], ranks.pipelines(model)
         load = model_load(specs[model], layout, cells, target.layout, element_bytes, node, model.scalar_head)
-        seconds, scores = load.seconds(hardware), TASKS[target.name].kind == "score"
+        seconds, scores = load.seconds(hardware), target.name in BENEATH
         if scores:
             seconds += load.host_copy_seconds(hardware)
         source = f"{model}_train {replace(layout, cut=None)}"

@@ -25,6 +25,7 @@ from rlhfuse.costs.measured import MeasuredRatios, Work
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.ranks import FusedRanks, FusedShape, neighbour_pairs
 from rlhfuse.schedule.rules.builders import pipeline_work
+from rlhfuse.tasks.task import BENEATH
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of cores, in so many microseconds
@@ -95,12 +96,12 @@ def rank_groups(
     """By rank of the first replica: groups in which it communicates, and its ends of channels. `layouts`: by task.
 
     As parallel/groups.py makes them: a group for the tensor ranks of each degree, of whatever models; for all ranks,
-    among which weights move and gradients have their norms; for a model's replicas; for its pipeline where its
-    optimizer takes norms `by_pipeline`; for the ends of the pipeline of a model that is `tied`; and a channel for each
-    direction between neighbouring stages, of all models together.
+    among which weights move and gradients have their norms, and one more where weights move beneath generation; for a
+    model's replicas; for its pipeline where its optimizer takes norms `by_pipeline`; for the ends of the pipeline of a
+    model that is `tied`; and a channel for each direction between neighbouring stages, of all models together.
     """
-    groups = Counter[int]()
-    every = len({layout.tp for layout in layouts.values()} - {1}) + (ranks.size > 1)
+    groups, of_all = Counter[int](), 1 + any(task in layouts for task in BENEATH)
+    every = len({layout.tp for layout in layouts.values()} - {1}) + of_all * (ranks.size > 1)
     pairs: set[tuple[int, int]] = set()
     for model, layout in ranks.shape.layouts.items():
         every += layout.dp > 1

@@ -44,7 +44,7 @@ from rlhfuse.planning.memory.instance_cache import InstanceCache
 from rlhfuse.schedule.ir.ranks import FusedRanks, neighbour_pairs
 from rlhfuse.tasks.placement import Placement
 from rlhfuse.tasks.role import POLICY, Role
-from rlhfuse.tasks.task import Kind, ModelTask
+from rlhfuse.tasks.task import BENEATH, Kind, ModelTask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -73,7 +73,7 @@ class RankModels:
     place: RankPlace
     holders: Mapping[str, WeightHolders]  # by task, of those that weights move between
     channels: Channels
-    move_group: dist.ProcessGroup  # of all ranks, for weights that move beneath generation
+    move_group: dist.ProcessGroup | None  # of all ranks, where weights move beneath generation
     groups: GroupMaker  # owns every process group of the above
 
     def _of(self, kind: Kind) -> dict[Any, Any]:
@@ -192,8 +192,10 @@ def build_models(
     frozen_groups = [(task.role, scorers[task.name].tp_group) for task in tasks if task.name in scorers]
     for role, group in [*learners, *frozen_groups, (POLICY, instance_group)]:
         uses += tensor_parallel_uses(group, specs[role].hidden, specs[role].context, dtype)
-    move_group = maker.group("moves", tuple(range(ranks.size)))
-    uses.append(GroupUse(move_group, "all_reduce"))
+    move_group = None
+    if any(task.name in BENEATH for task in tasks):
+        move_group = maker.group("moves", tuple(range(ranks.size)))
+        uses.append(GroupUse(move_group, "all_reduce"))
     progress(Waiting("building models: connecting process groups"))
     connect(uses, device.torch_device)
     longest = max(model.spec.hidden * model.spec.context for model in models.values()) * dtype.itemsize

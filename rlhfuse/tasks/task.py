@@ -133,3 +133,4 @@ SCORERS = tuple(name for name, task in TASKS.items() if task.kind == "score")
 TRAINED = tuple(name for name, task in TASKS.items() if task.kind == "train")
 # Role that trains -> the task that takes its weights; a scorer's copy goes on to host memory.
 DESTINATIONS = {task.role: name for name, task in TASKS.items() if task.role.trains and task.kind != "train"}
+BENEATH = tuple(name for name in DESTINATIONS.values() if name in SCORERS)  # whose weights move beneath generation

@@ -67,8 +67,8 @@ def test_lengths_give_a_threshold():
     "keys, needed, limit",
     [
         ({"trainer__memory_limit_gb": 2.0}, lambda phase: phase.device + phase.host + 720_000_000, 2e9),
-        # a context; groups of replicas 1, of all ranks 1; two neighbours, both ways
-        ({"trainer__hardware": "a100"}, lambda phase: phase.device + 2000 * MB + 2 * 250 * MB + 4 * 40 * MB, 80e9),
+        # a context; groups of replicas 1, of all ranks 2; two neighbours, both ways
+        ({"trainer__hardware": "a100"}, lambda phase: phase.device + 2000 * MB + 3 * 250 * MB + 4 * 40 * MB, 80e9),
     ],
 )
 def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):

@@ -137,6 +137,13 @@ def test_work_of_a_paced_run_lasts_as_long_as_its_file_says(runs):
         assert row["timing_s/gen"] >= 11 * 0.02, "a step for each token after the first"
     assert costs["decode"]["constant"] + costs["decode"]["slopes"][0] >= 0.019 and costs["swap_in"] >= 0.02
     assert costs["score"]["constant"] + 99 * costs["score"]["slopes"][0] >= 0.04
+    spans = load_trace(run / "trace.json")
+    moved, decoded = ([span for span in spans if span.kind == kind] for kind in ("critic_move", "generate"))
+    assert {span.rank for span in moved} == {0, 1}
+    for span in moved:  # beneath generation
+        assert span.end_seconds - span.start_seconds >= 2 * 0.05
+        own = [one for one in decoded if one.rank == span.rank]
+        assert any(one.start_seconds < span.end_seconds and span.start_seconds < one.end_seconds for one in own)
     assert "Paced run: its times are no measurement of hardware." in render_report(RunFiles.read(run))
 
 

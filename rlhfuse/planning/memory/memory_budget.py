@@ -30,7 +30,7 @@ from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.search.solution import node_peaks, sequence_of
-from rlhfuse.tasks.task import DESTINATIONS, SCORERS, TRAINED
+from rlhfuse.tasks.task import BENEATH, SCORERS, TRAINED
 
 TOKEN_BYTES, RESPONSE_BYTES = 16, 36  # of a mini-batch: ids and positions; which row, which id, and five numbers
 KEEPING_PART = 0.9  # of the limit, where generation is kept: graphs have a memory pool of their own, two fragment more
@@ -397,7 +397,7 @@ class _Needs:
         self._offloaded = sum(model.weights_bytes() for model in scorers)
         written = batch.samples * rollout.max_response_tokens
         self._guesses = guess_bytes(written) if rollout.draft_rows else 0
-        moved = [models[task] for task in DESTINATIONS.values() if task in models and task in SCORERS]
+        moved = [models[task] for task in BENEATH if task in models]
         self._moved = sum(model.weights_bytes() for model in moved)  # of scorers, beneath generation
         self.generation = GenerationMemory.of(generation, rollout, kv_capacity_bytes)
         bucket = run.config.fusion.bucket_mib << 20
