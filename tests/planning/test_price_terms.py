@@ -195,7 +195,7 @@ def test_contexts_and_communicators(monkeypatch):
     keys = {"rollout__kv_blocks_per_instance": 64 * 128, "trainer__memory_limit_gb": 15.7}
     keys |= {"trainer__offload_optimizer": "false"}
     report = PlanReport.of(make_plan(drafted("d2t4p8", 32, **keys))).render()
-    assert "communicators 1.54 GiB of the process, assumed" in report
+    assert "communicators 1.55 GiB of the process, assumed" in report
     refused = r"memory: inference needs .* the process 3.41 GiB\), but a rank of this h800"
     with pytest.raises(InputError, match=refused):
         drafted("d2t2p16", 32, **keys)
