@@ -205,7 +205,7 @@ def found(problems: dict[str, int], *peaks: int) -> dict:
     "peak, problems, code, said",
     [
         (10**9, {}, 0, "training"),
-        (81 * 10**9, {}, 2, "rank 0: training takes 75.4 GiB, a rank has 72.1 GiB beside its process"),
+        (81 * 10**9, {}, 2, "rank 0: training takes 75.4 GiB, a rank has 71.9 GiB beside its process"),
         (10**9, {"refused by NCCL: a tensor on the CPU": 3}, 1, "3 times: refused by NCCL: a tensor on the CPU"),
         (81 * 10**9, {"all_reduce of a tensor on the CPU": 3}, 2, "over the limit"),
     ],
