@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhfuse.base.parallel_layout import ParallelLayout
 from rlhfuse.base.sample_ids import sample_id
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
@@ -176,7 +175,7 @@ def build_models(
         stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
         return FrozenModel(stage, offloaded, tp_group, task.layout.tp)
 
-    placement = Placement.of(tasks, alone=ParallelLayout.parse(config.parallel.inference).tp)
+    placement = Placement.of(tasks)
     models = {task.name: trained(task) for task in tasks if task.training}
     generates = next(task for task in tasks if task.kind == "generate")
     copy, instance_group = whole(generates)

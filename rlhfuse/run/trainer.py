@@ -191,9 +191,11 @@ class Trainer:
 
     def _run_samples(self, block: Block, done: IterationResult) -> None:
         self._begin_moves(block)
-        done.report, done.filtered = self.sampler.run(done.number, done.threshold, self.threshold.limits)
-        for model in self.models.frozen.values():
-            model.offloaded.await_values()  # weights change from here on
+        try:
+            done.report, done.filtered = self.sampler.run(done.number, done.threshold, self.threshold.limits)
+        finally:  # weights change from here on, or the groups end
+            for model in self.models.frozen.values():
+                model.offloaded.await_values()
         self.engine.learn(piece for rollout in done.report.rollouts for piece in rollout.pieces())
 
     def _run_advantages(self, block: Block, done: IterationResult) -> None:

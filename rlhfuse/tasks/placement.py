@@ -20,10 +20,10 @@ class Placement:
     workers: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(models: Sequence[ModelTask], alone: int = 1) -> Placement:
-        """`alone`: ranks of a worker where no model scores."""
+    def of(models: Sequence[ModelTask]) -> Placement:
+        """The placement of a run with these models. Where no model scores, each instance is a worker."""
         generates = next(task for task in models if task.kind == "generate")
-        instance, worker = generates.layout.tp, worker_ranks(models) or alone
+        instance, worker = generates.layout.tp, worker_ranks(models) or generates.layout.tp
         return Placement(*(tuple(_cut(generates.mesh, size)) for size in (instance, worker)))
 
     def instance_of(self, rank: int) -> int:
@@ -55,9 +55,7 @@ def worker_fault(models: Sequence[ModelTask]) -> str:
             return f"{task.name}: tp({width}) of a worker % tp({task.layout.tp}) = {width % task.layout.tp}, must be 0"
     wide, narrow = max(width, generates.layout.tp), min(width or 1, generates.layout.tp)
     widest = next((task.name for task in models if task.worker == width), "")
-    words = (
-        f"tp({wide}) % tp({narrow}) = {wide % narrow}, must be 0, so that workers hold whole instances or lie in one"
-    )
+    words = f"tp({wide}) % tp({narrow}) = {wide % narrow}, must be 0: a worker spans whole instances or fits into one"
     return f"{widest}: with parallel.generation={generates.layout} {words}" if wide % narrow else ""
 
 

@@ -27,8 +27,8 @@ from rlhfuse.tasks.role import Role
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """One model as inference uses it: its single stage, its offloaded weights and its tensor-parallel group, which has
-    so many ranks. A worker that is wider has several replicas, each of which scores its part of a pack."""
+    """One model as inference uses it: its single stage, its offloaded weights and its tensor-parallel group of `ranks`
+    ranks. A wider worker has several replicas of it, and each scores its part of a pack."""
 
     stage: PipelineStage
     offloaded: OffloadedWeights

@@ -90,7 +90,7 @@ class IterationStore:
         return self._add("workers", count)
 
     def add_free(self, worker: int, count: int) -> int:
-        """So many instances more under a worker that decode no more; returns how many do."""
+        """Count `count` more instances of a worker that have stopped decoding; returns their number."""
         return self._add(f"free/{worker}", count)
 
     def add_ready(self, change: int) -> int:

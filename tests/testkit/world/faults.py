@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlhfuse.fusion.inter import generation, group_stream, iteration_store, tensor_parallel_group
+from rlhfuse.fusion.inter import generation, group_stream, iteration_store, scoring_queue, tensor_parallel_group
 from rlhfuse.run.sampling.function_reward import FunctionRewarder
 from rlhfuse.run.sampling.tool_caller import ToolCaller
 from testkit.world import stand_ins
@@ -143,6 +143,11 @@ def free_instance_not_counted() -> Patch:
     return iteration_store.IterationStore, "add_free", add_free
 
 
+def works_before_it_is_whole() -> Patch:
+    """A worker takes work while one of the instances that it spans still decodes."""
+    return scoring_queue.ScoringQueue, "_wait_for_instances", lambda self: None
+
+
 def loaded_before_they_arrive() -> Patch:
     """Models are loaded from copies in host memory that are not there yet."""
     return stand_ins.StandInModel, "await_values", lambda self: None
@@ -162,4 +167,5 @@ PLANTED: tuple[Callable[[], Patch], ...] = (
     paused_samples_not_counted,
     free_instance_not_counted,
     loaded_before_they_arrive,
+    works_before_it_is_whole,
 )

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import greenlet
 import torch
 
 from rlhfuse.base.errors import JointError
@@ -158,6 +159,7 @@ class Life:
         self.beats = [Heartbeat(r, ProcessName("h", f"m{r}", r, ""), 0, 0, "start") for r in range(setting.ranks)]
         self._pools: dict[int, list[Any]] = {rank: [] for rank in range(setting.ranks)}
         self._doing, self._progress = ["start"] * setting.ranks, [0] * setting.ranks
+        self._engines: dict[int, Any] = {}
         self._asked_for: set[int] = set()  # samples of which the reward function was asked
         self._round, self._at_barrier = "", {}  # prefix of a round's keys -> samples finished at its barrier
 
@@ -234,6 +236,7 @@ class Life:
         place = SimulatedPlace(simulation, rank, setting.placement, self._gathered)
         group, say = place.decoders, partial(self._say, rank)
         engine = StandInEngine(simulation, setting.script, group, setting.rows, setting.step_seconds)
+        self._engines[rank] = engine
         fails = setting.mishap == LOADER and rank == setting.victim
         broken = "the critic's weights" if fails and setting.lost else ""
         arrival = Background(partial(self._arrive, broken), "weight-mover", torch.device("cpu"), clock)
@@ -319,11 +322,20 @@ class Life:
     def _law(self, key: str) -> None:
         """Who reads that a sample of the tail is finished finds it published."""
         self._round, _, name = key.rpartition("/")
+        if name == "tickets" and (busy := self._decoding_beside(greenlet.getcurrent().task.rank)):
+            raise Broken(f"a worker takes work while its ranks {busy} decode")
         if name == "finished" and self._round in self._at_barrier:
             keys = (f"{self._round}/{word}" for word in ("finished", "published"))
             finished, published = (int(self.simulation.values.get(key, 0)) for key in keys)
             if finished - self._at_barrier[self._round] > published:
                 raise Broken(f"{finished} samples are finished, {published} published")
+
+    def _decoding_beside(self, rank: int) -> list[int]:
+        """Leaders of the instances under the worker of `rank` that still decode; tensor ranks may be a step behind."""
+        placement = self.setting.placement
+        under = placement.instances_under(placement.worker_of(rank))
+        leaders = [placement.instances[one][0] for one in under if len(under) > 1]
+        return [one for one in leaders if self._engines[one].has_unfinished()]
 
     # ---- the watchdog
 
